@@ -19,6 +19,7 @@ import torchq
 from tests.frontends.onnx_writer import Writer, assert_agrees, run_reference
 from tests.models import StagedNet
 from torchq.errors import FrontendError, InputError
+from torchq.frontends.onnx.context import CONVERTERS, Entry
 
 onnx = pytest.importorskip("onnx", reason="writes the files")
 helper, numpy_helper = onnx.helper, onnx.numpy_helper
@@ -131,6 +132,23 @@ def test_a_product_and_the_bias_behind_it_are_one_layer() -> None:
     )
     y, raw = torchq.from_onnx(two)(x)  # the product itself has a reader: the bias stays outside
     torch.testing.assert_close((y, raw), (x @ weight + bias, (x @ weight).relu()))
+
+
+def test_layers_behind_an_operator_of_ones_own_are_modules() -> None:
+    """Shape inference of the package onnx stops there."""
+    CONVERTERS.add(("acme", "Twice"), Entry(lambda node: node.call(torch.mul, node.inputs[0], 2.0)))
+    try:
+        w = Writer(17)
+        x = w.node("Twice", w.input("x", ["n", 3, 4, 6]), domain="acme")
+        x = w.node(
+            "MaxPool", w.node("MatMul", x, w.random(6, 8, name="fc.weight")), kernel_shape=[2, 2]
+        )
+        read = torchq.from_onnx(w.model(x))
+    finally:
+        CONVERTERS.remove(("acme", "Twice"))
+    assert type(read.fc) is nn.Linear
+    assert any(type(module) is nn.MaxPool2d for module in read.modules())
+    assert read(torch.randn(2, 3, 4, 6)).shape == (2, 3, 3, 7)
 
 
 def test_attention_is_read_by_its_definition_and_quantized(tmp_path: Path) -> None:

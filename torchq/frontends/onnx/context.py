@@ -153,6 +153,16 @@ class NodeContext(FileNode):
         known = isinstance(value, Ints) and value.dtype in (torch.int64, torch.int32)
         return list(value.items) if known else None  # type: ignore[union-attr]
 
+    def ints_or_input(self, index: int) -> Any:
+        """Return an input of sizes as a list, or as it is where the network computes the tensor."""
+        found = self.ints(index)
+        return self.input(index) if found is None else found
+
+    def number(self, index: int) -> Any:
+        """Return an input of one number as a number where it is known, else as it is."""
+        known = self.constant(index)
+        return self.input(index) if known is None else known.reshape(-1)[0].item()
+
     def known_ints(self, index: int, what: str) -> list[int]:
         """Return the elements of an input that must be known now.
 

@@ -17,7 +17,7 @@ from torchq.errors import FrontendError, InputError
 from torchq.frontends.building.graph import Constant, Value
 from torchq.frontends.onnx.batch import free_batch_
 from torchq.frontends.onnx.context import CONVERTERS, Entry, GraphBuilder, NodeContext
-from torchq.frontends.onnx.inference import infer_types, note_types
+from torchq.frontends.onnx.inference import infer_types
 from torchq.frontends.onnx.reader import attribute_values, is_four_bits, read_model, tensor_of
 from torchq.utils.optional import import_optional
 
@@ -173,7 +173,6 @@ class Importer:
         for output, value in zip(proto.output, results, strict=False):
             if output:
                 builder.values[output] = value
-        note_types(context, results)
         for output in proto.output[len(results) :]:
             if output:
                 context.refuse(f"its output {output!r} is not supported")

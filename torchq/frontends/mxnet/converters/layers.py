@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from torchq.frontends.building.functions import group_norm, hard_sigmoid, pool
 from torchq.frontends.building.graph import Constant, Value
@@ -276,15 +276,11 @@ def _rnn(node: SymbolContext) -> list[Value]:
     node.expect("use_sequence_length", "False", "0")
     node.expect("lstm_state_clip_nan", "False", "0")
     node.flag("state_outputs", False)
-    x, states = node.inputs[0], [node.tensor(value) for value in node.inputs[2:]]
-    module = _layers(node, mode)
-    path = node.builder.add_module(node.name, module.eval(), node.op_type)
-    initial = (states[0], states[1]) if mode == "lstm" else states[0]
-    result = node.builder.graph.call_module(path, (node.tensor(x), initial))
+    states: Any = tuple(node.inputs[2:4]) if mode == "lstm" else node.inputs[2]
+    result = node.module(_layers(node, mode), node.inputs[0], states)
     y, last = (node.call(getitem, result, index) for index in (0, 1))
     if mode != "lstm":
         return [y, last]
-    assert isinstance(last, fx.Node)
     return [y, *(node.call(getitem, last, index) for index in (0, 1))]
 
 

@@ -158,7 +158,7 @@ def shifted(x: Tensor, zero_point: Tensor | None, axis: int) -> Tensor:
 def _pool(node: NodeContext) -> Value:
     node.required("kernel_shape")
     kind, window = "max" if node.op_type == "MaxPool" else "avg", _window(node)
-    if not node.floating(0):
+    if node.dtype(0) is not None and not node.floating(0):
         node.refuse("a pooling of integers is not supported")
     include, ceil_mode = bool(node.attr("count_include_pad", 0)), bool(node.attr("ceil_mode", 0))
     kernel, padding = window.kernel, window.padding

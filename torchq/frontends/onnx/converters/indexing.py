@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, fx, nn
 
@@ -97,9 +100,9 @@ def _bound(node: NodeContext, index: int) -> float | fx.Node | None:
     return None
 
 
-@converter("OneHot")
-def _one_hot(node: NodeContext) -> Value:
-    return node.call(movement.one_hot, *node.inputs, node.attr("axis", -1))
+def non_zero(x: Tensor) -> Tensor:
+    """Return the positions of what is not zero, (dimensions of x, count)."""
+    return torch.nonzero(x).t()
 
 
 @converter("Gather", dtypes=None)
@@ -134,35 +137,23 @@ def _is_table(node: NodeContext, axis: int) -> bool:
     return value.tensor.is_floating_point() and dtype in (torch.int64, torch.int32)
 
 
-@converter("GatherElements", dtypes=None)
-def _gather_elements(node: NodeContext) -> Value:
-    return node.call(movement.gather_elements, *node.inputs, node.attr("axis", 0))
+#: Functions of all inputs, and the attributes that they take with the defaults of the format.
+_FUNCTIONS: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
+    "GatherElements": (movement.gather_elements, {"axis": 0}),
+    "GatherND": (movement.gather_nd, {"batch_dims": 0}),
+    "NonZero": (non_zero, {}),
+    "OneHot": (movement.one_hot, {"axis": -1}),
+    "Scatter": (movement.scatter_elements, {"axis": 0, "reduction": "none"}),
+    "ScatterElements": (movement.scatter_elements, {"axis": 0, "reduction": "none"}),
+    "ScatterND": (movement.scatter_nd, {"reduction": "none"}),
+}
 
 
-@converter("GatherND", dtypes=None)
-def _gather_nd(node: NodeContext) -> Value:
-    return node.call(movement.gather_nd, *node.inputs, node.attr("batch_dims", 0))
-
-
-@converter("ScatterElements", "Scatter")
-def _scatter_elements(node: NodeContext) -> Value:
-    axis, reduction = node.attr("axis", 0), node.attr("reduction", "none")
-    return node.call(movement.scatter_elements, *node.inputs, axis, reduction)
-
-
-@converter("ScatterND")
-def _scatter_nd(node: NodeContext) -> Value:
-    return node.call(movement.scatter_nd, *node.inputs, node.attr("reduction", "none"))
-
-
-@converter("NonZero")
-def _non_zero(node: NodeContext) -> Value:
-    return node.call(non_zero, node.inputs[0])
-
-
-def non_zero(x: Tensor) -> Tensor:
-    """Return the positions of what is not zero, (dimensions of x, count)."""
-    return torch.nonzero(x).t()
+@converter(*_FUNCTIONS, dtypes=None)
+def _function(node: NodeContext) -> Value:
+    function, attributes = _FUNCTIONS[node.op_type]
+    numbers = [node.attr(name, default) for name, default in attributes.items()]
+    return node.call(function, *node.inputs, *numbers)
 
 
 @converter("ArgMax", "ArgMin")
@@ -185,11 +176,7 @@ def arg_extreme(x: Tensor, axis: int, keep: bool, last: bool, largest: bool) -> 
 
 @converter("TopK")
 def _top_k(node: NodeContext) -> list[Value]:
-    k = node.attributes.get("k")
-    count = node.input(1) if k is None else k
-    known = node.constant(1) if k is None else None
-    if known is not None:
-        count = int(known.reshape(-1)[0])
+    count = node.attributes["k"] if "k" in node.attributes else node.number(1)
     axis, largest = node.attr("axis", -1), bool(node.attr("largest", 1))
     return node.call_parts(2, top_k, node.inputs[0], count, axis, largest)
 

@@ -41,12 +41,7 @@ def _scaled(key: str, tensor: Tensor, factor: float) -> tuple[str, Tensor]:
 @converter("MatMul")
 def _matmul(node: NodeContext) -> Value:
     weight = node.inputs[1]
-    if (
-        isinstance(weight, Constant)
-        and weight.tensor.dim() == 2
-        and node.floating(0)
-        and node.shape(0)
-    ):
+    if isinstance(weight, Constant) and weight.tensor.dim() == 2 and node.floating(1):
         return _linear(node, node.inputs[0], weight, True, None)
     if not node.floating(0):
         return node.call(integer_matmul, *node.inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchq.frontends.building.functions import (
+    depth_to_space,
+    permuted,
+    slice_axis,
+    space_to_depth,
+)
 from torchq.frontends.building.graph import Constant, Ints, Value
 from torchq.frontends.onnx.context import NodeContext, converter
 
@@ -30,7 +37,7 @@ def _reshape(node: NodeContext) -> Value:
 def _transpose(node: NodeContext) -> Value:
     order = node.attr("perm")
     if order is None:
-        return node.call(transpose, node.inputs[0])
+        return node.call(permuted, node.inputs[0], None)
     result = node.call(torch.permute, node.inputs[0], list(order))
     value = node.inputs[0]
     if isinstance(value, Constant) and isinstance(result, Constant):
@@ -52,12 +59,7 @@ def _flatten(node: NodeContext) -> Value:
 def flatten_at(x: Tensor, axis: int) -> Tensor:
     """Return a matrix: the dimensions before ``axis`` are its rows, the rest its columns."""
     axis = axis + x.dim() if axis < 0 else axis
-    rows, columns = 1, 1
-    for size in x.shape[:axis]:
-        rows = rows * size
-    for size in x.shape[axis:]:
-        columns = columns * size
-    return x.reshape(rows, columns)
+    return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
 
 
 @converter("Squeeze", dtypes=None)
@@ -104,7 +106,7 @@ def _split(node: NodeContext) -> list[Value]:
     axis, count = node.attr("axis", 0), len(node.output_names)
     sizes: Any = node.attr("split")
     if sizes is None and node.input(1) is not None:
-        sizes = node.ints(1) if node.ints(1) is not None else node.inputs[1]
+        sizes = node.ints_or_input(1)
     if isinstance(node.inputs[0], Ints) and isinstance(sizes, list):
         items, result = list(node.inputs[0].items), []
         for size in sizes:
@@ -161,20 +163,12 @@ def _slice_of(start: int, end: int, step: int) -> slice:
 
 @converter("Expand", dtypes=None)
 def _expand(node: NodeContext) -> Value:
-    sizes = node.ints(1)
-    if (
-        isinstance(node.inputs[0], Constant)
-        and sizes is not None
-        and all(isinstance(s, int) for s in sizes)
-    ):
-        return node.call(expand, node.inputs[0], sizes)
-    return node.call(expand, node.inputs[0], node.inputs[1] if sizes is None else sizes)
+    return node.call(expand, node.inputs[0], node.ints_or_input(1))
 
 
 @converter("Tile", dtypes=None)
 def _tile(node: NodeContext) -> Value:
-    counts = node.ints(1)
-    return node.call(tile, node.inputs[0], node.inputs[1] if counts is None else counts)
+    return node.call(tile, node.inputs[0], node.ints_or_input(1))
 
 
 @converter("Pad")
@@ -182,32 +176,22 @@ def _pad(node: NodeContext) -> Value:
     mode = node.attr("mode", "constant")
     if mode not in ("constant", "reflect", "edge", "wrap"):
         node.refuse(f"the mode {mode!r} is not known")
-    pads = node.ints(1)
     axes = node.known_ints(3, "axes") if node.input(3) is not None else None
-    fill = node.constant(2)
-    value = node.input(2) if fill is None else fill.reshape(-1)[0].item()
-    arguments = (node.inputs[1] if pads is None else pads, value, axes, mode)
-    return node.call(pad, node.inputs[0], *arguments)
+    return node.call(pad, node.inputs[0], node.ints_or_input(1), node.number(2), axes, mode)
 
 
-@converter("DepthToSpace")
-def _depth_to_space(node: NodeContext) -> Value:
-    block, crd = node.required("blocksize"), node.attr("mode", "DCR") == "CRD"
-    if crd:
-        return node.module(torch.nn.PixelShuffle(block), node.inputs[0])
-    return node.call(depth_to_space, node.inputs[0], block, False)
-
-
-@converter("SpaceToDepth")
-def _space_to_depth(node: NodeContext) -> Value:
-    block, crd = node.required("blocksize"), node.attr("mode", "DCR") == "CRD"
-    return node.call(space_to_depth, node.inputs[0], block, crd)
+@converter("DepthToSpace", "SpaceToDepth")
+def _blocks(node: NodeContext) -> Value:
+    block, spreads = node.required("blocksize"), node.op_type == "DepthToSpace"
+    if node.attr("mode", "DCR") == "CRD":
+        module = torch.nn.PixelShuffle(block) if spreads else torch.nn.PixelUnshuffle(block)
+        return node.module(module, node.inputs[0])
+    return node.call(depth_to_space if spreads else space_to_depth, node.inputs[0], block)
 
 
 @converter("Trilu")
 def _trilu(node: NodeContext) -> Value:
-    known = node.constant(1)
-    k = node.input(1) if known is None and node.input(1) is not None else int(known or 0)
+    k = 0 if node.input(1) is None else node.number(1)
     return node.call(triangle, node.inputs[0], k, bool(node.attr("upper", 1)))
 
 
@@ -243,11 +227,6 @@ def reshape(x: Tensor, shape: Tensor | Sequence[int], allow_zero: bool) -> Tenso
             for i, size in enumerate(sizes)
         ]
     return torch.reshape(x, sizes)
-
-
-def transpose(x: Tensor) -> Tensor:
-    """Return ``x`` with its dimensions in reverse order."""
-    return x.permute(tuple(reversed(range(x.dim()))))
 
 
 def expand(x: Tensor, shape: Tensor | Sequence[int]) -> Tensor:
@@ -299,17 +278,9 @@ def slice_axes(
 ) -> Tensor:
     """Return a slice; negative numbers count from the end, steps may be negative."""
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
-        x = _slice_axis(x, start, end, axis, step)
+        before_all = step < 0 and end < -x.shape[axis]
+        x = slice_axis(x, axis, start, None if before_all else end, step)
     return x
-
-
-def _slice_axis(x: Tensor, start: int, end: int, axis: int, step: int) -> Tensor:
-    if step > 0:
-        index = [slice(None)] * (axis % x.dim()) + [slice(start, end, step)]
-        return x[tuple(index)]
-    size = x.shape[axis]
-    places = range(*slice(start, None if end < -size else end, step).indices(size))
-    return x.index_select(axis, torch.tensor(list(places), dtype=torch.int64, device=x.device))
 
 
 def slice_by_tensors(
@@ -336,22 +307,22 @@ def split(
     return torch.split(x, _numbers(sizes), axis)
 
 
-def gather(x: Tensor, indices: Tensor, axis: int) -> Tensor:
-    """Return the entries of ``x`` along ``axis`` that ``indices`` name.
-
-    Negative ones count from the end.
-    """
+def _positive(indices: Tensor, size: int) -> Tensor:
+    """Return indices of which negative ones counted from the end."""
     indices = indices.to(torch.int64)
-    indices = torch.where(indices < 0, indices + x.shape[axis], indices)
+    return torch.where(indices < 0, indices + size, indices)
+
+
+def gather(x: Tensor, indices: Tensor, axis: int) -> Tensor:
+    """Return the entries of ``x`` along ``axis`` that ``indices`` name."""
     axis = axis % x.dim()
-    found = x.index_select(axis, indices.reshape(-1))
+    found = x.index_select(axis, _positive(indices, x.shape[axis]).reshape(-1))
     return found.reshape((*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]))
 
 
 def gather_elements(x: Tensor, indices: Tensor, axis: int) -> Tensor:
     """Return one element of ``x`` for each index, looked up along ``axis``."""
-    indices = indices.to(torch.int64)
-    return torch.gather(x, axis, torch.where(indices < 0, indices + x.shape[axis], indices))
+    return torch.gather(x, axis, _positive(indices, x.shape[axis]))
 
 
 def gather_nd(x: Tensor, indices: Tensor, batch_dims: int) -> Tensor:
@@ -373,8 +344,7 @@ def scatter_elements(
     x: Tensor, indices: Tensor, updates: Tensor, axis: int, reduction: str
 ) -> Tensor:
     """Return ``x`` with updates written to, or combined with, elements along ``axis``."""
-    indices = indices.to(torch.int64)
-    indices = torch.where(indices < 0, indices + x.shape[axis], indices)
+    indices = _positive(indices, x.shape[axis])
     if reduction == "none":
         return x.scatter(axis, indices, updates)
     return x.scatter_reduce(axis, indices, updates, _REDUCE[reduction])
@@ -451,20 +421,3 @@ def _pad_by_own(x: Tensor, axis: int, before: int, behind: int, mode: str) -> Te
         places = places % period
         places = torch.where(places >= size, period - places, places)
     return x.index_select(axis, places)
-
-
-def depth_to_space(x: Tensor, block: int, column_first: bool) -> Tensor:
-    """Return channels laid out as blocks of pixels; ``column_first`` is ONNX's mode CRD."""
-    n, c, h, w = x.shape
-    if column_first:
-        return F.pixel_shuffle(x, block)
-    y = x.reshape(n, block, block, c // (block * block), h, w).permute(0, 3, 4, 1, 5, 2)
-    return y.reshape(n, c // (block * block), h * block, w * block)
-
-
-def space_to_depth(x: Tensor, block: int, column_first: bool) -> Tensor:
-    """Return blocks of pixels laid out as channels."""
-    n, c, h, w = x.shape
-    y = x.reshape(n, c, h // block, block, w // block, block)
-    y = y.permute(0, 1, 3, 5, 2, 4) if column_first else y.permute(0, 3, 5, 1, 2, 4)
-    return y.reshape(n, c * block * block, h // block, w // block)

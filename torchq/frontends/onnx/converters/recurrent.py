@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import getitem
 from typing import Any
 
 import torch
@@ -15,14 +17,13 @@ _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 #: For each gate in torch's order its place in ONNX's order.
 _ORDER = {"LSTM": (0, 2, 3, 1), "GRU": (1, 0, 2), "RNN": (0,)}
 _DEFAULTS = {"LSTM": ["Sigmoid", "Tanh", "Tanh"], "GRU": ["Sigmoid", "Tanh"], "RNN": ["Tanh"]}
-_KNOWN = ("tanh", "relu", "sigmoid", "softsign", "softplus")
 
 
 @converter("LSTM", "GRU", "RNN")
 def _recurrent(node: NodeContext) -> list[Value]:
     directions = 2 if node.attr("direction", "forward") == "bidirectional" else 1
     activations = _activations(node, directions)
-    if not set(activations) <= set(_KNOWN) or node.attr("clip") or node.attr("input_forget"):
+    if not set(activations) <= set(_ACTIVATIONS) or node.attr("clip") or node.attr("input_forget"):
         node.refuse("its activations, its clipping or its coupled gates are not supported")
     x, batch_first = node.inputs[0], bool(node.attr("layout", 0))
     if batch_first:
@@ -48,25 +49,19 @@ def _activations(node: NodeContext, directions: int) -> list[str]:
 def _as_module(node: NodeContext, directions: int, activations: list[str]) -> nn.Module | None:
     """Return torch's layer with the weights of the node, None where torch has no such layer."""
     kind, weights = node.op_type, [node.input(index) for index in (1, 2, 3)]
-    if (
-        not all(isinstance(part, Constant) or part is None for part in weights)
-        or weights[0] is None
-    ):
-        return None
     plain = [name.lower() for name in _DEFAULTS[kind]] * directions
     is_relu = kind == "RNN" and set(activations) == {"relu"}
     if (
-        (activations != plain and not is_relu)
-        or node.input(4) is not None
-        or node.input(7) is not None
-    ):
-        return None
-    if node.attr("direction", "forward") == "reverse" or (
-        kind == "GRU" and not node.attr("linear_before_reset", 0)
+        not all(isinstance(part, Constant) or part is None for part in weights)
+        or (activations != plain and not is_relu)
+        or (node.input(4), node.input(7)) != (None, None)
+        or node.attr("direction", "forward") == "reverse"
+        or (kind == "GRU" and not node.attr("linear_before_reset", 0))
     ):
         return None
     w, r, b = ((part.tensor if isinstance(part, Constant) else None) for part in weights)
-    assert w is not None and r is not None
+    if w is None or r is None:
+        return None
     options: dict[str, Any] = {"nonlinearity": "relu"} if is_relu else {}
     cls: Any = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}[kind]
     module = cls(
@@ -102,35 +97,16 @@ def _states(node: NodeContext, batch_first: bool) -> list[Value]:
 def _call_module(
     node: NodeContext, module: nn.Module, x: Value, directions: int, batch_first: bool
 ) -> list[Value]:
-    states = _states(node, batch_first)
-    if any(state is not None for state in states):
-        if None in states:
-            states = [
-                node.call(torch.zeros_like, states[1 - i]) if s is None else s
-                for i, s in enumerate(states)
-            ]
-        initial: Any = tuple(states) if node.op_type == "LSTM" else states[0]
-        result = _module_with_state(node, module, x, initial)
-    else:
-        result = node.module(module, x)
-    y = node.call(_item, result, 0)
-    last = node.call(_item, result, 1)
-    ends = (
-        [node.call(_item, last, 0), node.call(_item, last, 1)] if node.op_type == "LSTM" else [last]
-    )
+    states, with_cell = _states(node, batch_first), node.op_type == "LSTM"
+    known = next((state for state in states if state is not None), None)
+    arguments: list[Any] = [x]
+    if known is not None:
+        filled = [node.call(torch.zeros_like, known) if s is None else s for s in states]
+        arguments.append(tuple(filled) if with_cell else filled[0])
+    result = node.module(module, *arguments)
+    y, last = node.call(getitem, result, 0), node.call(getitem, result, 1)
+    ends = [node.call(getitem, last, index) for index in (0, 1)] if with_cell else [last]
     return [node.call(split_directions, y, directions), *ends]
-
-
-def _module_with_state(node: NodeContext, module: nn.Module, x: Value, state: Any) -> Value:
-    parts = state if isinstance(state, tuple) else (state,)
-    path = node.builder.add_module(node.name, module.eval(), node.op_type)
-    nodes = tuple(node.tensor(part) for part in parts)
-    argument = nodes if isinstance(state, tuple) else nodes[0]
-    return node.builder.graph.call_module(path, (node.tensor(x), argument))
-
-
-def _item(value: Any, index: int) -> Any:
-    return value[index]
 
 
 def _as_loop(
@@ -140,53 +116,15 @@ def _as_loop(
     states = _states(node, batch_first)
     reverse = node.attr("direction", "forward") == "reverse"
     weights = [node.input(index) for index in (1, 2, 3)]
+    weights.append(node.input(7) if node.op_type == "LSTM" else None)
     options = (activations, directions, reverse, bool(node.attr("linear_before_reset", 0)))
-    peephole = node.input(7) if node.op_type == "LSTM" else None
-    count = 3 if node.op_type == "LSTM" else 2
+    count = 1 + len(states)
     return node.call_parts(
-        count, run_layer, node.op_type, x, weights, peephole, node.input(4), states, *options
+        count, run_layer, node.op_type, x, weights, node.input(4), states, *options
     )
 
 
-def run_layer(
-    kind: str,
-    x: Tensor,
-    weights: list[Tensor | None],
-    peephole: Tensor | None,
-    lengths: Tensor | None,
-    states: list[Tensor | None],
-    activations: list[str],
-    directions: int,
-    reverse: bool,
-    linear_before_reset: bool,
-) -> tuple[Tensor, ...]:
-    """Run a recurrent layer of ONNX in all its directions."""
-    w, r, b = weights
-    assert w is not None and r is not None
-    zeros = x.new_zeros(directions, x.shape[1], r.shape[-1])
-    starts = [zeros if state is None else state for state in states]
-    each = len(activations) // directions
-    outputs: list[tuple[Tensor, ...]] = []
-    for d in range(directions):
-        own: Any = (w[d], r[d], None if b is None else b[d])
-        names: Any = tuple(activations[d * each : (d + 1) * each])
-        back = reverse or d == 1
-        if kind == "LSTM":
-            own = (*own, None if peephole is None else peephole[d])
-            outputs.append(
-                lstm_sequence(x, own, (starts[0][d], starts[1][d]), lengths, names, back)
-            )
-        elif kind == "GRU":
-            outputs.append(
-                gru_sequence(x, own, starts[0][d], lengths, names, back, linear_before_reset)
-            )
-        else:
-            outputs.append(rnn_sequence(x, own, starts[0][d], lengths, names[0], back))
-    y = torch.stack([parts[0] for parts in outputs], 1)
-    return (y, *(torch.stack([parts[i] for parts in outputs]) for i in range(1, len(outputs[0]))))
-
-
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
     "relu": torch.relu,
     "sigmoid": torch.sigmoid,
@@ -200,100 +138,105 @@ def split_directions(y: Tensor, directions: int) -> Tensor:
     return y.unflatten(2, (directions, -1)).transpose(1, 2)
 
 
-def _times(length: int, reverse: bool) -> range:
-    return range(length - 1, -1, -1) if reverse else range(length)
-
-
-def _frozen(new: Tensor, old: Tensor, alive: Tensor | None) -> Tensor:
-    """Return the new state where a sequence still lasts, else the old one."""
-    return new if alive is None else torch.where(alive, new, old)
-
-
-def _alive(lengths: Tensor | None, time: int) -> Tensor | None:
-    return None if lengths is None else (time < lengths).unsqueeze(1)
-
-
-def lstm_sequence(
+def run_layer(
+    kind: str,
     x: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-    state: tuple[Tensor, Tensor],
+    weights: list[Tensor | None],
     lengths: Tensor | None,
-    activations: tuple[str, str, str],
-    reverse: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all hidden states, the last one and the last cell state of an LSTM in one direction.
-
-    Biases are (8 * hidden,) and peepholes (3 * hidden,); the gates come in ONNX's order input,
-    output, forget, cell. Activations are those of gates, of the cell input and of the output.
-    """
-    w, r, b, p = weights
-    h, c = state
-    gate, cell, out = (_ACTIVATIONS[name] for name in activations)
-    bias = None if b is None else b.chunk(2)[0] + b.chunk(2)[1]
-    pi, po, pf = (0.0, 0.0, 0.0) if p is None else p.chunk(3)
-    results = [torch.zeros_like(h)] * x.shape[0]
-    for time in _times(x.shape[0], reverse):
-        i, o, f, g = F.linear(torch.cat([x[time], h], 1), torch.cat([w, r], 1), bias).chunk(4, 1)
-        i, f = gate(i + pi * c), gate(f + pf * c)
-        new_c = f * c + i * cell(g)
-        new_h = gate(o + po * new_c) * out(new_c)
-        alive = _alive(lengths, time)
-        h, c = _frozen(new_h, h, alive), _frozen(new_c, c, alive)
-        results[time] = new_h if alive is None else torch.where(alive, new_h, 0.0)
-    return torch.stack(results), h, c
-
-
-def gru_sequence(
-    x: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor | None],
-    h: Tensor,
-    lengths: Tensor | None,
-    activations: tuple[str, str],
+    states: list[Tensor | None],
+    activations: list[str],
+    directions: int,
     reverse: bool,
     linear_before_reset: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return all hidden states and the last one of one direction of a GRU.
+) -> tuple[Tensor, ...]:
+    """Run a recurrent layer of ONNX in all its directions, the second one backwards.
 
-    The arguments are those of :func:`lstm_sequence`.
-
-    The gates come in ONNX's order update, reset, hidden.
+    Weights are those of the input and of the state, biases and peepholes, each with a first
+    dimension of the directions. The results are all outputs (time, directions, batch, hidden), and
+    the last states (directions, batch, hidden).
     """
-    w, r, b = weights
+    assert weights[1] is not None
+    zeros = x.new_zeros(directions, x.shape[1], weights[1].shape[-1])
+    starts = [zeros if state is None else state for state in states]
+    each = len(activations) // directions
+    found = []
+    for d in range(directions):
+        own = [None if part is None else part[d] for part in weights]
+        functions = [_ACTIVATIONS[name] for name in activations[d * each : (d + 1) * each]]
+        step = _STEPS[kind](own, functions, linear_before_reset)
+        state = tuple(start[d] for start in starts)
+        found.append(_run(step, x, state, lengths, reverse or d == 1))
+    y = torch.stack([parts[0] for parts in found], 1)
+    return (y, *(torch.stack([parts[i] for parts in found]) for i in range(1, len(found[0]))))
+
+
+_Step = Callable[..., tuple[Tensor, ...]]
+
+
+def _run(
+    step: _Step, x: Tensor, state: tuple[Tensor, ...], lengths: Tensor | None, reverse: bool
+) -> tuple[Tensor, ...]:
+    """Return all hidden states of one direction, and the last states.
+
+    A sequence that has ended keeps its states, and its outputs are 0.
+    """
+    results = [torch.zeros_like(state[0])] * x.shape[0]
+    for time in reversed(range(x.shape[0])) if reverse else range(x.shape[0]):
+        new = step(x[time], *state)
+        results[time] = new[0]
+        if lengths is not None:
+            alive = (time < lengths).unsqueeze(1)
+            results[time] = torch.where(alive, new[0], 0.0)
+            new = tuple(torch.where(alive, a, b) for a, b in zip(new, state, strict=True))
+        state = new
+    return (torch.stack(results), *state)
+
+
+def _lstm(weights: list[Any], functions: list[Any], _: bool) -> _Step:
+    """Return a step of an LSTM, whose gates come in the order input, output, forget, cell."""
+    w, r, b, p = weights
+    gate, cell, out = functions
+    pi, po, pf = (0.0, 0.0, 0.0) if p is None else p.chunk(3)
+    both, bias = torch.cat([w, r], 1), None if b is None else b.chunk(2)[0] + b.chunk(2)[1]
+
+    def step(x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+        i, o, f, g = F.linear(torch.cat([x, h], 1), both, bias).chunk(4, 1)
+        i, f = gate(i + pi * c), gate(f + pf * c)
+        new = f * c + i * cell(g)
+        return gate(o + po * new) * out(new), new
+
+    return step
+
+
+def _gru(weights: list[Any], functions: list[Any], linear_before_reset: bool) -> _Step:
+    """Return a step of a GRU, whose gates come in the order update, reset, hidden."""
+    w, r, b, _ = weights
+    gate, new = functions
     size = r.shape[1]
-    gate, new = (_ACTIVATIONS[name] for name in activations)
-    wb, rb = (x.new_zeros(3 * size),) * 2 if b is None else b.chunk(2)
-    results = [torch.zeros_like(h)] * x.shape[0]
-    for time in _times(x.shape[0], reverse):
-        inputs = F.linear(x[time], w, wb)
+    wb, rb = (r.new_zeros(3 * size),) * 2 if b is None else b.chunk(2)
+
+    def step(x: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+        inputs = F.linear(x, w, wb)
         zr = gate(inputs[:, : 2 * size] + F.linear(h, r[: 2 * size], rb[: 2 * size]))
         z, reset = zr.chunk(2, 1)
         if linear_before_reset:
             hidden = reset * F.linear(h, r[2 * size :], rb[2 * size :])
         else:
             hidden = F.linear(reset * h, r[2 * size :], rb[2 * size :])
-        new_h = (1 - z) * new(inputs[:, 2 * size :] + hidden) + z * h
-        alive = _alive(lengths, time)
-        h = _frozen(new_h, h, alive)
-        results[time] = new_h if alive is None else torch.where(alive, new_h, 0.0)
-    return torch.stack(results), h
+        return ((1 - z) * new(inputs[:, 2 * size :] + hidden) + z * h,)
+
+    return step
 
 
-def rnn_sequence(
-    x: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor | None],
-    h: Tensor,
-    lengths: Tensor | None,
-    activation: str,
-    reverse: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return all hidden states and the last one of one direction of a plain recurrent layer."""
-    w, r, b = weights
-    function = _ACTIVATIONS[activation]
-    bias = None if b is None else b.chunk(2)[0] + b.chunk(2)[1]
-    results = [torch.zeros_like(h)] * x.shape[0]
-    for time in _times(x.shape[0], reverse):
-        new_h = function(F.linear(torch.cat([x[time], h], 1), torch.cat([w, r], 1), bias))
-        alive = _alive(lengths, time)
-        h = _frozen(new_h, h, alive)
-        results[time] = new_h if alive is None else torch.where(alive, new_h, 0.0)
-    return torch.stack(results), h
+def _plain(weights: list[Any], functions: list[Any], _: bool) -> _Step:
+    """Return a step of a recurrent layer without gates."""
+    w, r, b, _p = weights
+    both, bias = torch.cat([w, r], 1), None if b is None else b.chunk(2)[0] + b.chunk(2)[1]
+
+    def step(x: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+        return (functions[0](F.linear(torch.cat([x, h], 1), both, bias)),)
+
+    return step
+
+
+_STEPS: dict[str, Callable[..., _Step]] = {"LSTM": _lstm, "GRU": _gru, "RNN": _plain}

@@ -110,10 +110,8 @@ def reduce_along(
 
 @converter("CumSum")
 def _cumulative(node: NodeContext) -> Value:
-    known = node.constant(1)
-    axis = node.input(1) if known is None else int(known)
     flags = bool(node.attr("exclusive", 0)), bool(node.attr("reverse", 0))
-    return node.call(cumulative, node.inputs[0], axis, *flags)
+    return node.call(cumulative, node.inputs[0], node.number(1), *flags)
 
 
 def cumulative(x: Tensor, axis: Tensor | int, exclusive: bool, reverse: bool) -> Tensor:

@@ -32,7 +32,7 @@ def _resize(node: NodeContext) -> Value:
     sizes: Any = None
     factors: Any = scales.tolist() if scales is not None and scales.numel() else None
     if factors is None and node.input(3) is not None:
-        sizes = node.ints(3) if node.ints(3) is not None else node.inputs[3]
+        sizes = node.ints_or_input(3)
     elif factors is None:
         factors = node.input(2)
     axes = node.attr("axes")
@@ -114,18 +114,12 @@ def _grid_sample(node: NodeContext) -> Value:
 
 @converter("NonMaxSuppression")
 def _non_max_suppression(node: NodeContext) -> Value:
-    numbers = [_number(node, index) for index in (2, 3, 4)]
+    numbers = [node.number(index) for index in (2, 3, 4)]
     most = 0 if numbers[0] is None else numbers[0]
     limit = 0.0 if numbers[1] is None else numbers[1]
     center = bool(node.attr("center_point_box", 0))
     arguments = (*node.inputs[:2], most, limit, numbers[2], center)
     return node.call(non_max_suppression, *arguments)
-
-
-def _number(node: NodeContext, index: int) -> Any:
-    """Return an input of one number as a number where it is known, else as it is."""
-    known = node.constant(index)
-    return node.input(index) if known is None else known.reshape(-1)[0].item()
 
 
 @converter("RoiAlign")
