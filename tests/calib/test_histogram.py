@@ -15,10 +15,8 @@ from torchq.calib.histogram import (
     MAX_COUNTS,
     MIN_EXPONENT,
     HistogramObserver,
-    bin_exponent,
     count_on_cpu_,
     count_on_device_,
-    merge_bins,
     power_of_two,
 )
 from torchq.errors import ConfigError
@@ -66,32 +64,6 @@ def test_counts_equal_the_definition(bins: int, scale: float, generator: torch.G
     assert observer.exponent.tolist() == [exponent]
     assert observer.counts.tolist() == [counts]
     assert observer.amax.item() == x.abs().max().item()
-
-
-@pytest.mark.parametrize(
-    "value", [1.0, 2.0**-126, 2.0**-149, 1.5 * 2.0**127, 2047.0, 2048.0, 1 - 2.0**-24]
-)
-@pytest.mark.parametrize("bins", [16, 24, 100, 2048])
-def test_the_width_is_the_smallest_that_fits(value: float, bins: int) -> None:
-    exponent = bin_exponent(torch.tensor(value), bins).item()
-    assert Fraction(value) < bins * Fraction(2) ** exponent
-    assert exponent == MIN_EXPONENT or Fraction(value) >= bins * Fraction(2) ** (exponent - 1)
-
-
-def test_powers_of_two_are_exact() -> None:
-    exponents = torch.arange(-126, 128, dtype=torch.int32)
-    assert power_of_two(exponents).tolist() == [2.0**e for e in range(-126, 128)]
-
-
-def test_merging_bins_adds_neighbours() -> None:
-    counts = torch.arange(32).view(2, 16)
-    merged = merge_bins(counts, torch.tensor([1, 2], dtype=torch.int32))
-    assert merged[0].tolist() == [4 * i + 1 for i in range(8)] + [0] * 8
-    assert merged[1].tolist() == [16 * i + 70 for i in range(4)] + [0] * 12
-    assert merge_bins(counts, torch.tensor([200, 0], dtype=torch.int32)).tolist() == [
-        [120] + [0] * 15,
-        counts[1].tolist(),
-    ]
 
 
 @pytest.mark.parametrize("granularity", [PerTensor(), PerAxis((1,))])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.contracts.quantize_contract import group_of
 from torchq.errors import ConfigError
 from torchq.formats import Granularity, PerAxis, PerBlock, PerTensor
 
@@ -33,23 +34,10 @@ IDS = [f"{granularity}{list(shape)}" for granularity, shape, _ in TABLE]
 
 
 def by_hand(x: torch.Tensor, granularity: Granularity) -> torch.Tensor:
-    """Return amax by a loop over every element.
-
-    The group of an index is the index with the reduced axes set to 0.
-    """
+    """Return amax by a loop over every element."""
     out = torch.zeros(granularity.amax_shape(x.shape))
     for index in itertools.product(*map(range, x.shape)):
-        if isinstance(granularity, PerTensor):
-            group: tuple[int, ...] = ()
-        elif isinstance(granularity, PerAxis):
-            kept = {axis % x.dim() for axis in granularity.axes}
-            group = tuple(i if d in kept else 0 for d, i in enumerate(index))
-        else:
-            assert isinstance(granularity, PerBlock)
-            group = tuple(
-                i // granularity.size if d == granularity.axis % x.dim() else i
-                for d, i in enumerate(index)
-            )
+        group = group_of(index, granularity)
         out[group] = max(out[group].item(), abs(x[index].item()))
     return out
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 from torch import Tensor
 
+from tests.contracts.quantize_contract import group_of
 from torchq.formats import Granularity, PerAxis, PerBlock, PerTensor
 
 GRANULARITIES: list[Granularity] = [
@@ -20,18 +22,11 @@ GRANULARITIES: list[Granularity] = [
 
 def groups_of(x: Tensor, granularity: Granularity) -> dict[int, list[float]]:
     """The elements of each group, by walking over all indices."""
-    shape = granularity.amax_shape(x.shape)
+    numbers = torch.arange(math.prod(granularity.amax_shape(x.shape)))
+    numbers = numbers.view(granularity.amax_shape(x.shape))
     found: dict[int, list[float]] = {}
     for index in itertools.product(*map(range, x.shape)):
-        if isinstance(granularity, PerBlock):
-            place = [
-                i // granularity.size if d == granularity.axis else i for d, i in enumerate(index)
-            ]
-        else:
-            place = [i if shape[d] > 1 else 0 for d, i in enumerate(index)] if shape else []
-        number = 0
-        for i, size in zip(place, shape, strict=True):
-            number = number * size + i
+        number = int(numbers[group_of(index, granularity)])
         found.setdefault(number, []).append(x[index].item())
     return found
 

@@ -5,7 +5,6 @@ There is no graph break and no wait for the device, and the numbers are the same
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -15,7 +14,7 @@ from torch import Tensor
 from tests.contracts.quantize_contract import same
 from tests.no_sync import NoSync
 from torchq import formats
-from torchq.formats import CATALOG, INT8, Granularity, PerAxis, PerBlock, PerTensor
+from torchq.formats import CATALOG, Granularity, PerAxis, PerBlock, PerTensor
 from torchq.functional import fake_quantize, learned_fake_quantize, quantize, reduce_amax
 
 CASES: list[tuple[str, Granularity, str | None]] = [
@@ -88,35 +87,6 @@ def test_compiled_whole_and_equal(
     assert (ga is None) == (cga is None) == (not learned)
     if ga is not None and cga is not None:
         torch.testing.assert_close(cga, ga)  # a sum in another order
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_compiled_by_inductor(dtype: torch.dtype) -> None:
-    """The default backend, which fuses: int8 per channel, forward and backward.
-
-    One byte is saved, and not a boolean, which is slow.
-    """
-
-    def run(x: Tensor, amax: Tensor) -> Tensor:
-        return fake_quantize(x, amax, INT8, PerAxis((0,)))
-
-    x = torch.randn(4, 33).to(dtype)
-    eager, compiled = x.clone().requires_grad_(), x.clone().requires_grad_()
-    amax, upstream = reduce_amax(x, PerAxis((0,))) * 0.9, torch.randn(4, 33).to(dtype)
-    upstream[:, :2] = torch.tensor([math.inf, math.nan])
-    expected = run(eager, amax)
-    expected.backward(upstream)
-    kept: list[torch.dtype] = []
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda t: kept.append(t.dtype) or t, lambda t: t
-        ):
-            got = torch.compile(run, fullgraph=True)(compiled, amax)
-    except torch._dynamo.exc.BackendCompilerFailed as error:  # no C++ compiler on this machine
-        pytest.skip(str(error).splitlines()[0])
-    got.backward(upstream)
-    assert torch.equal(got, expected) and kept == [torch.int8]
-    torch.testing.assert_close(compiled.grad, eager.grad, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", ["int8", "uint4", pytest.param("e4m3", marks=VMAP_OF_FLOATS)])

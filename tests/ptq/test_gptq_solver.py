@@ -159,20 +159,6 @@ def test_damping_grows_until_the_matrix_is_positive_definite() -> None:
     assert torch.equal(damped, 0.5 * torch.eye(3))
 
 
-def test_rows_in_parts_are_rounded_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for memory in (1 << 23, 1):
-        monkeypatch.setattr("torchq.ptq.gptq.ranges._MEMORY", memory)
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(12, 70), nn.Unflatten(1, (7, 10)), nn.Conv1d(7, 5, 3))
-        torchq.quantize_(model, torchq.recipes.integer(3, None))
-        torchq.ptq.gptq_(model, [torch.rand(40, 12)], progress=False)
-        found.append(model.state_dict())
-    for name, value in found[0].items():
-        # Products of fewer rows are added in another order.
-        torch.testing.assert_close(value, found[1][name], rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("target", ["weight", "layer"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_reported_errors_are_those_of_the_outputs(target: Any, bias: bool) -> None:

@@ -7,7 +7,6 @@ skipped.
 from __future__ import annotations
 
 import copy
-import io
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchq
 from tests.models import ConvNet
-from torchq.qat import Distillation, param_groups, prepare
+from torchq.qat import Distillation, prepare
 from torchq.workflow import quantizers
 
 # The frameworks warn of each other and of small data.
@@ -63,41 +62,6 @@ def same_state(one: nn.Module, other: nn.Module) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
 
 
-def test_a_resumed_run_continues_bit_for_bit() -> None:
-    """From a file with the whole model, the optimizer and the state of torch's generator."""
-    model, optimizer = prepared()
-    train(model, optimizer, range(4))
-    file = io.BytesIO()
-    torch.save((model, optimizer.state_dict(), torch.get_rng_state()), file)
-    expected = train(model, optimizer, range(4, 8))
-    file.seek(0)
-    resumed, state, generator = torch.load(file, weights_only=False)
-    again = torch.optim.SGD(param_groups(resumed, lr=0.01, weight_decay=1e-4), momentum=0.9)
-    again.load_state_dict(state)
-    torch.set_rng_state(generator)
-    assert train(resumed, again, range(4, 8)) == expected
-    assert same_state(resumed, model)
-
-
-def test_ema_in_the_style_of_ultralytics() -> None:
-    """A deep copy whose floating-point entries are averaged, key by key, in place."""
-    model, optimizer = prepared()
-    ema = copy.deepcopy(model).eval()
-    for step in range(4):
-        train(model, optimizer, range(step, step + 1))
-        current = model.state_dict()
-        for key, value in ema.state_dict().items():
-            if value.dtype.is_floating_point:
-                value *= 0.9
-                value += 0.1 * current[key].detach()
-    assert ema.state_dict().keys() == model.state_dict().keys()
-    for name, quantizer in quantizers(ema).items():
-        assert bool(quantizer.amax.isfinite().all()) and bool((quantizer.amax > 0).all()), name
-    y = ema(dataset().tensors[0])
-    with torchq.disabled(ema):
-        assert not torch.equal(ema(dataset().tensors[0]), y)
-
-
 def test_averaged_model_of_torch() -> None:
     model, optimizer = prepared()
     average = AveragedModel(model, use_buffers=True)
@@ -105,23 +69,6 @@ def test_averaged_model_of_torch() -> None:
         train(model, optimizer, range(step, step + 1))
         average.update_parameters(model)
     assert bool(average(dataset().tensors[0]).isfinite().all())
-
-
-def test_amp_with_a_gradient_scaler() -> None:
-    model, optimizer = prepared()
-    scaler = torch.amp.GradScaler("cpu")
-    images, labels = dataset().tensors
-    losses = []
-    for _ in range(6):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = F.cross_entropy(model(images).float(), labels)
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    assert all(q.amax.dtype is torch.float32 for q in quantizers(model).values())
 
 
 class Checkpointed(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -173,14 +174,14 @@ class _Work:
     def _data(self, number: int) -> BlockData:
         """Keep the inputs of a block; return them with its outputs."""
         replay, store = self.replay, self.replay.store
-        count = len(replay.batches)
-        for index in range(count):
+
+        def read(index: int) -> Any:
+            return store.get(("inputs", index)), store.get(("float", number, index))
+
+        indices = range(len(replay.batches))
+        for index in indices:
             store.put(("inputs", index), replay.block_inputs(number, index, "quantized"))
-        return BlockData(
-            count,
-            lambda index: store.get(("inputs", index)),
-            lambda index: store.get(("float", number, index)),
-        )
+        return [partial(read, index) for index in indices]
 
 
 def _learnable_ranges(model: nn.Module, part: nn.Module) -> list[TensorQuantizer]:

@@ -11,10 +11,8 @@ Post-Training Quantization (ICML 2020), section 3.3.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -108,14 +106,6 @@ class LearnedRange:
         """Return the ends of the range now: amax, after amin if the range is asymmetric."""
         return [end * log.exp() for end, log in zip(self._start, self.logs, strict=True)]
 
-    def apply_(self) -> None:
-        """Write the learned range into the quantizer."""
-        ends = [end.detach() for end in self.ends()]
-        if self.quantizer.descriptor.symmetric:
-            self.quantizer.set_amax(*ends)
-        else:
-            self.quantizer.set_range(*ends)
-
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` fake quantized in the learned range."""
         q = self.quantizer
@@ -164,7 +154,7 @@ class LearnedBlock:
             check_on_grid(where, name, layer, weight)
             layer.weight.copy_(weight)
         for learned in self.ranges:
-            learned.apply_()
+            learned.quantizer.set_ends(tuple(end.detach() for end in learned.ends()))
 
 
 def _soft_weight(layer: Any, wanted: Tensor) -> SoftWeight:
@@ -193,32 +183,18 @@ def biases_learned(biases: list[nn.Parameter]) -> Iterator[None]:
             bias.grad = grad
 
 
-@dataclass(frozen=True)
-class BlockData:
-    """The inputs and outputs of a block on every batch.
-
-    Attributes:
-        count: the number of batches.
-        inputs: index of a batch -> ``(args, kwargs)`` from the quantized blocks before.
-        target: index of a batch -> the output of the float block.
-    """
-
-    count: int
-    inputs: Callable[[int], Any]
-    target: Callable[[int], Any]
+#: Of each batch: a function to the arguments of a block, from the quantized blocks before, and to
+#: the output of the float block.
+BlockData = Sequence[Callable[[], tuple[tuple[Any, dict[str, Any]], Any]]]
 
 
 def output_error(out: Any, target: Any) -> Tensor:
     """Return the squared error, summed over channels and averaged over everything else."""
-    pairs = [
-        (o, t)
-        for o, t in zip(tensors_in(out), tensors_in(target), strict=True)
-        if t.is_floating_point()
-    ]
     total = torch.zeros((), device="cpu")
-    for o, t in pairs:
-        channels = t.shape[1] if t.dim() > 3 else t.shape[-1] if t.dim() else 1
-        total = total.to(o.device) + (o - t).square().mean() * channels
+    for o, t in zip(tensors_in(out), tensors_in(target), strict=True):
+        if t.is_floating_point():
+            channels = t.shape[1] if t.dim() > 3 else t.shape[-1] if t.dim() else 1
+            total = total.to(o.device) + (o - t).square().mean() * channels
     return total
 
 
@@ -234,18 +210,19 @@ def learn(
     ``learned`` is changed in place; the weights of the block are not. A loss that is NaN or
     infinite is an error.
     """
-    weights = [soft.v for soft in learned.weights.values()]
-    groups: list[dict[str, Any]] = [
-        {"params": weights, "lr": _RATE_WEIGHTS},
-        {"params": learned.others(), "lr": _RATE},
-    ]
+    weights, others = [soft.v for soft in learned.weights.values()], learned.others()
+    parameters = [*weights, *others]
     with torch.enable_grad(), biases_learned(learned.biases):
-        parameters = [parameter for group in groups for parameter in group["params"]]
         # Steps of 16-bit values would be rounded away, and their squares would be 0.
-        exact = [_in_float32(parameter) for parameter in parameters]
-        optimizer = _adam(groups, exact)
+        exact = [p.detach().to(torch.promote_types(p.dtype, torch.float32)) for p in parameters]
+        optimizer = torch.optim.Adam(
+            [
+                {"params": exact[: len(weights)], "lr": _RATE_WEIGHTS},
+                {"params": exact[len(weights) :], "lr": _RATE},
+            ]
+        )
         for number in range(steps):
-            optimizer.param_groups[1]["lr"] = _RATE * _cosine(number, steps)
+            optimizer.param_groups[1]["lr"] = _RATE * 0.5 * (1 + math.cos(math.pi * number / steps))
             loss = _loss(learned, data, number / steps, generator)
             if not bool(loss.isfinite()):
                 raise CalibrationError(
@@ -258,19 +235,6 @@ def learn(
             optimizer.step()
             for parameter, copy in zip(parameters, exact, strict=True):
                 parameter.detach().copy_(copy)
-
-
-def _adam(groups: list[dict[str, Any]], parameters: list[Tensor]) -> torch.optim.Adam:
-    """Return the optimizer of ``groups`` with other parameters, as many and in the same order."""
-    rest = iter(parameters)
-    return torch.optim.Adam(
-        [{**group, "params": list(islice(rest, len(group["params"])))} for group in groups]
-    )
-
-
-def _in_float32(parameter: Tensor) -> Tensor:
-    """Return the values of a parameter in float32 at least: its own memory, or else a copy."""
-    return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
 
 
 def _loss(
@@ -293,8 +257,8 @@ def _loss(
 
 def _some_rows(data: BlockData, generator: torch.Generator) -> tuple[Any, Any]:
     """Return the inputs and the target of random rows of a random batch."""
-    index = int(torch.randint(data.count, (), generator=generator, device="cpu"))
-    inputs, target = data.inputs(index), data.target(index)
+    index = int(torch.randint(len(data), (), generator=generator, device="cpu"))
+    inputs, target = data[index]()
     first = next((t for t in tensors_in(inputs) if t.dim()), None)
     if first is None or len(first) <= _ROWS:
         return inputs, target
@@ -307,14 +271,10 @@ def _some_rows(data: BlockData, generator: torch.Generator) -> tuple[Any, Any]:
     return map_tensors(inputs, choose), map_tensors(target, choose)
 
 
-def _cosine(number: int, steps: int) -> float:
-    return 0.5 * (1 + math.cos(math.pi * number / steps))
-
-
 def mean_error(block: Any, data: BlockData) -> float:
     """Return the error of the block as it is now, over all batches."""
     errors = []
-    for index in range(data.count):
-        args, kwargs = data.inputs(index)
-        errors.append(output_error(block(*args, **kwargs), data.target(index)).item())
+    for read in data:
+        (args, kwargs), target = read()
+        errors.append(output_error(block(*args, **kwargs), target).item())
     return sum(errors) / len(errors)

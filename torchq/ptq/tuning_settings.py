@@ -68,22 +68,19 @@ class TunedConfig:
     algorithm: str | None = None
 
     def __post_init__(self) -> None:
-        if self.algorithm is not None and self.algorithm not in ALGORITHMS:
-            raise ConfigError(
-                f"TunedConfig: got algorithm={short_repr(self.algorithm)}; expected None or one "
-                f"of {', '.join(ALGORITHMS)}"
-            )
-        if self.method is not None and self.method not in methods():
-            raise ConfigError(
-                f"TunedConfig: got method={short_repr(self.method)}; expected None or one of "
-                f"{', '.join(methods())}"
-            )
-        for name in self.before:
-            if name not in PREPARATIONS:
+        names = {"algorithm": ALGORITHMS, "method": methods()}
+        for field, known in names.items():
+            value = getattr(self, field)
+            if value is not None and value not in known:
                 raise ConfigError(
-                    f"TunedConfig: got before={short_repr(self.before)}; expected names among "
-                    f"{', '.join(PREPARATIONS)}"
+                    f"TunedConfig: got {field}={short_repr(value)}; expected None or one of "
+                    f"{', '.join(known)}"
                 )
+        if not set(self.before) <= set(PREPARATIONS):
+            raise ConfigError(
+                f"TunedConfig: got before={short_repr(self.before)}; expected names among "
+                f"{', '.join(PREPARATIONS)}"
+            )
 
     def apply_(self, model: nn.Module, batches: Sequence[Any], *, progress: bool = False) -> None:
         """Quantize ``model`` in place; inputs of layers that no batch reaches stay float, as said.
