@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnxruntime
 import pytest
 import torch
@@ -83,42 +82,6 @@ def test_a_file_of_ssd_finds_nothing_where_nothing_is(dynamo: bool, tmp_path: Pa
     assert torch.equal(none, torch.full((1, 1, 1, 7), -1.0))
     (some,) = assert_same_detections(session, model, photos(2, 4.0))
     assert some.shape[2] > 1 and bool((some[..., 1] >= 0).all())
-
-
-def mxnet_boxes() -> tuple[nn.Module, dict[str, Tensor]]:
-    """Return the operators of the recorded file, each with an output, and their inputs."""
-    files = (HERE / f"mxnet_files/boxes-{end}" for end in ("symbol.json", "0000.params"))
-    model: Any = torchq.from_mxnet(*files)
-    recorded = dict(np.load(HERE / "mxnet_files/boxes.npz"))
-    return model, {name: torch.from_numpy(recorded[f"in:{name}"]) for name in model.input_names}
-
-
-@EXPORTERS
-def test_detections_of_mxnet_in_a_file_follow_the_scores(dynamo: bool, tmp_path: Path) -> None:
-    model, given = mxnet_boxes()
-    session = exported(model, tuple(given.values()), tmp_path, dynamo)
-    assert_same_detections(session, model, *given.values())
-    for seed in range(3):
-        mixed = torch.randperm(30, generator=torch.Generator().manual_seed(seed))
-        changed = {name: x[:, mixed] if x.shape[1] == 30 else x for name, x in given.items()}
-        changed["scores"] = changed["scores"][..., mixed].round(decimals=1)  # many are equal
-        changed["rows"] = changed["rows"].round(decimals=1)
-        assert_same_detections(session, model, *changed.values())
-    nothing = given | {"scores": given["scores"] * 0, "rows": given["rows"] * 0 - 1}
-    results = assert_same_detections(session, model, *nothing.values())
-    assert any(bool((y == -1).all()) for y in results)
-    limit = assert_same_detections(session, model, *at_the_limit(given).values())
-    assert limit[3][0, :2, 0].tolist() == [0, -1]  # 0.5 is the threshold
-
-
-def at_the_limit(given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return inputs with two boxes that share just half of what they cover."""
-    anchors, scores = torch.zeros(1, 30, 4), torch.zeros(2, 4, 30)
-    anchors[0, 0] = torch.tensor([0.0, 0.0, 1.0, 1.0])
-    anchors[0, 1] = torch.tensor([0.0, 0.0, 1.0, 0.5])
-    scores[:, 1, :2] = torch.tensor([0.9, 0.8])
-    changed = {"anchors": anchors, "scores": scores, "locations": torch.zeros(2, 120)}
-    return given | changed
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino", "tensorrt", "qnn"])

@@ -122,16 +122,6 @@ class SymbolContext(FileNode):
             self.refuse(f"{name} is {text!r}; expected a tuple of whole numbers")
         return [None if item == "None" else int(item.rstrip("L")) for item in items]
 
-    def numbers(self, name: str, default: tuple[float, ...]) -> list[float]:
-        """Return an attribute that is a tuple of numbers, or one number, as a list."""
-        text = self.attr(name)
-        if text is None:
-            return list(default)
-        try:
-            return [float(item) for item in text.strip("()[]").split(",") if item.strip()]
-        except ValueError:
-            self.refuse(f"{name} is {text!r}; expected a tuple of numbers")
-
     def axis(self, default: int | None = -1) -> int | None:
         """Return the attribute ``axis``; a file that says None takes all elements as one line."""
         if "axis" in self.attributes and self.attr("axis") is None:

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torchq.errors import FrontendError, InputError
 from torchq.frontends.building.graph import Constant, Value
 from torchq.frontends.onnx.batch import free_batch_
-from torchq.frontends.onnx.context import CONVERTERS, Entry, GraphBuilder, NodeContext
+from torchq.frontends.onnx.context import CONVERTERS, GraphBuilder, NodeContext
 from torchq.frontends.onnx.inference import infer_types
 from torchq.frontends.onnx.reader import attribute_values, is_four_bits, read_model, tensor_of
 from torchq.utils.optional import import_optional
@@ -62,60 +62,60 @@ def from_onnx(source: Any, *, free_batch: bool = False) -> fx.GraphModule:
 class Importer:
     """Converts one model."""
 
-    def __init__(
-        self, model: Any, folder: Path | None, where: str, free_batch: bool = False
-    ) -> None:
-        self.model, self.folder, self.where = model, folder, where
-        self.free_batch = free_batch
-        self.versions: dict[str, int] = {}
+    def __init__(self, model: Any, folder: Path | None, where: str, free_batch: bool) -> None:
+        self.model, self.folder, self.where = prepare(model, where), folder, where
+        self.versions = opset_versions(self.model)
+        if free_batch:
+            free_batch_(self.model, where)
         self.builder = GraphBuilder(where, self.convert_nodes)
+        self.builder.shapes, self.builder.dtypes = infer_types(self.model, where)
+        self.builder.readers = count_readers(self.model.graph)
 
     def run(self) -> fx.GraphModule:
         """Convert the whole model."""
-        self.model = prepare(self.model, self.where)
-        self.versions = opset_versions(self.model)
-        if self.free_batch:
-            free_batch_(self.model, self.where)
-        self.builder.shapes, self.builder.dtypes = infer_types(self.model, self.where)
-        self.builder.readers = count_readers(self.model.graph)
-        self._begin()
-        self.builder.convert_nodes(self.model.graph)
-        return self._end()
-
-    # Converting.
-
-    def _begin(self) -> None:
-        graph = self.model.graph
-        self._store(self.builder, graph)
+        graph, builder = self.model.graph, self.builder
+        self._store(builder, graph)
         if graph.sparse_initializer:
             raise FrontendError(f"{self.where}: sparse initializers are not supported")
-        self.input_names = [
-            value.name for value in graph.input if value.name not in self.builder.values
-        ]
-        for value in graph.input:
-            if value.name in self.builder.values:
-                continue
-            if not value.type.HasField("tensor_type"):
-                kind = value.type.WhichOneof("value")
+        inputs = [value for value in graph.input if value.name not in builder.values]
+        for value in inputs:
+            self._add_input(value)
+        self.convert_nodes(builder, graph)
+        node, outputs = NodeContext(builder, "output", "output", 1, {}, [], [], []), []
+        for info in graph.output:
+            self._expect_tensor(info, "output")
+            if builder.values[info.name] is None:
                 raise FrontendError(
-                    f"{self.where}: the input {value.name!r} is a {kind}; expected a tensor"
+                    f"{self.where}: the output {info.name!r} is left out by its node"
                 )
-            if self.builder.dtypes.get(value.name) is None:
-                raise FrontendError(
-                    f"{self.where}: torch has no type for the elements of the input {value.name!r}"
-                )
-            node = self.builder.input(value.name)
-            node.meta["onnx_name"] = value.name
-            self.builder.values[value.name] = self._checked(node, value.name)
+            outputs.append(node.tensor(builder.values[info.name]))
+        names, found = ([info.name for info in infos] for infos in (inputs, graph.output))
+        shapes = [builder.shapes.get(name) for name in names]
+        return builder.finish(outputs, graph.name or "OnnxModel", names, found, shapes)
 
-    def _checked(self, node: fx.Node, name: str) -> fx.Node:
-        """Return a node that gives an input, if it has the sizes that the file fixes."""
-        sizes = self.builder.shapes.get(name)
-        if sizes is None or not any(sizes):
-            return node
-        checked = self.builder.graph.call_function(with_sizes, (node, name, sizes))
-        checked.meta |= {**node.meta, "is_wrapped": True}
-        return checked
+    def _expect_tensor(self, info: Any, what: str) -> None:
+        if not info.type.HasField("tensor_type"):
+            kind = info.type.WhichOneof("value")
+            raise FrontendError(
+                f"{self.where}: the {what} {info.name!r} is a {kind}; expected a tensor"
+            )
+
+    def _add_input(self, info: Any) -> None:
+        """Make an argument of ``forward``, whose sizes are checked where the file fixes some."""
+        name, builder = info.name, self.builder
+        self._expect_tensor(info, "input")
+        if builder.dtypes.get(name) is None:
+            raise FrontendError(
+                f"{self.where}: torch has no type for the elements of the input {name!r}"
+            )
+        node = builder.input(name)
+        node.meta["onnx_name"] = name
+        sizes = builder.shapes.get(name)
+        if sizes is not None and any(sizes):
+            checked = builder.graph.call_function(with_sizes, (node, name, sizes))
+            checked.meta |= {**node.meta, "is_wrapped": True}
+            node = checked
+        builder.values[name] = node
 
     def _store(self, builder: GraphBuilder, graph: Any) -> None:
         """Make constants of the initializers of a graph."""
@@ -140,14 +140,13 @@ class Importer:
         return [builder.values[value.name] for value in graph.output]
 
     def _convert(self, builder: GraphBuilder, proto: Any, number: int) -> None:
-        name = proto.name or f"{proto.op_type}_{number}"
+        name, domain = proto.name or f"{proto.op_type}_{number}", domain_of(proto)
         missing = [source for source in proto.input if source and source not in builder.values]
         if missing:
             raise FrontendError(
                 f"{self.where}: {proto.op_type} {name!r} reads {missing[0]!r}, "
                 "which nothing before it computes"
             )
-        domain = domain_of(proto)
         context = NodeContext(
             builder,
             proto.op_type,
@@ -159,17 +158,9 @@ class Importer:
             list(proto.output),
         )
         entry = CONVERTERS[domain, proto.op_type]
-        self._check_dtypes(context, entry)
-        try:
-            result: Any = entry.convert(context)
-        except FrontendError:
-            raise
-        except Exception as error:  # a file may hold any attribute and any constant
-            raise FrontendError(
-                f"{self.where}: {proto.op_type} {name!r} cannot be converted "
-                f"({type(error).__name__}: {error})"
-            ) from error
-        results = list(result) if isinstance(result, (list, tuple)) else [result]
+        if entry.dtypes is not None:
+            _check_dtypes(context, entry.dtypes)
+        results = context.converted(entry.convert)
         for output, value in zip(proto.output, results, strict=False):
             if output:
                 builder.values[output] = value
@@ -177,40 +168,17 @@ class Importer:
             if output:
                 context.refuse(f"its output {output!r} is not supported")
 
-    def _check_dtypes(self, node: NodeContext, entry: Entry) -> None:
-        """Refuse element types that torch cannot compute with."""
-        names = [name for name in (*node.input_names, *node.output_names) if name]
-        if entry.dtypes is None:
-            return
-        for name in names:
-            value = node.builder.values.get(name)
-            dtype = node.builder.dtypes.get(name)
-            if isinstance(value, Constant):
-                dtype = value.tensor.dtype
-            if name in node.builder.dtypes and dtype is None:
-                node.refuse(f"torch has no type for the elements of {name!r}")
-            if dtype is not None and dtype not in entry.dtypes:
-                node.refuse(f"{name!r} holds {dtype}, which is not supported for this operator")
 
-    def _end(self) -> fx.GraphModule:
-        outputs = []
-        node = NodeContext(self.builder, "output", "output", 1, {}, [], [], [])
-        for info in self.model.graph.output:
-            if not info.type.HasField("tensor_type"):
-                kind = info.type.WhichOneof("value")
-                raise FrontendError(
-                    f"{self.where}: the output {info.name!r} is a {kind}; expected a tensor"
-                )
-            value = self.builder.values[info.name]
-            if value is None:
-                raise FrontendError(
-                    f"{self.where}: the output {info.name!r} is left out by its node"
-                )
-            outputs.append(node.tensor(value))
-        names = [info.name for info in self.model.graph.output]
-        title = self.model.graph.name or "OnnxModel"
-        shapes = [self.builder.shapes.get(name) for name in self.input_names]
-        return self.builder.finish(outputs, title, self.input_names, names, shapes)
+def _check_dtypes(node: NodeContext, accepted: frozenset[torch.dtype]) -> None:
+    """Refuse element types that torch cannot compute with."""
+    for name in (*node.input_names, *node.output_names):
+        value, dtype = node.builder.values.get(name), node.builder.dtypes.get(name)
+        if isinstance(value, Constant):
+            dtype = value.tensor.dtype
+        if name in node.builder.dtypes and dtype is None:
+            node.refuse(f"torch has no type for the elements of {name!r}")
+        if dtype is not None and dtype not in accepted:
+            node.refuse(f"{name!r} holds {dtype}, which is not supported for this operator")
 
 
 log = logging.getLogger(__name__)

@@ -2,7 +2,6 @@
 
 from torchq.frontends.mxnet.converters import (  # noqa: F401
     arithmetic,
-    detection,
     layers,
     movement,
 )

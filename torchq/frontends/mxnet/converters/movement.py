@@ -41,7 +41,7 @@ def _squeeze(node: SymbolContext) -> Value:
     return node.call(torch.squeeze, node.inputs[0], *([tuple(axes)] if axes else []))
 
 
-@converter("Concat", "concat", "_rnn_param_concat")
+@converter("Concat", "concat")
 def _concat(node: SymbolContext) -> Value:
     return node.call(torch.cat, list(node.inputs), node.integer("dim", 1))
 
