@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -111,65 +111,28 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
 
 
-def test_fuse_deploy_export_and_verify_show_a_bar_unless_told_not_to(
+def test_functions_show_a_bar_unless_told_not_to(
     shown: list[tuple[str, int | None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
+    monkeypatch.setattr("torchq.engines.torch_engine._WORTH_MEASURING", 0.0)
+    monkeypatch.setattr("torchq.engines.torch_engine._WORTH_PARTS", math.inf)
     x, path = torch.randn(2, 3, 8, 8), tmp_path / "model.onnx"
     for progress in (False, True):
         model = network().eval()
-        steps: list[Callable[[], object]] = [
-            lambda m=model, p=progress: torchq.fuse_(m, x, progress=p),
-            lambda m=model, p=progress: torchq.deploy(m, x, progress=p),
-            lambda m=model, p=progress: torchq.export_onnx(m, x, path, progress=p),
-            lambda m=model, p=progress: torchq.verify_onnx(m, path, [x] * 3, progress=p),
-        ]
-        steps[0]()
-        torchq.quantize_(model, progress=progress)
-        torchq.calibrate(model, [x], progress=False)
-        for step in steps[1:]:
-            step()
-        if not progress:
-            assert shown == []
-    stages = ["fuse: merge", "merge blocks", "trace branches", "fold BatchNorm"]
-    found = [text for text, _ in shown[: shown.index(("fuse: compare", 2))]]
-    assert list(dict.fromkeys(found)) == stages
-    assert ("verify", 3) in shown
-    stages = ["replace layers", "fuse", "compare"]
-    assert [text for text, _ in shown if text.startswith("deploy")] == [
-        f"deploy: {stage}" for stage in stages
-    ]
-    assert ("export: write", 3) in shown
+        options: dict[str, Any] = {"progress": progress}
+        torchq.fuse_(model, x, **options)
+        torchq.quantize_(model, **options)
+        torchq.calibrate(model, [x], **options)
+        torchq.deploy(model, x, **options)
+        torchq.export_onnx(model, x, path, **options)
+        torchq.verify_onnx(model, path, [x] * 3, **options)
+        assert bool(shown) == progress
+    expected = [("fuse: merge", 2), ("quantize: plan", 2), ("quantize: swap", 2)]
+    expected += [("calibrate", 1), ("deploy: replace layers", 3), ("measure", 7)]
+    expected += [("export: write", 3), ("verify", 3)]
+    assert set(expected) <= set(shown)
     shown.clear()
     torchq.deploy(model, x, engine="onnxruntime")
     assert ("deploy: export for onnxruntime quantized", 1) in shown
-    monkeypatch.setattr("torchq.engines.torch_engine._WORTH_MEASURING", 0.0)
-    monkeypatch.setattr("torchq.engines.torch_engine._WORTH_PARTS", math.inf)
-    shown.clear()
-    torchq.deploy(model, x)
-    assert ("measure", 7) in shown
-
-
-class Gate(nn.Module):
-    """Multiplies by a map that has few values, which a scale for all of it serves badly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.gate = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.conv(x) * (1e4 * self.gate(x)).exp().clamp(1e-6, 1e6)
-
-
-def test_quantize_shows_a_bar_unless_told_not_to(shown: list[tuple[str, int | None]]) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(2, 3, 8, 8)
-    for progress in (False, True):
-        torchq.quantize_(Gate().eval(), target="onnxruntime", example=x, progress=progress)
-        assert bool(shown) == progress
-    names = [text for text, _ in shown]
-    assert names[:3] == ["quantize: plan", "quantize: swap", "measure placements"]
-    shown.clear()
-    torchq.quantize_(Gate().eval())
-    assert shown == [("quantize: plan", 2), ("quantize: swap", 2)]
