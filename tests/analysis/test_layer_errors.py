@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import torchq
 from tests.models import ConvNet, StagedNet, image_batches
-from torchq.errors import CalibrationError, ConfigError
 
 
 def chain(count: int = 4, width: int = 16) -> nn.Sequential:
@@ -70,26 +69,6 @@ def test_the_layer_where_the_error_is_born_is_told_from_those_that_pass_it_on() 
     assert all(born[later] < 0.1 for later in ("3", "4", "5"))
     assert report.rows[5].sqnr < 20 < report.rows[1].sqnr
     assert "most error is born in 2 " in str(report)
-
-
-def test_the_work_is_that_of_three_passes() -> None:
-    calls = []
-
-    class Counted(nn.Linear):
-        pass
-
-    model = nn.Sequential(Counted(4, 4), Counted(4, 4))
-    torchq.quantize_(model)
-    original = torch.nn.functional.linear
-
-    def counting(*args: Tensor) -> Tensor:
-        calls.append(1)
-        return original(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.nn.functional, "linear", counting)
-        torchq.layer_errors(model, [torch.ones(2, 4)] * 3, progress=False)
-    assert len(calls) == 3 * 2 * 3
 
 
 @torch.no_grad()
@@ -250,14 +229,3 @@ def test_layers_that_no_batch_reaches_are_named() -> None:
     model.extra = nn.Linear(2, 2)
     torchq.quantize_(model)
     assert torchq.layer_errors(model, image_batches(), progress=False).unseen == ("extra",)
-
-
-def test_errors_name_the_problem() -> None:
-    with pytest.raises(ConfigError, match="layer_errors: Linear has no quantizer that is on"):
-        torchq.layer_errors(nn.Linear(2, 2), [torch.ones(1, 2)])
-    model = nn.Sequential(nn.Linear(2, 2))
-    torchq.quantize_(model)
-    with pytest.raises(CalibrationError, match="layer_errors: got no batch"):
-        torchq.layer_errors(model, [], progress=False)
-    with pytest.raises(ConfigError, match=r"Pass \[batch\] for one batch"):
-        torchq.layer_errors(model, torch.ones(1, 2))

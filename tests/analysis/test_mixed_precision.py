@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import torchq
 from tests.models import ConvNet, image_batches
 from torchq.analysis.solver import Problem
-from torchq.errors import CalibrationError, ConfigError
+from torchq.errors import ConfigError
 
 
 def network() -> nn.Sequential:
@@ -83,10 +83,6 @@ def test_the_config_is_within_its_budget_and_quantizes_as_it_says() -> None:
     assert again.rules == config.rules
 
 
-def test_the_same_arguments_give_the_same_config() -> None:
-    assert planned() == usual()
-
-
 def test_more_budget_does_less_damage() -> None:
     damages = [planned(budget={"mean_bits": bits}).damage for bits in (3, 4, 5, 6, 8)]
     assert damages == sorted(damages, reverse=True)
@@ -122,22 +118,6 @@ def test_groups_agree_and_fixed_layers_keep_their_format() -> None:
     fixed = planned(fixed={"6": "w16a16"}, budget={"mean_bits": 8})
     assert {c.name: c.format for c in fixed.choices}["6"] == "w16a16"
     assert "w16a16" not in {c.format for c in fixed.choices if c.name != "6"}
-
-
-def test_layers_that_share_a_quantizer_agree() -> None:
-    class TwoReaders(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = nn.Linear(12, 8), nn.Linear(12, 8), nn.Linear(8, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.c(self.a(x).relu() + self.b(x))
-
-    config = torchq.mixed_precision(
-        TwoReaders(), vectors(), budget={"mean_bits": 5}, formats=[3, 5, 8], progress=False
-    )
-    groups = {choice.name: choice.group for choice in config.choices}
-    assert groups["a"] == groups["b"] != groups["c"]
 
 
 @pytest.mark.parametrize("metric", ["sqnr", "fisher"])
@@ -204,11 +184,6 @@ def test_the_plan_prints_and_serialises() -> None:
 def test_wrong_arguments_are_named(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         planned(**options)
-
-
-def test_no_batch_is_an_error() -> None:
-    with pytest.raises(CalibrationError, match="mixed_precision: got no batch"):
-        torchq.mixed_precision(network(), [], budget={"mean_bits": 5})
 
 
 class Projections(nn.Module):

@@ -96,11 +96,3 @@ def test_labels_in_a_batch_change_no_figure() -> None:
     found = [torchq.report(model, b, plan=False, progress=False) for b in (plain, labelled)]
     assert found[0].data["outputs"] == found[1].data["outputs"]
     assert found[1].data["outputs"]["predictions"] == 48
-
-
-def test_the_noise_of_the_output_is_the_same_in_both_reports() -> None:
-    batches = sequences()
-    model = quantized(batches)
-    errors = torchq.layer_errors(model, batches, progress=False)
-    ranking = torchq.sensitivity(model, batches, progress=False)
-    assert errors.output_sqnr == pytest.approx(ranking.baseline)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -12,8 +11,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests.models import StagedNet, image_batches
-from torchq.analysis.fisher import _drawn_direction
-from torchq.errors import CalibrationError, ConfigError
+from torchq.errors import ConfigError
 
 
 def classifier(layers: int = 6, width: int = 24) -> nn.Sequential:
@@ -38,32 +36,6 @@ def quantized(model: nn.Module, batches: list[Tensor], *rules: torchq.Rule) -> n
 def coarse(pattern: str, bits: int = 3) -> torchq.Rule:
     descriptor = torchq.QuantDescriptor(bits)
     return torchq.Rule(pattern, input=descriptor, weight=descriptor)
-
-
-def decibels(found: Tensor, expected: Tensor) -> float:
-    noise = (found.double() - expected.double()).square().sum()
-    return float(10 * torch.log10(expected.double().square().sum() / noise))
-
-
-@pytest.mark.parametrize("mode", ["only", "all_but"])
-def test_values_are_those_of_whole_runs(mode: Any) -> None:
-    batches = vectors()
-    model = quantized(classifier(), batches)
-    names = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
-    with torch.no_grad():
-        with torchq.disabled(model):
-            expected = model(torch.cat(batches))
-        values = {}
-        for name in names:
-            off = [other for other in names if (other != name) == (mode == "only")]
-            with torchq.disabled(model, [f"{other}.*_quantizer" for other in off]):
-                values[name] = decibels(model(torch.cat(batches)), expected)
-        everything = decibels(model(torch.cat(batches)), expected)
-    report = torchq.sensitivity(model, batches, mode=mode, progress=False)
-    assert {row.name: row.value for row in report.rows} == pytest.approx(values, abs=1e-3)
-    assert report.baseline == pytest.approx(everything, abs=1e-3)
-    ordered = sorted(values, key=values.__getitem__, reverse=mode == "all_but")
-    assert [row.name for row in report.rows] == ordered
 
 
 def test_the_worst_layers_feed_exclude() -> None:
@@ -151,18 +123,6 @@ def test_the_estimate_agrees_with_the_measured_divergence() -> None:
     assert again == estimated
 
 
-def test_the_estimate_needs_backward_passes_of_the_number_of_probes() -> None:
-    batches = vectors(1)
-    model = quantized(classifier(), batches)
-    with pytest.MonkeyPatch.context() as patch:
-        calls = []
-        original = torch.autograd.grad
-        patch.setattr(torch.autograd, "grad", lambda *a, **k: calls.append(1) or original(*a, **k))
-        torchq.sensitivity(model, batches, "fisher", progress=False)
-    assert len(calls) == 4
-    assert all(p.grad is None for p in model.parameters())
-
-
 def test_the_estimate_says_where_it_cannot_work() -> None:
     class NoGradient(nn.Sequential):
         @torch.no_grad()
@@ -217,26 +177,3 @@ def test_wrong_arguments_are_named(options: dict[str, Any], text: str) -> None:
     model = quantized(classifier(2), batches)
     with pytest.raises(ConfigError, match=text):
         torchq.sensitivity(model, batches, progress=False, **options)
-
-
-def test_no_batch_is_an_error() -> None:
-    model = quantized(classifier(2), vectors(1))
-    with pytest.raises(CalibrationError, match="got no batch"):
-        torchq.sensitivity(model, [], progress=False)
-    with pytest.raises(CalibrationError, match="got no batch"):
-        torchq.sensitivity(model, [], "fisher", progress=False)
-    float_model = copy.deepcopy(model)
-    torchq.restore_(float_model)
-    with pytest.raises(ConfigError, match="has no quantizer that is on"):
-        torchq.sensitivity(float_model, vectors(1))
-
-
-def test_directions_of_the_estimate_have_the_moments_of_the_fisher_information() -> None:
-    scores = torch.tensor([[2.0, 0.5, -1.0, 0.0]]).expand(20000, 4)
-    drawn = _drawn_direction(scores, torch.Generator().manual_seed(0))
-    chances = scores[0].softmax(0)
-    expected = chances.diag() - chances.outer(chances)
-    # The standard error of a mean of 20,000 products below 1 is 0.007 at most.
-    assert torch.allclose(drawn.T @ drawn / len(drawn), expected, atol=0.02)
-    images = scores[:6, :, None, None].expand(6, 4, 2, 3)
-    assert _drawn_direction(images, torch.Generator()).sum(1).abs().max() < 1e-5
