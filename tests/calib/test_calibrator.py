@@ -20,14 +20,7 @@ from torchq.calib import (
     methods,
 )
 from torchq.errors import ConfigError
-from torchq.formats import E4M3, INT4, INT8, Format, PerAxis, PerBlock, PerTensor
-
-
-def test_max_is_the_largest_magnitude_of_all_batches() -> None:
-    calibrator = MaxCalibrator(axis=0)
-    calibrator.collect(torch.tensor([[1.0, -5.0], [0.0, 0.5]]))
-    calibrator.collect(torch.tensor([[2.0, 2.0], [-7.0, 0.5]]))
-    assert calibrator.compute_amax().tolist() == [[5.0], [7.0]]
+from torchq.formats import E4M3, INT4, INT8, Format, PerBlock, PerTensor
 
 
 @pytest.mark.parametrize("axis", [1, -1])
@@ -122,15 +115,6 @@ def test_the_format_decides_the_grid(generator: torch.Generator) -> None:
     by_format = HistogramCalibrator(format=INT4, granularity=PerTensor(), method="mse")
     by_format.collect(x)
     assert by_format.compute_amax().item() == found[4]
-
-
-@pytest.mark.parametrize(
-    ("axis", "granularity"), [(None, PerTensor()), (0, PerAxis((0,))), ((0, -1), PerAxis((0, -1)))]
-)
-def test_axis_names_the_granularity(
-    axis: int | tuple[int, ...] | None, granularity: PerTensor | PerAxis
-) -> None:
-    assert MaxCalibrator(axis=axis).granularity == granularity
 
 
 def test_registry_lists_refuses_and_takes() -> None:

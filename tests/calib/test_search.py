@@ -107,41 +107,12 @@ def test_a_scale_shared_by_all_blocks_is_never_cut_into_pieces(generator: torch.
     )
 
 
-def test_dead_channel_and_empty_tensor() -> None:
-    x = torch.tensor([[0.0, 0.0], [1.0, -2.0]])
-    assert search_amax(x, INT8, PerAxis((0,)))[0].item() == 0.0
-    assert search_amax(torch.empty(0, 3), INT8).item() == 0.0
-    assert search_amax(torch.empty(0, 3), INT8, PerAxis((1,))).tolist() == [[0.0, 0.0, 0.0]]
-    assert search_amax(torch.tensor(-3.0), INT8).item() == 3.0
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_low_precision_is_searched_in_float32(
-    dtype: torch.dtype, generator: torch.Generator
-) -> None:
-    x = torch.randn(4, 64, generator=generator).to(dtype)
-    amax = search_amax(x, INT4, PerAxis((0,)))
-    assert amax.dtype is torch.float32
-    assert torch.equal(amax, search_amax(x.float(), INT4, PerAxis((0,))))
-
-
-def test_inference_mode_leaves_no_trace(generator: torch.Generator) -> None:
-    with torch.inference_mode():
-        amax = search_amax(torch.randn(4, 4, generator=generator), INT4)
-    assert not amax.is_inference()
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_non_finite_values_are_an_error(value: float) -> None:
     with pytest.raises(
         CalibrationError, match="search_amax: got NaN or infinite values; expected a finite tensor"
     ):
         search_amax(torch.tensor([1.0, value]), INT8)
-
-
-def test_one_candidate_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="candidates: got 1; expected at least 2"):
-        search_amax(torch.ones(3), INT8, candidates=1)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -172,3 +143,18 @@ def test_a_power_of_two_has_the_least_error_of_all(
         least = torch.minimum(least, (y - x).abs().pow(power).sum())
     # A histogram knows values to within half a bin, and both ends of an asymmetric range move.
     assert found <= 1.02 * least
+
+
+def test_odd_tensors(low_dtype: torch.dtype, generator: torch.Generator) -> None:
+    """Dead channels and empty tensors; low precision is searched in float32."""
+    x = torch.tensor([[0.0, 0.0], [1.0, -2.0]])
+    assert search_amax(x, INT8, PerAxis((0,)))[0].item() == 0.0
+    assert search_amax(torch.empty(0, 3), INT8, PerAxis((1,))).tolist() == [[0.0, 0.0, 0.0]]
+    assert search_amax(torch.tensor(-3.0), INT8).item() == 3.0
+    x = torch.randn(4, 64, generator=generator).to(low_dtype)
+    with torch.inference_mode():
+        amax = search_amax(x, INT4, PerAxis((0,)))
+    assert amax.dtype is torch.float32 and not amax.is_inference()
+    assert torch.equal(amax, search_amax(x.float(), INT4, PerAxis((0,))))
+    with pytest.raises(ConfigError, match="candidates: got 1; expected at least 2"):
+        search_amax(x, INT8, candidates=1)

@@ -75,11 +75,6 @@ def test_aligned_amax_broadcasts_to_its_group(
     assert int((ratio == 1).sum()) == math.prod(expected)
 
 
-def test_padding_of_the_last_block_is_zero() -> None:
-    parts = PerBlock(4).split(torch.ones(2, 6))
-    assert parts.tolist() == [[[1, 1, 1, 1], [1, 1, 0, 0]]] * 2
-
-
 @pytest.mark.parametrize("granularity", [PerTensor(), PerAxis((0,)), PerAxis((1,)), PerBlock(2)])
 def test_layout_does_not_matter(granularity: Granularity, generator: torch.Generator) -> None:
     x = torch.randn(4, 6, 3, 3, generator=generator)

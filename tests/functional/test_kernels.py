@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -249,12 +246,3 @@ def test_the_gradient_is_exactly_zero_outside_the_range() -> None:
     grad = torch.tensor([torch.inf, torch.inf, torch.nan, -0.0])
     for backend in ("reference", "tiled"):
         assert mask_gradient(backend, grad, mask).tolist() == [torch.inf, 0.0, 0.0, 0.0]
-
-
-def test_importing_torchq_imports_no_triton() -> None:
-    code = "import sys, torchq, torch; torchq.functional.fake_quantize(torch.ones(3), 1.0); "
-    code += "print('triton' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ}, check=True
-    )
-    assert done.stdout.strip() == "False"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.functional.group_cases import GRANULARITIES, LAYOUTS, groups_of, in_order
-from torchq.formats import Granularity, PerAxis, PerBlock, PerTensor
+from torchq.formats import Granularity, PerAxis, PerBlock
 from torchq.functional import compute_dtype, reduce_amax
 from torchq.functional.kernels import group_view, tiled, use_backend
 
@@ -77,10 +77,3 @@ def test_groups_come_in_the_order_of_the_amax(x: Tensor, granularity: Granularit
         mine = parts[:, number].flatten().tolist()
         padding = [0.0] * (len(mine) - len(values))
         assert sorted(mine) == sorted(values + padding)
-
-
-@pytest.mark.parametrize(
-    "granularity", [PerTensor(), PerAxis((0,)), PerAxis((1,)), PerAxis((2,))], ids=str
-)
-def test_one_axis_is_never_copied(x: Tensor, granularity: Granularity) -> None:
-    assert group_view(x, granularity).data_ptr() == x.data_ptr()

@@ -1,7 +1,4 @@
-"""Small real training runs with the trainer of Ultralytics and in the manner of timm's script.
-
-The recipes are those of docs/howto.md; here they are run on a data set that is made for the test.
-"""
+"""A small real training run with the trainer of Ultralytics, by the recipe of docs/howto.md."""
 
 from __future__ import annotations
 
@@ -90,41 +87,3 @@ def test_the_trainer_of_ultralytics(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         # fuse() folds BatchNorms, which changes no code; a value at a tie may still fall otherwise.
         assert (got - expected).norm() < 1e-3 * expected.norm()
         assert len(quantizers(network)) == len(found)
-
-
-def test_the_train_script_of_timm(tmp_path: Path) -> None:
-    timm = pytest.importorskip("timm", reason="the test is about timm")
-    loss_of = pytest.importorskip("timm.loss").SoftTargetCrossEntropy()
-    torch.manual_seed(0)
-    images = torch.rand(4, 3, 32, 32)
-    run = recipe("create_optimizer_v2", timm=timm, images=images)
-    model, optimizer, scheduler, ema = (
-        run[name] for name in ("model", "optimizer", "scheduler", "ema")
-    )
-    assert {group["name"] for group in optimizer.param_groups} >= {"weights", "ranges"}
-    mixup = timm.data.Mixup(mixup_alpha=0.2, num_classes=1000)
-    scaler = timm.utils.NativeScaler(device="cpu")
-    saver = timm.utils.CheckpointSaver(
-        model, optimizer, model_ema=ema, amp_scaler=scaler, checkpoint_dir=str(tmp_path)
-    )
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for epoch in range(2):
-        model.train()
-        for x, labels in run["loader"]:
-            x, targets = mixup(x, labels)
-            loss = loss_of(model(x), targets)
-            optimizer.zero_grad()
-            scaler(loss, optimizer, parameters=model.parameters(), clip_grad=1.0)
-            ema.update(model)
-        scheduler.step(epoch + 1)
-        saver.save_checkpoint(epoch, metric=float(epoch))
-    moved = [name for name, p in model.named_parameters() if not torch.equal(p, before[name])]
-    assert any(name.endswith("amax") for name in moved) and len(moved) > 0.5 * len(before)
-    again = recipe("create_optimizer_v2", timm=timm, images=images)["model"]
-    timm.models.load_checkpoint(again, str(tmp_path / "last.pth.tar"), weights_only=False)
-    state = ema.module.state_dict()  # timm loads the average by default
-    assert all(torch.equal(value, state[name]) for name, value in again.state_dict().items())
-    expected = again.eval()(images)
-    torchq.fuse_(again, images, progress=False)
-    # Folding BatchNorms changes no code.
-    torch.testing.assert_close(again(images), expected, rtol=1e-3, atol=1e-4)

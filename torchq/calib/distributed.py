@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,6 @@ from torchq.calib.observer import Observer
 from torchq.errors import CalibrationError
 
 _MAX_DIMS = 15
-# Marks the row of an observer that saw no data on this rank; every real entry is larger.
-_UNSEEN = -(1 << 62)
 
 
 def sync(
@@ -59,19 +57,17 @@ def sync(
     names = names or [f"calibrator {i}" for i in range(len(observers))]
     with torch.inference_mode(False), torch.no_grad():
         _check_equal_observers(link, observers)
-        counts = link.gather([observer.batches for observer in observers])
-        seen = [i for i, batches in enumerate(counts) if any(batches)]
-        _prepare_shapes(link, observers, seen, names)
-        for i in seen:
-            observer = observers[i]
-            assert observer.nonfinite is not None
+        batches = _prepare(link, observers, names)
+        for observer, counts in zip(observers, batches, strict=True):
+            if observer.nonfinite is None:  # No rank has data.
+                continue
             if observer.tracks_negative:
                 none = torch.zeros_like(observer.nonfinite)
                 own = none if observer.negative is None else observer.negative
                 observer.negative = link.reduce("sum", own)
             observer.nonfinite = link.reduce("sum", observer.nonfinite)
-            observer.exchange(counts[i], link.rank, link.reduce)
-            observer.batches = sum(counts[i])
+            observer.exchange(counts, link.rank, link.reduce)
+            observer.batches = sum(counts)
 
 
 class _Link:
@@ -95,10 +91,10 @@ class _Link:
             device = torch.device("cuda", torch.cuda.current_device())
         self.group, self.device, self.timeout = group, device or torch.device("cpu"), timeout
 
-    def gather(self, values: list[int]) -> list[list[int]]:
-        """Return, for each value, the list of the values on all ranks."""
-        table = torch.zeros(len(values), self.world_size, dtype=torch.int64)
-        table[:, self.rank] = torch.tensor(values, dtype=torch.int64)
+    def gather(self, values: Tensor) -> list[Any]:
+        """Return the int64 values of all ranks, nested as they are, in the order of the ranks."""
+        table = torch.zeros(self.world_size, *values.shape, dtype=torch.int64, device="cpu")
+        table[self.rank] = values
         return self.reduce("sum", table).tolist()
 
     def reduce(self, op: Literal["max", "sum"], tensor: Tensor) -> Tensor:
@@ -121,37 +117,36 @@ class _Link:
 def _check_equal_observers(link: _Link, observers: list[Observer]) -> None:
     """Raise an error unless all ranks have the same number of observers with equal settings."""
     checksum = zlib.crc32(repr([observer.settings() for observer in observers]).encode())
-    # A message of fixed size cannot itself have different shapes on different ranks. With the
-    # negative of each number, one maximum gives both extremes.
-    message = torch.tensor([len(observers), -len(observers), checksum, -checksum])
-    most, minus_least, largest, minus_smallest = link.reduce("max", message).tolist()
-    if most != -minus_least or largest != -minus_smallest:
+    # A message of fixed size cannot itself have different shapes on different ranks.
+    found = link.gather(torch.tensor([len(observers), checksum], device="cpu"))
+    if any(one != found[0] for one in found):
+        counts = [count for count, _ in found]
         raise CalibrationError(
             f"sync: got {len(observers)} calibrators on rank {link.rank} that differ from "
-            f"another rank's ({-minus_least} to {most}); expected equal calibrators in equal "
+            f"another rank's ({min(counts)} to {max(counts)}); expected equal calibrators in equal "
             "order. Quantize and configure the model alike on every rank"
         )
 
 
-def _prepare_shapes(
-    link: _Link, observers: list[Observer], seen: list[int], names: Sequence[str]
-) -> None:
-    """Check that shapes agree, and prepare the observers that only other ranks gave data to."""
-    table = torch.full((len(seen), 2, _MAX_DIMS + 1), _UNSEEN)
-    for row, i in enumerate(seen):
-        shape = observers[i].shape
-        if shape is not None:
-            padded = torch.tensor([len(shape), *shape] + [0] * (_MAX_DIMS - len(shape)))
-            table[row] = torch.stack([padded, -padded])
-    table = link.reduce("max", table)
-    for i, (largest, minus_smallest) in zip(seen, table.tolist(), strict=True):
-        if largest != [-value for value in minus_smallest]:
+def _prepare(link: _Link, observers: list[Observer], names: Sequence[str]) -> list[list[int]]:
+    """Prepare the observers that only other ranks gave data to; return the batches of each rank.
+
+    Shapes that differ between ranks are an error.
+    """
+    table = torch.zeros(len(observers), 2 + _MAX_DIMS, dtype=torch.int64, device="cpu")
+    for row, observer in zip(table, observers, strict=True):
+        if observer.shape is not None:
+            known = [observer.batches, len(observer.shape), *observer.shape]
+            row[: len(known)] = torch.tensor(known, device="cpu")
+    by_rank = link.gather(table)
+    for i, observer in enumerate(observers):
+        shapes = {tuple(rank[i][2 : 2 + rank[i][1]]) for rank in by_rank if rank[i][0]}
+        if len(shapes) > 1:
             raise CalibrationError(
                 f"sync: {names[i]} has amax shapes that differ between ranks "
-                f"({observers[i].shape} on rank {link.rank}); expected one shape. "
+                f"({observer.shape} on rank {link.rank}); expected one shape. "
                 "Choose an axis whose size is the same in every batch"
             )
-        shape = tuple(largest[1 : 1 + largest[0]])
-        nonfinite = observers[i].nonfinite
-        device = torch.device(link.device) if nonfinite is None else nonfinite.device
-        observers[i].prepare(shape, device)
+        if shapes and observer.shape is None:
+            observer.prepare(shapes.pop(), torch.device(link.device))
+    return [[rank[i][0] for rank in by_rank] for i in range(len(observers))]
