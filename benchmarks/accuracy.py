@@ -77,23 +77,11 @@ _CALIBRATION, _POOL, _MOST_IMAGES = 512, 4096, 1024
 
 def _equalize(model: nn.Module, batches: Batches, seed: int) -> None:
     """Equalize channels, calibrate again, and correct biases: what needs no rounding."""
-    _forget_ranges(model)
+    for quantizer in torchq.workflow.quantizers(model).values():
+        quantizer.forget_amax()
     torchq.ptq.equalize_(model, batches[0][:4])
     torchq.calibrate(model, batches, progress=False)
     torchq.ptq.correct_bias_(model, batches, progress=False)
-
-
-def _smooth(model: nn.Module, batches: Batches, seed: int) -> None:
-    """Smooth channels, calibrate again, and round."""
-    _forget_ranges(model)
-    torchq.ptq.smooth_(model, batches, progress=False)
-    torchq.calibrate(model, batches, progress=False)
-    torchq.ptq.gptq_(model, batches, progress=False)
-
-
-def _forget_ranges(model: nn.Module) -> None:
-    for quantizer in torchq.workflow.quantizers(model).values():
-        quantizer.forget_amax()
 
 
 # The algorithm that only calibrates, with the recipe's own settings in place of a width.
@@ -110,7 +98,6 @@ _ALGORITHMS: dict[str, tuple[Algorithm, int]] = {
     ),
     "equalization, bias correction": (_equalize, 512),
     "gptq_": (lambda model, batches, seed: torchq.ptq.gptq_(model, batches, progress=False), 512),
-    "smooth_, gptq_": (_smooth, 512),
     "adaround_": (
         lambda model, batches, seed: torchq.ptq.adaround_(
             model, batches, seed=seed, progress=False

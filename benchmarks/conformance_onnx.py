@@ -56,11 +56,9 @@ def as_tensor(value: Any) -> Tensor:
     if hasattr(value, "data_type"):
         return tensor_of(value, None, "case")
     array = np.array(value)
-    name = {"bfloat16": "bfloat16"} | {f"float8_{k}": f"float8_{k}" for k in ("e4m3fn", "e5m2")}
-    name |= {f"float8_{k}": f"float8_{k}" for k in ("e4m3fnuz", "e5m2fnuz")}
-    if array.dtype.name in name:
+    if array.dtype.name.startswith(("bfloat16", "float8_")) and hasattr(torch, array.dtype.name):
         bits = array.view(f"int{8 * array.dtype.itemsize}")
-        return torch.from_numpy(bits).view(getattr(torch, name[array.dtype.name]))
+        return torch.from_numpy(bits).view(getattr(torch, array.dtype.name))
     return torch.from_numpy(array)
 
 

@@ -48,17 +48,6 @@ PLACEMENTS, FASTEST = ("onnxruntime", "openvino"), "openvino"
 Candidates = dict[str, Callable[[], object]]
 
 
-class Encoder(nn.Module):
-    """Four pre-norm transformer blocks of width 384 on 196 tokens."""
-
-    def __init__(self, width: int = 384, heads: int = 6, depth: int = 4) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x)
-
-
 class Block(nn.Module):
     """A transformer block: attention and MLP."""
 
@@ -123,7 +112,9 @@ def build(name: str, batch: int) -> tuple[nn.Module, Tensor]:
     """Return the network with plausible BatchNorm statistics, and an input."""
     torch.manual_seed(0)
     if name == "encoder":
-        return Encoder().eval(), torch.randn(batch, 196, 384)
+        # Four pre-norm transformer blocks of width 384 on 196 tokens.
+        blocks = nn.Sequential(*(Block(384, 6) for _ in range(4)))
+        return blocks.eval(), torch.randn(batch, 196, 384)
     if name == "unet":
         model: Any = UNet()
     elif name.startswith("timm/"):
@@ -307,9 +298,7 @@ def engine_candidates(
     return found, modules
 
 
-def torch_candidates(
-    model: nn.Module, simulated: nn.Module, x: Tensor, options: argparse.Namespace
-) -> Candidates:
+def torch_candidates(model: nn.Module, simulated: nn.Module, x: Tensor) -> Candidates:
     """Return the float model as users run it, and the engine "torch" with its own placement."""
     folded = copy.deepcopy(simulated)
     torchq.restore_(folded)
@@ -325,8 +314,6 @@ def torch_candidates(
         "bf16 folded": lambda: half(half_x),
         "torch quantized, own placement": lambda: int8(x),
     }
-    if options.compiled:
-        found["fp32 compiled"] = (lambda compiled: lambda: compiled(x))(torch.compile(folded))
     return found
 
 
@@ -369,7 +356,7 @@ def measure(name: str, batch: int, options: argparse.Namespace, report: Reporter
         warnings.simplefilter("ignore")
         chosen, own = build_fastest(task)  # first: it needs memory for all candidates as well
         engines, modules = engine_candidates(tasks, options.engines)
-        found = torch_candidates(model, quantized(model, x), x, options) | engines
+        found = torch_candidates(model, quantized(model, x), x) | engines
         found["fastest"] = lambda: chosen(x)
         makers = maker_candidates(task, x, name in TRANSFORMERS, options) if options.makers else {}
         clock = time.process_time if options.cpu_time else time.perf_counter
@@ -410,9 +397,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         default=list(ENGINES),
         choices=list(ENGINES),
         help="those to time one by one, where all need more memory than there is",
-    )
-    arguments.add_argument(
-        "--compiled", action="store_true", help="torch.compile as well (needs a C++ compiler)"
     )
     arguments.add_argument(
         "--makers", action="store_true", help="the quantizers of the engines' makers as well"

@@ -28,7 +28,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -36,17 +35,6 @@ from typing import Any, TextIO
 
 import torch
 from torch import Tensor
-
-__all__ = [
-    "Reporter",
-    "Timing",
-    "compare",
-    "environment",
-    "finished_rows",
-    "parse",
-    "parser",
-    "timing",
-]
 
 
 @dataclass(frozen=True)
@@ -85,7 +73,6 @@ def compare(
     rounds: int = 15,
     warmup: int = 3,
     min_time: float = 0.02,
-    synchronize: Callable[[], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Timing]:
     """Time ``candidates`` against each other.
@@ -97,8 +84,6 @@ def compare(
         warmup: untimed calls of each candidate before the first sample (caches, lazy
             initialisation, compilation).
         min_time: seconds that a sample lasts at least; short calls are repeated until it does.
-        synchronize: waits for queued work before each reading of the clock; by default
-            ``torch.cuda.synchronize`` once CUDA is in use, else nothing.
         clock: seconds, for tests.
 
     Returns:
@@ -112,40 +97,31 @@ def compare(
     if rounds < 1 or warmup < 0:
         raise ValueError(f"rounds, warmup: got {rounds}, {warmup}; expected at least 1 and 0")
 
-    sample = partial(_sample, synchronize=synchronize, clock=clock)
     names = list(candidates)
     calls = {}
     for name in names:
         for _ in range(warmup):
             candidates[name]()
-        calls[name] = max(1, round(min_time / max(sample(candidates[name], 1), 1e-9)))
+        calls[name] = max(1, round(min_time / max(_sample(candidates[name], 1, clock), 1e-9)))
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
         turn = number % len(names)
         gc.collect()
         for name in names[turn:] + names[:turn]:
-            seconds[name].append(sample(candidates[name], calls[name]))
+            seconds[name].append(_sample(candidates[name], calls[name], clock))
     return [_summarize(name, seconds, baseline, calls[name]) for name in names]
 
 
-def _sample(
-    call: Callable[[], object],
-    calls: int,
-    *,
-    synchronize: Callable[[], None] | None,
-    clock: Callable[[], float],
-) -> float:
-    """Return the seconds that a call takes, the mean of several."""
+def _sample(call: Callable[[], object], calls: int, clock: Callable[[], float]) -> float:
+    """Return the seconds that a call takes, the mean of several; work on a GPU is waited for."""
+    wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
     if calls > 1:
         call()
-    wait = synchronize or (torch.cuda.synchronize if torch.cuda.is_initialized() else None)
-    if wait:
-        wait()
+    wait()
     start = clock()
     for _ in range(calls):
         call()
-    if wait:
-        wait()
+    wait()
     return (clock() - start) / calls
 
 
@@ -223,24 +199,13 @@ def _commit() -> str | None:
 
     Outside a repository there is none, and the result is None.
     """
+    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     here = Path(__file__).resolve().parent
     try:
-        found = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
-            cwd=here,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        dirty = (
-            subprocess.run(
-                ["git", "diff", "--quiet", "HEAD"], cwd=here, capture_output=True
-            ).returncode
-            != 0
-        )
+        found = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return found.stdout.strip() + "+" * dirty
+    return found.stdout.strip()
 
 
 class Reporter:
@@ -276,20 +241,7 @@ class Reporter:
 
     def timing(self, row: Timing, **case: object) -> None:
         """Report one timing; ``case`` says what was timed (sizes, dtype, ...)."""
-        figures: dict[str, object] = {
-            "median_s": row.median_s,
-            "least_s": row.least_s,
-            "spread": row.spread,
-            "ratio": row.ratio,
-            "ratio_low": row.ratio_low,
-        }
-        figures |= {
-            "ratio_high": row.ratio_high,
-            "baseline": row.baseline,
-            "rounds": row.rounds,
-            "calls": row.calls,
-        }
-        self._write("result", {**case, "candidate": row.candidate, **figures})
+        self._write("result", {**case, **vars(row)})
 
     def value(self, **fields: object) -> None:
         """Report anything that is not a time: accuracy, size, agreement."""

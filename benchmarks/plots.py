@@ -222,58 +222,12 @@ def gradient(theme: Theme) -> Any:
     return fig
 
 
-def _boxes(place: Any, texts: list[str], theme: Theme, colour: str, height: float) -> None:
-    """Draw a chain of boxes from left to right, centred at 5."""
-    width = 2.4
-    left = 5 - width * (len(texts) - 1) / 2
-    for number, text in enumerate(texts):
-        x = left + number * width
-        style = {"boxstyle": "round,pad=0.4", "facecolor": "none", "edgecolor": colour}
-        place.text(x, height, text, ha="center", va="center", bbox=style)
-        if number:
-            arrow = {"arrowstyle": "->", "color": theme.quiet, "shrinkA": 0, "shrinkB": 0}
-            start = x - width + 0.3 + 0.09 * len(texts[number - 1])
-            end = x - 0.3 - 0.09 * len(text)
-            place.annotate("", (end, height), (start, height), arrowprops=arrow)
-
-
-def fuse(theme: Theme) -> Any:
-    """Draw what fusing does to a chain of layers."""
-    fig, (place,) = figure(theme, 1, (8.0, 1.9))
-    place.set_xlim(-2, 12)
-    place.set_ylim(0, 3)
-    place.axis("off")
-    _boxes(place, ["Conv2d", "BatchNorm2d", "ReLU"], theme, theme.quiet, 2.3)
-    _boxes(place, ["Conv2d", "ReLU"], theme, theme.accent, 0.7)
-    place.annotate("", (5, 1.15), (5, 1.85), arrowprops={"arrowstyle": "->", "color": theme.ink})
-    place.text(5.2, 1.5, "the same function, one weight to quantize", va="center")
-    return fig
-
-
-def target(theme: Theme) -> Any:
-    """Draw where quantizers stand without a target, and with one that adds on integers."""
-    fig, (plain, placed) = figure(theme, 2, (10.0, 1.5))
-    chains = {
-        "layers alone": ["Q", "Conv", "float add", "ReLU"],
-        'target="onnxruntime"': ["Q", "Conv", "Q", "add", "Q"],
-    }
-    for place, (title, texts) in zip((plain, placed), chains.items(), strict=True):
-        place.set_xlim(-0.6, 10.6)
-        place.set_ylim(0.4, 1.6)
-        place.axis("off")
-        place.set_title(title)
-        _boxes(place, texts, theme, theme.accent, 1.0)
-    return fig
-
-
 PICTURES: dict[str, Callable[[Theme], Any]] = {
     "overview": overview,
     "overview-narrow": overview_narrow,
     "scale": scale,
     "granularity": granularity,
     "gradient": gradient,
-    "fuse": fuse,
-    "target": target,
 }
 
 

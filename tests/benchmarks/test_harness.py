@@ -93,20 +93,6 @@ def test_the_call_behind_another_candidate_is_not_timed() -> None:
     assert [(row.calls, row.median_s) for row in rows] == [(3, 1.0), (3, 1.0)]
 
 
-def test_queued_work_is_waited_for() -> None:
-    work = Workload()
-    waits: list[float] = []
-    harness.compare(
-        work.candidates(),
-        baseline="fast",
-        rounds=1,
-        warmup=0,
-        clock=work.clock,
-        synchronize=lambda: waits.append(work.now),
-    )
-    assert len(waits) == 2 * 4  # before and after each of four samples
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
