@@ -4,57 +4,101 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchq
-from torchq.nn import QuantModule
+from torchq.nn import QuantModule, TensorQuantizer
+from torchq.swap import TARGETS
+from torchq.swap.flow.float_layers import float_start
+
+X = torch.randn(1, 3, 96, 96, generator=torch.Generator().manual_seed(0))
 
 
-class Stem(nn.Module):
-    """The first layers of a mobile network, and a block whose channels are concatenated."""
+class Net(nn.Module):
+    """A stem of an image, a depthwise layer behind it, and deeper layers."""
 
-    def __init__(self, act: nn.Module, channels: int = 8) -> None:
+    def __init__(self, act: type[nn.Module] = nn.Hardswish, channels: int = 16) -> None:
         super().__init__()
-        self.stem, self.act = nn.Conv2d(3, 16, 3, 2), act
-        self.primary = nn.Conv2d(16, channels, 1)
-        self.cheap = nn.Conv2d(channels, channels, 3, padding=1, groups=channels)
-        self.grow, self.deep = nn.Conv2d(2 * channels, 8, 1), nn.Conv2d(8, 8, 3, groups=8)
-        self.last = nn.Conv2d(8, 4, 1)
+        self.stem, self.act = nn.Conv2d(3, channels, 3, padding=1), act()
+        self.wise = nn.Conv2d(channels, channels, 3, groups=channels)
+        self.wise_act, self.grow = act(), nn.Conv2d(channels, 32, 1)
+        self.deep = nn.Conv2d(32, 32, 3, groups=32)
+        self.last = nn.Conv2d(32, 8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.primary(self.act(self.stem(x))))
-        x = torch.cat([x, F.relu(self.cheap(x))], 1)
-        return self.last(F.relu(self.deep(F.relu(self.grow(x)))))
+        x = self.wise_act(self.wise(self.act(self.stem(x))))
+        return self.last(self.deep(self.grow(x)).relu()).relu()
 
 
-def float_layers(model: nn.Module, target: str = "onnxruntime", **options: object) -> set[str]:
-    """Quantize the model; return the layers and activations that stay float."""
-    x = torch.randn(2, 3, 15, 15)
-    torchq.quantize_(model, target=target, example=x, **options)
-    torchq.calibrate(model, [x], progress=False)
-    return {name for name, m in model.named_children() if not isinstance(m, QuantModule)}
+class Pooled(Net):
+    """A stem whose result max pooling reads, behind a ReLU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.max_pool2d(self.act(self.stem(x)), 2)
+        return self.last(self.deep(self.grow(self.wise(x))).relu())
 
 
-def test_narrow_channels_stay_float() -> None:
-    model = Stem(nn.Hardswish())
-    report = torchq.quantize_(model, target="onnxruntime", example=torch.randn(2, 3, 15, 15))
-    reasons = {d.name: d.reason for d in report.skipped}
-    assert reasons["cheap"] == "onnxruntime runs 8 channels faster in float"
-    assert "deep" not in reasons  # Stands between convolutions: its channels are padded.
-    assert not model.primary.quantizes_output  # What a float layer reads is not quantized.
+def float_parts(model: nn.Module) -> set[str]:
+    """Return the convolutions and activations that stay float; a ReLU has no quantizer."""
+    children = model.named_children()
+    return {n for n, m in children if not isinstance(m, (QuantModule, nn.ReLU))}
 
 
-def test_wider_channels_run_on_integers() -> None:
-    assert "cheap" not in float_layers(Stem(nn.ReLU(), channels=16))
+def quantize(model: nn.Module, x: Tensor | None = X, **options: object) -> torchq.SwapReport:
+    return torchq.quantize_(model, example=x, **{"target": "onnxruntime", **options})
 
 
-@pytest.mark.parametrize("target", ["tensorrt", "openvino", "qnn"])
-def test_other_targets_quantize_it(target: str) -> None:
-    assert "cheap" not in float_layers(Stem(nn.Hardswish()), target)
+STEM = {"stem", "act", "wise", "wise_act"}
+RULE = torchq.Rule("stem", input=torchq.QuantDescriptor(), weight=torchq.QuantDescriptor())
 
 
-def test_a_layer_that_a_rule_names_is_quantized() -> None:
-    rules = (torchq.Rule("cheap", input=torchq.QuantDescriptor(), weight=torchq.QuantDescriptor()),)
-    config = torchq.recipes.int8().with_rules(*rules)
-    assert "cheap" not in float_layers(Stem(nn.ReLU()), config=config)
+@pytest.mark.parametrize(
+    ("model", "options", "expected"),
+    [
+        pytest.param(Net(), {}, STEM, id="stem, activation and depthwise layer"),
+        pytest.param(Net(nn.ReLU), {}, {"stem", "wise"}, id="ReLU"),
+        pytest.param(Net(channels=18), {}, {"stem", "act"}, id="float is slow for 18 channels"),
+        pytest.param(Pooled(), {}, set(), id="max pooling reads the stem"),
+        pytest.param(Net(), {"x": X[..., :24, :24]}, set(), id="too few results"),
+        pytest.param(Net(), {"x": None}, set(), id="no example"),
+        pytest.param(Net(nn.ReLU), {"target": "openvino"}, set(), id="another target"),
+        pytest.param(
+            Net(),
+            {"config": torchq.recipes.int8().with_rules(RULE)},
+            STEM - {"stem"},
+            id="a rule names the stem",
+        ),
+        pytest.param(Net(channels=8), {"x": None}, {"wise"}, id="narrow depthwise layer"),
+        pytest.param(
+            Net(channels=8),
+            {
+                "x": None,
+                "config": torchq.recipes.int8().with_rules(
+                    torchq.Rule("wise", input=RULE.input, weight=RULE.weight)
+                ),
+            },
+            set(),
+            id="a rule names the narrow layer",
+        ),
+    ],
+)
+def test_layers_that_are_faster_in_float_stay_float(
+    model: nn.Module, options: dict[str, object], expected: set[str]
+) -> None:
+    report = quantize(model, **options)
+    assert float_parts(model) == expected
+    for name in expected:
+        why = {d.name: d.reason for d in report.skipped}[name]
+        assert why.startswith("onnxruntime runs") and why.endswith("faster in float")
+
+
+def test_the_run_leaves_no_trace() -> None:
+    model = Net().train()
+    report = torchq.quantize_(model, target="openvino")
+    quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
+    quantizers[0].mode = "off"
+    before = [q.mode for q in quantizers]
+    assert float_start(model, report.decisions, TARGETS["onnxruntime"], X)
+    assert [q.mode for q in quantizers] == before
+    assert model.training
+    assert not any(m._forward_hooks for m in model.modules())

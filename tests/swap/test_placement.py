@@ -19,6 +19,7 @@ from torchq.nn import TensorQuantizer
 from torchq.swap import TARGETS
 from torchq.swap.find_operators import find_operators
 
+SMALL = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 KINDS = frozenset(["add", "mul", "matmul", "cat", "pool", "activation"])
 
 
@@ -408,3 +409,78 @@ def test_a_concatenation_without_dim_keeps_its_meaning(tmp_path: Path) -> None:
     torchq.save(model, tmp_path / "m.pt")
     loaded = torchq.load(Stacks().eval(), tmp_path / "m.pt")
     assert loaded(x).shape == expected.shape
+
+
+def test_one_of_two_places_of_a_module_without_parameters_is_saved_as_such(tmp_path: Path) -> None:
+    """The other place of the same object stays float."""
+
+    def build() -> nn.Sequential:
+        act = nn.SiLU()
+        return nn.Sequential(nn.Conv2d(3, 3, 1), act, nn.Conv2d(3, 3, 1), act).eval()
+
+    model = build()
+    torchq.quantize_(model, target="onnxruntime", exclude="3")
+    torchq.calibrate(model, [SMALL], progress=False)
+    torchq.save(model, tmp_path / "m.pt")
+    loaded = torchq.load(build(), tmp_path / "m.pt")
+    assert [type(m).__name__ for m in loaded][1::2] == ["QuantSiLU", "SiLU"]
+
+
+class Joined(nn.Module):
+    """Three convolutions, a concatenation and an addition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.other, self.head = (nn.Conv2d(c, 4, 1) for c in (3, 3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        token = torch.cat([self.conv(x), self.other(x)], 2)[:, :, :8]
+        return self.head(token) + self.conv(x)
+
+
+def test_layers_operators_and_containers_are_counted_apart() -> None:
+    report = torchq.plan(Joined(), target="openvino")
+    assert str(report).splitlines()[-1] == (
+        "3 quantized, 2 operators for openvino, 0 skipped, recipe int8; "
+        "100.0% of the weights of layers quantized"
+    )
+
+
+def test_an_input_that_a_target_leaves_float_is_named() -> None:
+    model = nn.Sequential(nn.ConvTranspose2d(3, 4, 2), nn.Conv2d(4, 4, 5))
+    decision = torchq.plan(model, target="onnxruntime").replaced[0]
+    assert decision.note == "its input stays float, as onnxruntime has no integer kernel for it"
+
+
+class Sizes(nn.Module):
+    """Computes with sizes that a trace cannot tell from tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor, size: tuple[int, int]) -> Tensor:
+        height, width = size
+        return self.conv(x).flatten(2)[:, :, : height * width]
+
+
+class CallsSizes(nn.Module):
+    """Passes them on, as CoaT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Sizes()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, (x.shape[2], x.shape[3]))
+
+
+def test_operators_on_numbers_get_no_quantizer() -> None:
+    model = CallsSizes().eval()
+    report = torchq.quantize_(model, target="openvino", example=SMALL)
+    assert {d.name: d.reason for d in report.skipped} == {
+        "inner.quant_mul": "its operands are no tensors in the run on the example, or it does not "
+        "run"
+    }
+    torchq.calibrate(model, [SMALL], progress=False)
+    assert model(SMALL).shape == (4, 4, 64)

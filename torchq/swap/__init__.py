@@ -7,11 +7,10 @@ from torchq.swap.apply import quantize_, restore_
 from torchq.swap.decisions import Decision, SwapReport, decide
 from torchq.swap.patch import Patch, patch
 from torchq.swap.plan import plan, targets
-from torchq.swap.targets import TARGETS, IntegerGains, Target
+from torchq.swap.targets import TARGETS, Target
 
 __all__ = [
     "Decision",
-    "IntegerGains",
     "Patch",
     "SwapReport",
     "TARGETS",

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from torchq.config import QuantConfig
+from torchq.graph import call_model
 from torchq.nn import (
     QuantModule,
     QuantMultiheadAttention,
@@ -21,12 +23,11 @@ from torchq.nn import (
     route_calls_,
 )
 from torchq.nn.convert import unchanged_on_error
-from torchq.swap.cost import costs_of_placements
 from torchq.swap.decision import Decision
 from torchq.swap.decisions import SwapReport
 from torchq.swap.find_operators import insert_
-from torchq.swap.flow.float_layers import faster_in_float
-from torchq.swap.flow.float_start import float_start
+from torchq.swap.flow.float_layers import float_start
+from torchq.swap.flow.float_runs import computing_in_float
 from torchq.swap.flow.outputs import decide_outputs
 from torchq.swap.flow.separate_ranges import separate_ranges_
 from torchq.swap.flow.shared_ranges import share_common_ranges_
@@ -34,8 +35,6 @@ from torchq.swap.plan import decide_all
 from torchq.swap.share import measure_work, warn_if_small
 from torchq.swap.targets import Target
 from torchq.utils import Pattern, device_of, progress_stages
-
-__all__ = ["apply_", "carry_out_", "name_quantizers", "output_name", "quantize_", "restore_"]
 
 
 def quantize_(
@@ -64,13 +63,9 @@ def quantize_(
         target: as for :func:`plan`.
         example: the arguments for one call of the model; see
             :func:`torchq.graph.call_arguments`. With it, quantizers that see the same tensor
-            become one, so that its readers agree on its range whatever training does. What a
-            target adds is measured too: an addition, concatenation or the like that costs more
-            than 3 dB at the output, and leaves less than 30 dB, stays float, as do the most harmful
-            ones of all while they cost more than 3 dB together, and leave less than 25 dB. What a
-            rule names is quantized whatever it costs. Layers that the target runs faster in float
-            stay float, unless a rule is the path of the layer.
-        progress: show the stages, and a bar while placements are measured.
+            become one, so that its readers agree on its range whatever training does. First layers
+            that the target runs faster in float stay float, unless a rule is the path of the layer.
+        progress: show the stages.
 
     Returns:
         What was swapped, what was not and why, and which rule decided; ``print`` it.
@@ -89,61 +84,41 @@ def quantize_(
     """
     choice: dict[str, Any] = {"include": include, "exclude": exclude, "target": target}
     reasons: dict[str, str] = {}
-    measure, work = True, None
+    work = None
     while True:
         with progress_stages("quantize", ("plan", "swap"), enabled=progress) as next_stage:
             report = decide_all(model, config, **choice, example=example).without(reasons)
             work = work or measure_work(model, example)
-            report = replace(report, work=work)
             next_stage()
             try:
-                report = _carry_out(model, report, example, reasons, measure, progress)
+                report = _carry_out(model, replace(report, work=work), example, reasons)
             except _StaysFloat as found:
                 reasons |= found.reasons
-                measure = measure and not found.measured
                 continue
         warn_if_small(model, report.share)
         return report
 
 
 class _StaysFloat(Exception):
-    """Some modules had better stay float, or see nothing; raised to undo a whole swap.
+    """Some modules had better stay float, or see nothing: path -> why. It undoes a whole swap."""
 
-    Args:
-        reasons: path -> why it stays float.
-        measured: the cost in accuracy is the reason.
-    """
-
-    def __init__(self, reasons: dict[str, str], *, measured: bool) -> None:
+    def __init__(self, reasons: dict[str, str]) -> None:
         super().__init__()
-        self.reasons, self.measured = reasons, measured
+        self.reasons = reasons
 
 
 def _carry_out(
-    model: nn.Module,
-    report: SwapReport,
-    example: Any,
-    reasons: Mapping[str, str],
-    measure: bool,
-    progress: bool,
+    model: nn.Module, report: SwapReport, example: Any, reasons: Mapping[str, str]
 ) -> SwapReport:
     """Quantize ``model`` as a plan says, in place, and return the plan with what a run added.
 
-    Args:
-        model: the model.
-        report: the plan.
-        example: the arguments of one call, or None.
-        reasons: path -> why it stays float, as earlier runs found.
-        measure: find out what costs too much.
-        progress: show a bar.
+    ``reasons`` holds path -> why it stays float, as earlier calls found.
     """
     with unchanged_on_error(model):
         apply_(model, report)
         if example is not None:
             if report.target is not None:
                 report = _fit_to_flow(model, report, report.target, example, reasons)
-            if measure:
-                _check_costs(model, report, example, progress)
             share_common_ranges_(model, example)
         name_quantizers(model)
     return report
@@ -153,52 +128,41 @@ def _fit_to_flow(
     model: nn.Module, report: SwapReport, target: Target, example: Any, reasons: Mapping[str, str]
 ) -> SwapReport:
     """Place what depends on the values that flow between layers, and return the new report."""
-    faster = faster_in_float(model, report.decisions, target, example)
-    faster |= float_start(model, report.decisions, target, example)
-    if not faster.keys() <= reasons.keys():
-        raise _StaysFloat(faster, measured=False)
+    stay_float = float_start(model, report.decisions, target, example)
+    stay_float |= dict.fromkeys(_unreached(model, report, example), _NO_TENSOR)
+    if not stay_float.keys() <= reasons.keys():
+        raise _StaysFloat(stay_float)
     if target.most_unequal is not None:
         separate_ranges_(model, example, target.most_unequal)
     if not target.quantized_results:
         return report
-    decided = {
-        d.name: d
-        for d in decide_outputs(model, report.decisions, example)
-        if output_name(d) not in reasons
-    }
+    decided = {d.name: d for d in decide_outputs(model, report.decisions, example)}
     for decision in decided.values():
         assert isinstance(decision.module, QuantModule) and decision.output is not None
         decision.module.quantize_output_(decision.output)
     return replace(report, decisions=tuple(decided.get(d.name, d) for d in report.decisions))
 
 
-def output_name(decision: Decision) -> str:
-    """Return the path of the quantizer of a layer's result."""
-    return f"{decision.name}.output_quantizer".removeprefix(".")
-
-
-def _check_costs(model: nn.Module, report: SwapReport, example: Any, progress: bool) -> None:
-    placements = {}
-    modules = dict(model.named_modules())
-    names = [d.name for d in report.added]
-    names += [output_name(d) for d in report.replaced if d.output is not None]
-    for name in names:
-        placements[name] = [
-            m for m in modules[name].modules() if isinstance(m, TensorQuantizer) and m.quantizing
-        ]
-    costs = costs_of_placements(model, placements, example, progress=progress)
-    operators = {decision.name for _, decision in report.operators}
-    reasons = {name: _NO_TENSOR for name in costs.unreached if name in operators}
-    for name, cost in costs.costly.items():
-        reasons[name] = (
-            f"its quantizers cost {cost:.1f} dB at the output on the example; name it in a rule to "
-            "quantize it all the same"
-        )
-    if reasons:
-        raise _StaysFloat(reasons, measured=True)
-
-
 _NO_TENSOR = "its operands are no tensors in the run on the example, or it does not run"
+
+
+def _unreached(model: nn.Module, report: SwapReport, example: Any) -> list[str]:
+    """Return the paths of the operators with quantizers that no tensor of the example reaches."""
+    seen: set[str] = set()
+    with ExitStack() as stack:
+        for _, decision in report.operators:
+            for part in model.get_submodule(decision.name).modules():
+                if isinstance(part, TensorQuantizer):
+                    note = partial(_note, seen, decision.name)
+                    stack.callback(part.register_forward_pre_hook(note).remove)
+        if report.operators:
+            stack.enter_context(computing_in_float(model))
+            call_model(model, example)
+    return [d.name for _, d in report.operators if d.name not in seen]
+
+
+def _note(seen: set[str], name: str, *_: Any) -> None:
+    seen.add(name)
 
 
 def apply_(model: nn.Module, report: SwapReport) -> None:

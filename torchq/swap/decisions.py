@@ -53,7 +53,6 @@ class SwapReport:
         operators: the operators that become modules, by the decision about each; only with a
             target.
         target: the runtime that it is planned for, or None.
-        target_rules: the rules that the target brings, as text.
         work: what each module computes: multiply-adds with an example, else its weights.
     """
 
@@ -61,7 +60,6 @@ class SwapReport:
     decisions: tuple[Decision, ...]
     operators: tuple[tuple[Operator, Decision], ...] = ()
     target: Target | None = None
-    target_rules: frozenset[str] = frozenset()
     work: Work | None = None
 
     @property
@@ -82,11 +80,6 @@ class SwapReport:
     def skipped(self) -> tuple[Decision, ...]:
         """The modules that stay float, each with its ``reason``."""
         return tuple(d for d in self.decisions if d.reason)
-
-    @property
-    def added(self) -> tuple[Decision, ...]:
-        """The modules and operators that are quantized for the target alone, not by a rule."""
-        return tuple(d for d in self.replaced if d.rule in self.target_rules)
 
     def without(self, reasons: Mapping[str, str]) -> SwapReport:
         """Return the report in which some modules stay float.

@@ -19,6 +19,7 @@ from torchq.formats import PerTensor
 from torchq.swap.decision import FLOAT_INPUT
 from torchq.swap.decisions import Decision, by_rules
 from torchq.swap.find_operators import MODULES, Operator, find_operators
+from torchq.swap.flow.calls import is_depthwise
 from torchq.swap.targets import Target
 from torchq.utils import Pattern, matches, qualified_name
 
@@ -33,13 +34,11 @@ class Placement:
         config: the rules, with the target's in front.
         operators: what becomes a quantized child of its module, with the decision about it.
         skipped: modules whose operators are out of reach, and operators that a rule excludes.
-        rules: the target's own rules, as text.
     """
 
     config: QuantConfig
     operators: tuple[tuple[Operator, Decision], ...]
     skipped: tuple[Decision, ...]
-    rules: frozenset[str] = frozenset()
 
 
 def plan_placement(
@@ -94,7 +93,7 @@ def plan_placement(
         for u in untraceable
     ]
     chosen = tuple((operator, d) for operator, d in decisions if not d.reason)
-    return Placement(config, chosen, tuple(skipped), frozenset(map(str, rules)))
+    return Placement(config, chosen, tuple(skipped))
 
 
 _CONVOLUTIONS = (
@@ -143,6 +142,10 @@ def _adapted(decision: Decision, target: Target) -> Decision:
 
     if decision.reason:
         return decision
+    module, is_named = decision.module, decision.rule in decision.names
+    if is_depthwise(module) and module.groups < target.narrow_depthwise and not is_named:
+        reason = f"{target.name} runs {module.groups} channels faster in float"
+        return dataclasses.replace(decision, reason=reason, input=None, weight=None)
     if selected(target.float_inputs):
         if decision.weight is None:
             reason = f"{target.name} has no integer kernel for it"

@@ -138,7 +138,7 @@ def _plan_for_target(
     float_operators = (replace(d, reason=reason) for (_, d), reason in found if reason)
     skipped = (*float_operators, *placement.skipped)
     decisions = (*layers, *(d for _, d in operators), *skipped)
-    return SwapReport(placement.config, decisions, operators, target, placement.rules)
+    return SwapReport(placement.config, decisions, operators, target)
 
 
 def _beside_calls(operator: Operator, calls: Sequence[CallSite]) -> str:

@@ -42,7 +42,6 @@ from torchq.onnx.targets.checks import (
     layer_name,
     weight_of,
 )
-from torchq.swap import IntegerGains
 
 _RESHAPES = ("Flatten", "Reshape", "Squeeze")
 
@@ -207,36 +206,6 @@ def check_transposed_convolutions(model: Model) -> Iterator[str]:
             )
 
 
-#: Measured with version 1.32 on one thread, node by node in EfficientNet-B0, MobileNetV2,
-#: MobileNetV3, MNASNet, ShuffleNetV2 and ResNet-18 on a CPU with AVX-512 VNNI: the mean of what a
-#: single image needs and what one of 32 does. With many images float values leave the cache, and
-#: every change of their layout, as around a product by channel, is a pass through memory. On a CPU
-#: with AMX integers save more; within the range of these two, the figures are the ones with which
-#: networks begin on integers where both CPUs are fast with one image and with 32.
-#: QLinearSigmoid looks up byte by byte. Additions are part of a convolution in float. ONNX Runtime
-#: moves a quantizer on either side of MaxPool in front of it, and pools codes fast behind a
-#: QLinearConv alone.
-_GAINS = IntegerGains(
-    product=0.0122,
-    result=-0.086,
-    image_product=0.0083,
-    image_result=-0.51,
-    depthwise=0.035,
-    unaligned_depthwise=2.5,
-    modules={
-        "SiLU": -0.22,
-        "Hardswish": -0.4,
-        "ELU": -0.2,
-        "Mish": -0.2,
-        "LeakyReLU": -0.25,
-        "Add": -0.15,
-        "Mul": 0.48,
-    },
-    boundary=0.45,
-    pooled_boundary=18.0,
-    least=10_000.0,
-)
-
 ONNXRUNTIME = OnnxTarget(
     name="onnxruntime",
     # Integer kernels exist between Q/DQ alone, so every tensor between layers needs a pair.
@@ -244,7 +213,9 @@ ONNXRUNTIME = OnnxTarget(
     modules=(MAX_POOLS, AVG_POOLS, *ACTIVATIONS),
     float_inputs=("type:torch.nn.modules.conv.ConvTranspose[123]d",),
     quantized_results=True,
-    integer_gains=_GAINS,
+    # Integers save time on products and lose it on results: a stem has 27 products for each. But
+    # MaxPool behind a float stem gets its quantizer in front of it, where it is slow.
+    float_stem=True,
     narrow_depthwise=16,
     most_unequal=1.5,
     # Unsigned codes include the ReLU in front of them; signed ones would keep it, and the

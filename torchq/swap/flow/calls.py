@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeGuard
 
 from torch import nn
 
@@ -34,7 +35,7 @@ def is_leaf(module: nn.Module) -> bool:
     return isinstance(module, TensorQuantizer) or is_torch_leaf(module)
 
 
-def is_depthwise(module: nn.Module | None) -> bool:
+def is_depthwise(module: nn.Module | None) -> TypeGuard[nn.Conv1d | nn.Conv2d | nn.Conv3d]:
     """Return True for a convolution of each channel by itself."""
     if not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
         return False
