@@ -32,11 +32,7 @@ class OutputScaling(nn.Module):
     weight_quantizer: nn.Module
 
     def output_scale_obstacle(self, scale: Tensor) -> str | None:
-        """Return why the weight's codes could not keep their magnitude, or None if they can.
-
-        Args:
-            scale: ``(out_channels,)``, any sign.
-        """
+        """Return why the weight's codes could not keep their magnitude, or None if they can."""
         quantizer = self.weight_quantizer
         if any(getattr(q, "observing", False) for q in (self.input_quantizer, quantizer)):
             return "is being calibrated; finish the calibration first, or fuse before quantizing"
@@ -68,11 +64,7 @@ class OutputScaling(nn.Module):
         return None
 
     def rescale_output_(self, scale: Tensor) -> None:
-        """Multiply the ranges of the weight by ``|scale|``; the caller has scaled the weight.
-
-        Args:
-            scale: ``(out_channels,)``, any sign.
-        """
+        """Multiply the ranges of the weight by ``|scale|``; the caller has scaled the weight."""
         quantizer = self.weight_quantizer
         if isinstance(quantizer, TensorQuantizer) and quantizer.calibrated:
             quantizer.set_amax(self._scaled_amax(quantizer, scale))

@@ -399,10 +399,6 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
     Every exception counts, also KeyboardInterrupt. Numbers that the block wrote into a tensor in
     place are not undone.
 
-    Args:
-        model: the block may convert its modules, and replace their attributes, children,
-            parameters and buffers.
-
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
         >>> try:

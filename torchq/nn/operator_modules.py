@@ -235,15 +235,7 @@ def _equal(value: Any, default: Any) -> bool:
 
 @contextmanager
 def recording_operators(modules: Iterable[nn.Module]) -> Iterator[dict[int, Recorder]]:
-    """Let calls of the modules note their operators inside a ``with`` block.
-
-    Args:
-        modules: Float modules; they get their classes back at the end.
-
-    Yields:
-        The recorder of each module by its id, filled as the modules are called. Modules whose
-        source cannot be rewritten are left out, and so are graph modules.
-    """
+    """Let calls of the modules note their operators inside a ``with`` block."""
     found: dict[int, Recorder] = {}
     changed = []
     try:
@@ -273,18 +265,7 @@ class _ShallowTracer(ForwardTracer):
 
 
 def trace_forward(module: nn.Module, training: bool) -> fx.Graph:
-    """Return the graph of the module's own forward, with its children kept whole.
-
-    Args:
-        module: Left unchanged.
-        training: The mode to trace in.
-
-    Returns:
-        See :func:`torchq.graph.trace_call`.
-
-    Raises:
-        Exception: Whatever the forward raises when its control flow looks at a tensor.
-    """
+    """Return the graph of the module's own forward, with its children kept whole."""
     if isinstance(module, fx.GraphModule):
         return copy.deepcopy(module.graph)
     before = module.training
@@ -341,16 +322,6 @@ def replace_operators_(module: nn.Module, replacements: Mapping[str, str]) -> nn
     """Make the module call its children in the place of operators, in place, and return it.
 
     :func:`torchq.nn.revert_` is the inverse.
-
-    Args:
-        module: A float module; the children that ``replacements`` names exist already.
-        replacements: Name of a :class:`~torchq.nn.operator_routes.Visit`, or name of a node in
-            :func:`trace_forward`, -> child name. A :class:`Tap` is called on the first operand of
-            the operator, any other child instead of the operator.
-
-    Raises:
-        QuantizationError: The forward has no such node, or ``forward`` was replaced on the
-            instance.
     """
     where = qualified_name(type(module))
     if "forward" in vars(module):
@@ -398,15 +369,7 @@ def replace_recorded_operators_(module: nn.Module, record: Mapping[str, Any]) ->
 
 
 def add_recorded_children_(module: nn.Module, record: Mapping[str, Any]) -> None:
-    """Add the float children of a record, which stand for operators, in place.
-
-    Args:
-        module: A float module.
-        record: What :meth:`OperatorOwner.replacement_record` returned.
-
-    Raises:
-        QuantizationError: The module has another class.
-    """
+    """Add the float children of a record, which stand for operators, in place."""
     if qualified_name(type(module)) != record["class"]:
         raise QuantizationError(
             f"{qualified_name(type(module))}: got this class; expected {record['class']}"
@@ -483,16 +446,7 @@ def _unpickled(
 
 
 def replace_nodes_(module: fx.GraphModule, replacements: Mapping[str, str]) -> fx.GraphModule:
-    """Make nodes of the module's graph call its children, in place, and return the module.
-
-    Args:
-        module: A float module; the children that ``replacements`` names exist already.
-        replacements: Name of a node -> child name. A :class:`Tap` is called on the first operand of
-            the node, any other child in its place.
-
-    Raises:
-        QuantizationError: The graph has no such node. The module is unchanged then.
-    """
+    """Make nodes of the module's graph call its children, in place, and return the module."""
     # A copy is changed, so that an error further on leaves the module with the graph that it had.
     graph, cls = copy.deepcopy(module.graph), _float_class(module)
     nodes = {node.name: node for node in graph.nodes}

@@ -65,12 +65,7 @@ def base_name(name: str) -> str:
 
 
 class Route:
-    """The router of one call of a module's forward, or of a function in it.
-
-    Args:
-        owner: the module; its ``replacements`` name the child for each operator.
-        path: where in the code the function is called.
-    """
+    """The router of one call of a module's forward, or of a function in it."""
 
     __slots__ = ("_owner", "_path", "_visits")
 

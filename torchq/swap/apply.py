@@ -166,13 +166,7 @@ def _note(seen: set[str], name: str, *_: Any) -> None:
 
 
 def apply_(model: nn.Module, report: SwapReport) -> None:
-    """Convert the modules of a plan, in place.
-
-    Args:
-        model: the model.
-        report: its plan. A call that fails leaves some of its modules converted; see
-            :func:`torchq.nn.convert.unchanged_on_error`.
-    """
+    """Convert the modules of a plan, in place."""
     routed = frozenset(id(d.module) for d in report.replaced if d.calls)
     insert_([operator for operator, _ in report.operators], routed)
     children = {id(d): op.owner.get_submodule(op.child) for op, d in report.operators}
@@ -212,13 +206,7 @@ def carry_out_(
     module: nn.Module | None = None,
     operators: Mapping[str, str] | None = None,
 ) -> nn.Module:
-    """Convert the module of one decision, in place, and return it.
-
-    Args:
-        decision: Its ``reason`` is empty.
-        module: The module to convert; default that of the decision.
-        operators: Operators beside its quantized calls, and the children that stand for them.
-    """
+    """Convert the module of one decision, in place, and return it."""
     module = decision.module if module is None else module
     descriptors = {"input": decision.input, "weight": decision.weight}
     if decision.calls:

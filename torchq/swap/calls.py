@@ -27,8 +27,6 @@ from torchq.nn.calls.find import WHOLE_ATTENTION
 from torchq.swap.decision import Decision
 from torchq.utils import modules_with_names
 
-__all__ = ["ByRules", "decide_calls"]
-
 #: Decides about a module by the rules for a class: (names, module, class) -> decision.
 ByRules = Callable[[tuple[str, ...], nn.Module, type[nn.Module]], Decision]
 
@@ -44,14 +42,6 @@ def decide_calls(
 
     A module of an unknown class whose only call is quantized takes the place of its earlier
     decision, which said that it has no twin. Other modules get a decision for each call.
-
-    Args:
-        model: A float model.
-        decisions: The decisions about the modules of ``model``.
-        by_rules: Decides by the rules for a class.
-        example: Arguments for one call of the model, or None. Without it the calls are found in
-            modules without children, and where source code passes a child's weight to a function.
-        rewritten: Ids of modules whose operators are replaced; they keep their attention.
     """
     found = None if example is None else find_calls(model, example)
     quantized = {id(d.module): d for d in decisions if not d.reason}

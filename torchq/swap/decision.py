@@ -10,19 +10,13 @@ from torchq.descriptor import QuantDescriptor
 from torchq.nn import CallSite
 from torchq.utils import qualified_name
 
-__all__ = ["FLOAT_INPUT", "Decision", "no_twin"]
-
 _NO_TWIN = "no quantized twin of "
 #: The start of the note about a layer whose weight alone is quantized, because of the target.
 FLOAT_INPUT = "its input stays float"
 
 
 def no_twin(cls: type[nn.Module]) -> str:
-    """Return the reason for a class with parameters that nobody registered.
-
-    Args:
-        cls: The class. Without an example no function call was found in its forward.
-    """
+    """Return the reason for a class with parameters that nobody registered."""
     name = qualified_name(cls)
     return (
         f"{_NO_TWIN}{name}, which has parameters of its own; pass example= to find function calls "

@@ -30,17 +30,6 @@ from torchq.utils import (
     twin_of,
 )
 
-__all__ = [
-    "Decision",
-    "SwapReport",
-    "by_rules",
-    "check_used",
-    "config_or_default",
-    "decide",
-    "patterns",
-    "resolve_positions",
-]
-
 
 @dataclass(frozen=True)
 class SwapReport:
@@ -129,11 +118,7 @@ def _what_text(decision: Decision) -> str:
 
 
 def config_or_default(config: QuantConfig | None) -> QuantConfig:
-    """Return ``config``, or INT8 in the place of None.
-
-    Raises:
-        InputError: it is no QuantConfig: the name of a recipe, say.
-    """
+    """Return ``config``, or INT8 in the place of None."""
     if config is None:
         return recipes.int8()
     if not isinstance(config, QuantConfig):
@@ -161,15 +146,7 @@ def decide(
     example: Any = None,
     rewritten: frozenset[int] = frozenset(),
 ) -> tuple[Decision, ...]:
-    """Return the decisions of :func:`plan`, without its checks.
-
-    Args:
-        model: A model, float or quantized in parts.
-        config: The rules.
-        include: Only modules that match one of these patterns; empty stands for all.
-        example: Arguments for one call of the model: finds function calls with weights anywhere.
-        rewritten: Ids of modules whose operators a target replaces by children.
-    """
+    """Return the decisions of :func:`plan`, without its checks."""
 
     def decide_call(names: tuple[str, ...], module: nn.Module, layer: type[nn.Module]) -> Decision:
         return by_rules(names, module, config, include, layer)
@@ -228,15 +205,6 @@ def resolve_positions(
     The candidates are the layers whose weight the other rules quantize, in the order of
     ``named_modules()``. Rules that skip do not count, so excluding the last layer does not make
     the one before it the last. An optional rule whose pattern does not match its layer is dropped.
-
-    Args:
-        model: the model.
-        config: the rules.
-        example: see :func:`plan`.
-        merged: paths of blocks that become one layer each, to the paths of these layers.
-
-    Raises:
-        ConfigError: A rule that is not optional does not match its layer.
     """
     if not any(rule.position for rule in config.rules):
         return config
@@ -311,15 +279,7 @@ def by_rules(
     include: tuple[Pattern, ...] = (),
     layer: type[nn.Module] | None = None,
 ) -> Decision:
-    """Return what the rules say about one module that can be swapped, or has been.
-
-    Args:
-        names: Its dotted paths.
-        module: The module.
-        config: The rules.
-        include: Only modules that match one of these patterns; empty stands for all.
-        layer: The class that it is quantized as, where its own class does not tell.
-    """
+    """Return what the rules say about one module that can be swapped, or has been."""
     cls = type(module).float_class if isinstance(module, QuantModule) else type(module)
     layer = layer or quantized_as(cls)
     base = Decision(names, module, cls, layer=layer)

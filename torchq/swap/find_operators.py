@@ -35,8 +35,6 @@ from torchq.nn.modules.operators import stand_in
 from torchq.nn.operator_routes import Recorder, Visit
 from torchq.utils import evaluating, modules_with_names
 
-__all__ = ["MODULES", "Operator", "Untraceable", "find_operators", "insert_"]
-
 #: The module that stands for each kind of operator.
 MODULES: dict[str, type[nn.Module]] = {
     "add": Add,
@@ -131,14 +129,6 @@ def find_operators(
     Operands that are numbers, parameters or buffers do not count. Each module is traced alone, so
     one that cannot be traced hides only its own operators; with an example, one run of the model
     shows the operators of these.
-
-    Args:
-        model: left unchanged.
-        kinds: the kinds to find; see :func:`torchq.graph.operator_kind`.
-        example: arguments for one call, or None; see :func:`torchq.graph.call_arguments`.
-
-    Returns:
-        The operators, in the order of modules and code, and the modules where they stay unknown.
     """
     found: dict[int, list[_Candidate]] = {}
     failed: dict[int, str] = {}
@@ -185,10 +175,6 @@ def _traced(module: nn.Module, kinds: frozenset[str]) -> list[_Candidate]:
 
     They are named by their sites in the source, or by their nodes if the source cannot be
     rewritten or does not show all of them.
-
-    Raises:
-        Exception: Whatever the forward raises on a Proxy, or its operators are known as nodes
-            only, and differ between training and evaluation or read tensors that the trace made.
     """
     with recording_operators([module]) as recorders:
         graphs, sites = [], []
@@ -415,12 +401,7 @@ def _noting_linear_results(model: nn.Module) -> Iterator[dict[int, Tensor]]:
 
 
 def insert_(operators: Sequence[Operator], routed: frozenset[int] = frozenset()) -> None:
-    """Put a float module in the place of each operator, in place.
-
-    Args:
-        operators: The operators.
-        routed: Ids of modules that get the children alone, for :func:`torchq.nn.route_calls_`.
-    """
+    """Put a float module in the place of each operator, in place."""
     by_owner: dict[int, list[Operator]] = {}
     for found in operators:
         by_owner.setdefault(id(found.owner), []).append(found)

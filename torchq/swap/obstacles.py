@@ -10,19 +10,9 @@ from torchq.nn import QUANTIZED, QuantModule, quantized_class
 from torchq.swap.decision import no_twin
 from torchq.utils import qualified_name
 
-__all__ = ["obstacle"]
-
 
 def obstacle(module: nn.Module, parent: nn.Module | None) -> str | None:
-    """Return why ``module`` cannot be swapped.
-
-    Args:
-        module: Any module.
-        parent: The module that it is a child of, or None.
-
-    Returns:
-        The reason; "" where the module can be swapped, and None where nobody would expect it.
-    """
+    """Return why ``module`` cannot be swapped."""
     cls = type(module)
     if isinstance(module, QuantModule):
         return "quantized already"

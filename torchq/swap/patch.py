@@ -15,8 +15,6 @@ from torchq.swap.apply import carry_out_
 from torchq.swap.decisions import Decision, by_rules, config_or_default, decide
 from torchq.utils import modules_with_names
 
-__all__ = ["Patch", "patch"]
-
 
 class Patch:
     """A running :func:`patch`; a context manager, or call :meth:`restore`."""

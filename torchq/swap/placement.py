@@ -23,8 +23,6 @@ from torchq.swap.flow.calls import is_depthwise
 from torchq.swap.targets import Target
 from torchq.utils import Pattern, matches, qualified_name
 
-__all__ = ["Placement", "adapt_to_target", "plan_placement"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
@@ -53,16 +51,6 @@ def plan_placement(
     Before: ``config`` says how activations are quantized. After: it has the target's rules in
     front, so that its own rules win, and every operator of the kinds that the target names has a
     decision.
-
-    Args:
-        model: left unchanged.
-        config: the rules of the user.
-        target: the runtime.
-        include: only modules that match one of these patterns; empty stands for all.
-        example: the arguments for one call of the model, or None.
-
-    Raises:
-        ConfigError: The config takes activation ranges from each call, or not per tensor.
     """
     descriptor = _activation_descriptor(config, target)
     if descriptor is None:

@@ -27,8 +27,6 @@ from torchq.swap.share import measure_work, warn_if_small
 from torchq.swap.targets import TARGETS, Target
 from torchq.utils import Pattern, qualified_name
 
-__all__ = ["decide_all", "plan", "targets"]
-
 
 def targets() -> tuple[str, ...]:
     """Return the names of the runtimes that ``target=`` of several functions accepts.

@@ -17,8 +17,6 @@ from torchq.graph import call_model, state_kept, tensors_in
 from torchq.swap.decision import Decision
 from torchq.utils import evaluating, plain_attention
 
-__all__ = ["Share", "Work", "measure_work", "share_of", "warn_if_small"]
-
 #: Below this share of what the user did not exclude, a warning says why.
 SMALL = 1 / 3
 _REASONS_SHOWN = 3
@@ -101,12 +99,7 @@ def _multiply_adds(model: nn.Module, example: Any) -> dict[str, float]:
 
 
 class _Calls:
-    """The operations of each call, less those of the calls inside.
-
-    Args:
-        total: returns the operations so far.
-        found: gets them by the path of the module.
-    """
+    """The operations of each call, less those of the calls inside."""
 
     def __init__(self, total: Callable[[], int], found: Counter[str]) -> None:
         self._total, self._found = total, found
@@ -143,13 +136,7 @@ def _recurrent(module: nn.RNNBase, args: Any) -> int:
 def share_of(
     work: Work, decisions: Sequence[Decision], owners: frozenset[str] = frozenset()
 ) -> Share | None:
-    """Return how much of ``work`` is quantized; None where there is none to quantize.
-
-    Args:
-        work: of the float model.
-        decisions: about its modules.
-        owners: paths of the modules with products of two tensors that are quantized.
-    """
+    """Return how much of ``work`` is quantized; None where there is none to quantize."""
     known = {d.name: d for d in sorted(decisions, key=lambda d: not d.reason)}
     amounts = work.amounts
     if not work.measured:  # Weights of modules without a decision may be no factors at all.

@@ -312,11 +312,7 @@ class _Record:
 
     @classmethod
     def read(cls, data: Any) -> _Record:
-        """Check ``data`` and return what it says.
-
-        Raises:
-            ConfigError: ``data`` is no record, or one of another version.
-        """
+        """Check ``data`` and return what it says."""
         version = data.get("version") if isinstance(data, Mapping) else None
         if isinstance(version, int) and version != _VERSION:
             raise ConfigError(f"load: got a record of version {version}; expected {_VERSION}")

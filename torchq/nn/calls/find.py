@@ -202,15 +202,7 @@ class _Recorder(TorchFunctionMode):
 
 
 def find_calls(model: nn.Module, example: Any) -> dict[int, FoundCalls]:
-    """Run ``model`` once on an example and return the calls of each module that ran.
-
-    Args:
-        model: A float model; it runs in eval mode, without gradients.
-        example: See :func:`torchq.graph.call_model`.
-
-    Returns:
-        For each module by id: its calls. A module that did not run is missing.
-    """
+    """Run ``model`` once on an example and return the calls of each module that ran."""
     recorder = _Recorder(model)
     with recorder.watching(model), evaluating(model), torch.no_grad(), recorder:
         call_model(model, example)
@@ -230,9 +222,6 @@ def find_calls_alone(module: nn.Module) -> FoundCalls | None:
 
     Its forward runs on the meta device, which computes shapes alone, for inputs of several shapes
     that fit its parameters. The module is not changed.
-
-    Returns:
-        The calls; None where the module has children, or no such input makes a call with a weight.
     """
     if next(module.children(), None) is not None or "forward" in vars(module):
         return None
@@ -301,9 +290,6 @@ def weights_read(module: nn.Module) -> list[str]:
 
     This reads the source of ``forward`` and of the methods that it calls: ``F.linear(x,
     self.qkv.weight)`` names ``"qkv"``.
-
-    Returns:
-        Dotted paths of children, seen from the module; none where the source cannot be read.
     """
     methods: dict[str, Callable[..., Any]] = {}
     for name, function in _code_of(type(module)):

@@ -115,11 +115,7 @@ class CallSite:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> CallSite:
-        """Return the site that :meth:`to_dict` described.
-
-        Raises:
-            ConfigError: The data has other fields or types, or names no function or path.
-        """
+        """Return the site that :meth:`to_dict` described."""
         expected = {name: type(value) for name, value in asdict(cls("linear")).items()}
         types = {name: type(value) for name, value in data.items()}
         if types != expected or data["kind"] not in _BY_KIND:
@@ -168,12 +164,6 @@ def site_descriptors(
     ``x @ w`` and ``addmm`` have their output channels on the last axis of the weight (in, out),
     where a linear layer (out, in) has them on axis 0; blocks follow the axis that is summed over.
     In einsum and tensordot any axis may be summed over, so the weight has one scale.
-
-    Args:
-        site: The call.
-        weight_ndim: The number of dimensions of its weight.
-        input: The rule's descriptor for inputs, or None.
-        weight: The rule's descriptor for weights, or None.
     """
     if site.kind in ("einsum", "tensordot"):
         if weight is not None and weight.block_size is None and weight.axis is not None:

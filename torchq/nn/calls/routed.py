@@ -52,11 +52,7 @@ class QuantCall(QuantModule, Call):
 
 
 class ComputedCall(nn.Module):
-    """Base of holders that compute a call themselves, in place of the function.
-
-    Args:
-        simulated: Has the quantizers of the call, for calls that the holder does not compute.
-    """
+    """Base of holders that compute a call themselves, in place of the function."""
 
     def __init__(self, simulated: QuantModule) -> None:
         super().__init__()
@@ -186,12 +182,7 @@ class _Router(TorchFunctionMode):
         return None
 
     def check(self, is_symbolic: bool) -> None:
-        """Raise QuantizationError if the forward made other calls than the planned ones.
-
-        Args:
-            is_symbolic: The forward ran on proxies of torch.fx, whose operators (``x @ weight``)
-                no mode sees: then every call must have been seen.
-        """
+        """Raise QuantizationError if the forward made other calls than the planned ones."""
         if is_symbolic and len(self.found) < len(self.module.calls):
             self._refuse("made calls that no tracer of torch.fx sees; expected calls of functions")
         for site in self.module.calls:
@@ -215,11 +206,7 @@ def _attribute(module: nn.Module, path: str) -> Any:
 
 @cache
 def _twin(cls: type[Any], is_container: bool, is_rewritten: bool) -> type[RoutedModule]:
-    """Return the class for modules of a float class: one for each, so types of copies are equal.
-
-    Raises:
-        QuantizationError: The source is to be rewritten, and cannot be read.
-    """
+    """Return the class for modules of a float class: one for each, so types of copies are equal."""
     float_forward = rewrite_forward(cls, Route) if is_rewritten else cls.forward
     if float_forward is None:
         raise QuantizationError(
@@ -270,19 +257,6 @@ def route_calls_(
 
     :func:`torchq.nn.revert_` is the inverse. A holder that does not exist is added as a float
     :class:`Call` (:class:`ScaledDotProductAttention` for attention), to be converted next.
-
-    Args:
-        module: A float module of any class.
-        calls: Its calls. One call without a holder uses quantizers of the module itself.
-        input: How to quantize the input of the call without a holder.
-        weight: How to quantize the weight of the call without a holder.
-        operators: Operators of its source and the children that stand for them, which exist
-            already; see :func:`torchq.nn.replace_operators_`.
-
-    Raises:
-        QuantizationError: A path leads nowhere, a call has no holder beside others, ``forward`` was
-            replaced on the instance, the module is a graph, or its source cannot be rewritten. The
-            module is unchanged then.
 
     Example:
         >>> class Product(torch.nn.Module):

@@ -39,13 +39,7 @@ def _most_negative(dtype: torch.dtype) -> float:
 
 
 def additive_mask(mask: Tensor, excluded: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return a mask to add to the scores.
-
-    Args:
-        mask: Floating point, or of any dtype where ``excluded`` is given, which replaces it.
-        excluded: bool; True where a query must not attend to a key.
-        dtype: The dtype of the result.
-    """
+    """Return a mask to add to the scores, from bools (True: must not attend) where given."""
     if excluded is None:
         return mask.to(dtype).clamp(min=_most_negative(dtype))
     zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
@@ -61,19 +55,10 @@ def attend(
     dropout_p: float,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention with the operands of both matrix products quantized.
+    """Return attention (..., L, D) and its weights (..., L, S), with quantized operands.
 
-    Args:
-        quantizers: For the scaled query, the transposed key, the value and the softmax.
-        query: (..., L, D).
-        key: (..., S, D).
-        value: (..., S, D).
-        mask: Additive, broadcastable to (..., L, S), or None.
-        dropout_p: Probability to drop an attention weight.
-        scale: Multiplies the query.
-
-    Returns:
-        The result (..., L, D) and the attention weights (..., L, S).
+    The quantizers are those of the scaled query (..., L, D), the transposed key (..., S, D), the
+    value (..., S, D) and the softmax; the mask is added to the scores.
     """
     of_query, of_key, of_value, of_weights = quantizers
     # The key is transposed before it is quantized: a Transpose between DequantizeLinear and MatMul

@@ -46,12 +46,6 @@ _THAWED = {frozen: norm for norm, frozen in FROZEN_NORMS.items()}
 def freeze_norm_(module: nn.Module) -> bool:
     """Freeze one BatchNorm layer, in place.
 
-    Args:
-        module: Any module.
-
-    Returns:
-        True if it was frozen; False if it is no BatchNorm of :data:`FROZEN_NORMS`, or is frozen.
-
     Example:
         >>> norm = torch.nn.BatchNorm2d(3)
         >>> freeze_norm_(norm), norm.train().training
@@ -66,15 +60,7 @@ def freeze_norm_(module: nn.Module) -> bool:
 
 
 def unfreeze_norm_(module: nn.Module, training: bool) -> bool:
-    """Make a frozen BatchNorm layer an ordinary one again, in place.
-
-    Args:
-        module: Any module.
-        training: The mode of the layer afterwards.
-
-    Returns:
-        True if the module was frozen.
-    """
+    """Make a frozen BatchNorm layer an ordinary one again, in place."""
     norm = _THAWED.get(type(module))
     if norm is None:
         return False

@@ -122,11 +122,7 @@ def operator_named(name: str) -> nn.Module | None:
 
 
 def stand_in(cls: type[nn.Module]) -> nn.Module:
-    """Return a module that computes what its function does, called with the same arguments.
-
-    Args:
-        cls: One of the classes of :data:`OPERATORS`.
-    """
+    """Return a module that computes what its function does, called with the same arguments."""
     return Cat(0) if cls is Cat else cls()  # torch.cat has another default than its module.
 
 

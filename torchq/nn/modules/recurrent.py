@@ -52,11 +52,7 @@ class RecurrentFlow(nn.Module):
         return both if self.bidirectional else both[:1]
 
     def run_sequences(self, input: Any, hx: Any) -> Any:
-        """Return the outputs and the last state; the arguments are those of torch's layer.
-
-        Raises:
-            QuantizationError: the sequence has no steps; torch's layers raise a RuntimeError too.
-        """
+        """Return the outputs and the last state; the arguments are those of torch's layer."""
         if isinstance(input, PackedSequence):
             data, batch_sizes, order, back = input
             sizes = [int(size) for size in batch_sizes]
@@ -137,15 +133,7 @@ class RecurrentFlow(nn.Module):
     def _run_direction(
         self, x: Tensor, sizes: list[int], state: State, end: str, reverse: bool
     ) -> tuple[Tensor, State]:
-        """Run one direction of a level; return its outputs, flat, and its last state.
-
-        Args:
-            x: the flat input.
-            sizes: the rows of each step.
-            state: before the first step.
-            end: of the parameter names.
-            reverse: run from the last step to the first.
-        """
+        """Run one direction of a level; return its outputs, flat, and its last state."""
         raise NotImplementedError
 
 
@@ -320,15 +308,7 @@ class QuantRecurrent(RecurrentFlow, QuantModule, nn.RNNBase):
         biases: list[Tensor],
         quantizers: list[StepQuantizer],
     ) -> Callable[[int, State], State]:
-        """Return the function of one step for :func:`torchq.functional.run_over_steps`.
-
-        Args:
-            x: the flat input, quantized.
-            sizes: the rows of each step.
-            weights: of the input, of the hidden state, and of the projection if there is one.
-            biases: of the input and of the hidden state, or none.
-            quantizers: of the hidden state, and of what is projected.
-        """
+        """Return the function of one step for :func:`torchq.functional.run_over_steps`."""
         product = step_product(_all_gates(x, weights[0], biases), weights[1], sizes)
 
         def cell(step: int, state: State) -> State:

@@ -10,17 +10,6 @@ from torch import nn
 from torchq.graph import REARRANGING, Call, is_torch_leaf
 from torchq.nn import QuantModule, TensorQuantizer
 
-__all__ = [
-    "clips",
-    "is_depthwise",
-    "is_float_layer",
-    "is_leaf",
-    "is_relu",
-    "moves_elements",
-    "pads_with_zeros",
-    "quantizes",
-]
-
 _RELU = frozenset(["relu", "relu_"])
 _CLIPS = frozenset(["relu6", "clamp", "clamp_", "clip", "clip_", "hardtanh", "hardtanh_"])
 _MOVING_MODULES = (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten)

@@ -12,8 +12,6 @@ from torchq.graph import state_kept
 from torchq.nn import TensorQuantizer, modes_kept
 from torchq.utils import evaluating
 
-__all__ = ["computing_in_float"]
-
 
 @contextmanager
 def computing_in_float(model: nn.Module) -> Iterator[None]:

@@ -25,8 +25,6 @@ from torchq.swap.flow.calls import (
     quantizes,
 )
 
-__all__ = ["decide_outputs"]
-
 _CONVOLUTIONS = (QuantConv1d, QuantConv2d, QuantConv3d)
 #: Multiplication by, and addition of, stored numbers: exporters fold them into the convolution.
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -43,11 +41,6 @@ def decide_outputs(
     where a ReLU alone reads the result. Results that the model returns, or that a layer reads which
     stays float, are left alone. So are depthwise convolutions in front of a norm, say: their float
     kernel is the faster one there.
-
-    Args:
-        model: quantized as ``decisions`` say; it runs once on ``example``.
-        decisions: all of them.
-        example: the arguments of one call; see :func:`torchq.graph.call_arguments`.
     """
     chosen = [d for d in decisions if _may_have_output(d)]
     if not chosen:

@@ -15,8 +15,6 @@ from torchq.nn import QuantCat, TensorQuantizer
 from torchq.swap.flow.calls import is_leaf, moves_elements, quantizes
 from torchq.swap.flow.float_runs import computing_in_float
 
-__all__ = ["separate_ranges_"]
-
 #: The address of a tensor's elements, and their number. Views of all of them have the same key.
 _Key: TypeAlias = tuple[int, int]
 #: Functions that return parts of a tensor.
@@ -47,16 +45,6 @@ def separate_ranges_(model: nn.Module, example: Any, most_unequal: float) -> lis
     where, on the example, only some of them have negative values, or where the ratio of their
     ranges is above ``most_unequal`` and another quantizer reads one of them, or a function or
     module reads the result in float.
-
-    Args:
-        model: quantized. If it has concatenations, it runs on ``example`` twice in eval mode: as it
-            is, which shows what reads their results, and with all quantizers off, which shows the
-            ranges.
-        example: the arguments of one call; see :func:`torchq.graph.call_arguments`.
-        most_unequal: the largest ratio of two ranges that are still shared.
-
-    Returns:
-        The paths of the concatenations that were changed.
     """
     found = {id(m): (name, m) for name, m in model.named_modules() if isinstance(m, QuantCat)}
     if not found:

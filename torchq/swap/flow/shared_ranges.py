@@ -14,8 +14,6 @@ from torchq.graph import MAX_POOLING, REARRANGING, call_model
 from torchq.nn import QuantModule, TensorQuantizer, share_quantizers_
 from torchq.swap.flow.float_runs import computing_in_float
 
-__all__ = ["share_common_ranges_"]
-
 _MOVES = REARRANGING | MAX_POOLING
 
 
@@ -27,13 +25,6 @@ def share_common_ranges_(model: nn.Module, example: Any) -> list[list[str]]:
 
     Before: each place has a quantizer of its own. After: places that read the same values have
     the same quantizer, if their descriptors and modes are equal.
-
-    Args:
-        model: quantized; it runs once on ``example`` with all quantizers off, in eval mode.
-        example: the arguments of one call; see :func:`torchq.graph.call_arguments`.
-
-    Returns:
-        The paths of each group.
     """
     paths: dict[int, str] = {}
     of_weights: set[int] = set()
