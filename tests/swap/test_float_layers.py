@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import torchq
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.swap import TARGETS
-from torchq.swap.flow.float_layers import float_start
+from torchq.swap.flow import float_start
 
 X = torch.randn(1, 3, 96, 96, generator=torch.Generator().manual_seed(0))
 

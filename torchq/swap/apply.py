@@ -26,12 +26,9 @@ from torchq.nn.convert import unchanged_on_error
 from torchq.swap.decision import Decision
 from torchq.swap.decisions import SwapReport
 from torchq.swap.find_operators import insert_
-from torchq.swap.flow.float_layers import float_start
-from torchq.swap.flow.float_runs import computing_in_float
-from torchq.swap.flow.outputs import decide_outputs
-from torchq.swap.flow.separate_ranges import separate_ranges_
-from torchq.swap.flow.shared_ranges import share_common_ranges_
+from torchq.swap.flow import computing_in_float, decide_outputs, float_start
 from torchq.swap.plan import decide_all
+from torchq.swap.ranges import separate_ranges_, share_common_ranges_
 from torchq.swap.share import measure_work, warn_if_small
 from torchq.swap.targets import Target
 from torchq.utils import Pattern, device_of, progress_stages

@@ -14,9 +14,8 @@ from torchq.config import QuantConfig, Rule
 from torchq.errors import ConfigError, InputError
 from torchq.nn import QuantModule, TensorQuantizer, quantized_as, quantized_class
 from torchq.swap.calls import decide_calls
-from torchq.swap.decision import Decision
+from torchq.swap.decision import Decision, obstacle
 from torchq.swap.find_operators import Operator
-from torchq.swap.obstacles import obstacle
 from torchq.swap.share import Share, Work, share_of
 from torchq.swap.targets import Target
 from torchq.utils import (
