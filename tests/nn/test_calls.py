@@ -116,7 +116,7 @@ def quantized(name: str) -> tuple[nn.Module, Any, Tensor]:
     make, shape, _, _ = CASES[name]
     plain, x = make(), torch.randn(shape)
     module = copy.deepcopy(plain)
-    report = torchq.quantize_(module)
+    report = torchq.quantize_(module, example=x)
     assert len(report.replaced) == 1 and not report.skipped
     return plain, module, x
 
@@ -256,8 +256,8 @@ def test_weight_formats_and_blocks() -> None:
     weight = torchq.QuantDescriptor(4, block_size=128)
     config = torchq.QuantConfig((torchq.Rule("*", weight=weight),))
     module = Conv1D(4, 256)
-    torchq.quantize_(module, config)
     x = torch.randn(3, 256)
+    torchq.quantize_(module, config, example=x)
     layer = nn.Linear(256, 4)
     with torch.no_grad():
         layer.weight.copy_(module.weight.t())
@@ -282,8 +282,8 @@ def test_a_forward_that_makes_other_calls_is_an_error() -> None:
             return F.conv2d(x, 3 * self.weight) + y if self.twice else y
 
     module = Switching(3, 4, 3)
-    torchq.quantize_(module)
     x = torch.randn(1, 3, 8, 8)
+    torchq.quantize_(module, example=x)
     module(x)
     module.twice = True
     with pytest.raises(QuantizationError, match=r"made 2 calls of kind conv2d; expected 1, as"):
@@ -292,7 +292,7 @@ def test_a_forward_that_makes_other_calls_is_an_error() -> None:
 
 def test_a_weight_that_is_cast_later_is_an_error() -> None:
     module, x = CastingLinear(5, 4, bias=False), torch.randn(6, 5)
-    torchq.quantize_(module)
+    torchq.quantize_(module, example=x)
     module(x)
     with pytest.raises(QuantizationError, match="its forward computed the weight of its call"):
         module(x.double())

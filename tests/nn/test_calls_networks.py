@@ -118,7 +118,7 @@ def test_rules_select_calls() -> None:
     assert [site.holder for site in sites] == ["proj"]
     kept = torchq.plan(model, exclude="table_weight_call", example=TOKENS)
     assert {d.name: d.reason for d in kept.skipped}["table_weight_call"] == "excluded"
-    report = torchq.plan(Conv1D(3, 3), exclude=None)
+    report = torchq.plan(Conv1D(3, 3), example=torch.ones(2, 3))
     assert report.replaced[0].rule == "type:torch.nn.modules.linear.Linear"
 
 

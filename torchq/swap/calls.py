@@ -17,7 +17,6 @@ from torchq.nn import (
     TensorQuantizer,
     equivalent_class,
     find_calls,
-    find_calls_alone,
     quantized_as,
     quantized_class,
     site_descriptors,
@@ -144,11 +143,7 @@ def _is_candidate(module: nn.Module) -> bool:
     return not library and quantized_class(type(module)) is None
 
 
-def _calls_without_example(module: nn.Module, quantized: dict[int, Decision]) -> FoundCalls | None:
-    if any(p.dim() > 1 and p.is_floating_point() for p in module.parameters(recurse=False)):
-        alone = find_calls_alone(module)
-        if alone is not None:
-            return alone
+def _calls_without_example(module: nn.Module, quantized: dict[int, Decision]) -> FoundCalls:
     calls = FoundCalls()
     for path in weights_read(module):
         child = module.get_submodule(path)

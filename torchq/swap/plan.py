@@ -188,8 +188,8 @@ def plan(
         example: the arguments for one call of the model; see
             :func:`torchq.graph.call_arguments`. The model runs once on it, which shows the
             operators of forwards that cannot be traced, and the function calls with weights in
-            every forward. Without it these calls are found in modules without children, and where
-            a forward passes the weight of a child to a function.
+            every forward. Without it these calls are found where a forward passes the weight of a
+            child to a function.
 
     Returns:
         Every decision with the rule that made it; ``print`` it for a dry run. Its last line says

@@ -7,7 +7,7 @@ the calls of a module, and :mod:`~torchq.nn.calls.routed` converts the module, s
 forward keeps running while the operands of these calls pass through quantizers.
 """
 
-from torchq.nn.calls.find import FoundCalls, find_calls, find_calls_alone, weights_read
+from torchq.nn.calls.find import FoundCalls, find_calls, weights_read
 from torchq.nn.calls.functions import CallSite, equivalent_class, site_descriptors
 from torchq.nn.calls.routed import Call, ComputedCall, QuantCall, RoutedModule, route_calls_
 
@@ -20,7 +20,6 @@ __all__ = [
     "RoutedModule",
     "equivalent_class",
     "find_calls",
-    "find_calls_alone",
     "route_calls_",
     "site_descriptors",
     "weights_read",

@@ -1,4 +1,4 @@
-"""Finding the calls with weights in the forward of modules: by running them, or from their source.
+"""Finding the calls with weights in the forward of modules: by a run, or from their source.
 
 A run records every call of :data:`~torchq.nn.calls.functions.FUNCTIONS` together with the module
 whose forward makes it. A tensor that is computed from parameters alone is a weight; a tensor that
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchq.graph import call_model, tensors_in
 from torchq.nn.calls.functions import OTHER_PRODUCTS, CallSite, Function, function_of, operand
-from torchq.utils import evaluating, twin_of
+from torchq.utils import evaluating
 
 #: Why a layer of attention that calls torch's function cannot be quantized.
 WHOLE_ATTENTION = "its forward calls F.multi_head_attention_forward as a whole"
@@ -215,61 +215,6 @@ def find_calls(model: nn.Module, example: Any) -> dict[int, FoundCalls]:
 _RECOMPUTES = (
     "its own code calls torch.utils.checkpoint, which would repeat calls without quantization"
 )
-
-
-def find_calls_alone(module: nn.Module) -> FoundCalls | None:
-    """Return the calls of a module without children, found without an example.
-
-    Its forward runs on the meta device, which computes shapes alone, for inputs of several shapes
-    that fit its parameters. The module is not changed.
-    """
-    if next(module.children(), None) is not None or "forward" in vars(module):
-        return None
-    try:
-        twin = _on_meta(module)
-    except (RuntimeError, TypeError, AttributeError, KeyError, NotImplementedError):
-        return None
-    for shape in _input_shapes(module):
-        recorder = _Recorder(twin)
-        x = torch.empty(shape, device="meta")
-        recorder.start(twin, x)
-        try:
-            with evaluating(twin), torch.no_grad(), recorder:
-                type(module).forward(twin, x)
-        except Exception:  # The forward of somebody else's class may raise anything.
-            continue
-        found = recorder.found[id(twin)]
-        if found.sites:
-            found.obstacle = _RECOMPUTES if _recomputes(type(module)) else found.obstacle
-            return found.finished()
-    return None
-
-
-def _on_meta(module: nn.Module) -> nn.Module:
-    """Return a copy of a module without children whose tensors have shapes and no memory."""
-    twin = twin_of(module)
-    for name, parameter in module.named_parameters():
-        setattr(twin, name, nn.Parameter(parameter.to("meta"), requires_grad=False))
-    for name, buffer in module.named_buffers():
-        setattr(twin, name, buffer.to("meta"))
-    return twin
-
-
-def _input_shapes(module: nn.Module) -> Iterator[tuple[int, ...]]:
-    """Yield input shapes that may fit: a feature map for convolutions, features for the rest."""
-    for parameter in module.parameters():
-        if parameter.dim() >= 3:
-            spatial = [max(32, 4 * size) for size in parameter.shape[2:]]
-            channels = getattr(module, "in_channels", parameter.shape[1])
-            yield (2, channels, *spatial)
-            yield (2, parameter.shape[0], *spatial)
-    for parameter in module.parameters():
-        if parameter.dim() == 2:
-            for size in (parameter.shape[1], parameter.shape[0]):
-                yield (2, size)
-                yield (2, 3, size)
-        elif parameter.dim() == 3:
-            yield (parameter.shape[0], 2, parameter.shape[1])
 
 
 def _code_of(cls: type) -> Iterator[tuple[str, Callable[..., Any]]]:
