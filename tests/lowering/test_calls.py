@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import torchq
 from torchq.lowering.calls import ProductCall, bound_arguments
-from torchq.nn import CallSite
+from torchq.nn.calls.functions import CallSite
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 

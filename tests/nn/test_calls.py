@@ -19,7 +19,8 @@ from tests.models import Conv1D, Projection
 from torchq import QuantDescriptor
 from torchq.errors import QuantizationError
 from torchq.functional import fake_quantize, reduce_amax
-from torchq.nn import RoutedModule, TensorQuantizer
+from torchq.nn import TensorQuantizer
+from torchq.nn.calls.routed import RoutedModule
 
 pytestmark = [  # What torch 2.9 says about itself.
     pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),

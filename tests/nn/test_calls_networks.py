@@ -15,7 +15,9 @@ import torchq
 from tests.models import Conv1D, Projection
 from torchq import QuantDescriptor
 from torchq.errors import QuantizationError
-from torchq.nn import CallSite, QuantLinear, revert_, route_calls_
+from torchq.nn import QuantLinear, revert_
+from torchq.nn.calls.functions import CallSite
+from torchq.nn.calls.routed import route_calls_
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*Function'> should not be instantiated:DeprecationWarning"  # torch 2.9

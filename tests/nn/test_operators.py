@@ -19,15 +19,8 @@ import torchq
 from torchq import QuantDescriptor
 from torchq.errors import ConfigError, QuantizationError
 from torchq.functional import fake_quantize
-from torchq.nn import (
-    QuantModule,
-    RewrittenForward,
-    convert_,
-    replace_operators_,
-    revert_,
-    share_quantizers_,
-    trace_forward,
-)
+from torchq.nn import QuantModule, convert_, revert_, share_quantizers_
+from torchq.nn.operator_modules import RewrittenForward, replace_operators_, trace_forward
 
 BINARY = [
     (torchq.nn.QuantAdd, torch.add),

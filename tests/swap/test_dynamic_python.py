@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import torchq
-from torchq.nn import QuantAdd, RewrittenForward
+from torchq.nn import QuantAdd
+from torchq.nn.operator_modules import RewrittenForward
 from torchq.workflow import quantizers
 
 X = torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(0))

@@ -15,8 +15,10 @@ from torch import Tensor, fx, nn
 
 import torchq
 from torchq.errors import ConfigError, QuantizationError
-from torchq.nn import replace_operators_
+from torchq.nn.calls.functions import CallSite
+from torchq.nn.calls.routed import route_calls_
 from torchq.nn.convert import unchanged_on_error
+from torchq.nn.operator_modules import replace_operators_
 
 
 class Block(nn.Module):
@@ -164,9 +166,9 @@ def test_calls_of_functions_in_a_graph_stay_float_and_are_named() -> None:
     torchq.calibrate(model, [x], progress=False)
     assert torch.equal(copy.deepcopy(model)(x), model(x))
     assert isinstance(model.layer, torchq.nn.QuantConv2d)
-    site = torchq.nn.CallSite("conv2d", weight="weight", holder="call")
+    site = CallSite("conv2d", weight="weight", holder="call")
     with pytest.raises(QuantizationError, match=r"is a graph of torch\.fx.*before it is traced"):
-        torchq.nn.route_calls_(model, [site])
+        route_calls_(model, [site])
 
 
 @pytest.mark.parametrize("options", [{}, {"example": True}, {"target": "onnxruntime"}])

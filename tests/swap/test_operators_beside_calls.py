@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 import torchq
 from torchq.errors import QuantizationError
-from torchq.nn import CallSite, MatMul, QuantMatMul, RoutedModule, route_calls_
+from torchq.nn import MatMul, QuantMatMul
+from torchq.nn.calls.functions import CallSite
+from torchq.nn.calls.routed import RoutedModule, route_calls_
 
 X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
 TARGET = "onnxruntime"

@@ -13,7 +13,8 @@ from torchq.analysis.layers import channel_axes, joined
 from torchq.analysis.observation import Observation
 from torchq.functional import is_dead, reduce_amax
 from torchq.fusion.modules import TRANSPOSED
-from torchq.nn import QuantModule, TensorQuantizer, find_calls, quantized_as
+from torchq.nn import QuantModule, TensorQuantizer, quantized_as
+from torchq.nn.calls.find import find_calls
 from torchq.utils import Registry
 
 Severity = Literal["error", "warning", "info"]

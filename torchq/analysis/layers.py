@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
-from torchq.nn import QuantModule, RoutedModule, TensorQuantizer, modes_kept, site_descriptors
+from torchq.nn import QuantModule, TensorQuantizer, modes_kept
+from torchq.nn.calls.functions import site_descriptors
+from torchq.nn.calls.routed import RoutedModule
 from torchq.workflow import quantizers, weight_quantizers
 
 

@@ -12,15 +12,9 @@ from torch import Tensor, nn
 
 from torchq.graph import call_model
 from torchq.lowering.registry import as_linear, lower
-from torchq.nn import (
-    Call,
-    CallSite,
-    ComputedCall,
-    QuantModule,
-    RoutedModule,
-    convert_,
-    equivalent_class,
-)
+from torchq.nn import QuantModule, convert_
+from torchq.nn.calls.functions import CallSite, equivalent_class
+from torchq.nn.calls.routed import Call, ComputedCall, RoutedModule
 
 _CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 #: Kind of a call -> the names of its arguments.

@@ -4,19 +4,6 @@ To add one, write a class that derives from :class:`QuantModule` and the float c
 it with :func:`register`.
 """
 
-from torchq.nn.calls import (
-    Call,
-    CallSite,
-    ComputedCall,
-    FoundCalls,
-    QuantCall,
-    RoutedModule,
-    equivalent_class,
-    find_calls,
-    route_calls_,
-    site_descriptors,
-    weights_read,
-)
 from torchq.nn.convert import (
     QUANTIZED,
     QuantModule,
@@ -93,14 +80,6 @@ from torchq.nn.modules.recurrent import (
     QuantRNN,
     QuantRNNCell,
 )
-from torchq.nn.operator_modules import (
-    OperatorOwner,
-    RewrittenForward,
-    recording_operators,
-    replace_operators_,
-    replace_recorded_operators_,
-    trace_forward,
-)
 from torchq.nn.shared_quantizers import share_quantizers_, shared_groups
 from torchq.nn.tensor_quantizer import TensorQuantizer, modes_kept
 
@@ -108,10 +87,7 @@ __all__ = [
     "FROZEN_NORMS",
     "QUANTIZED",
     "Add",
-    "Call",
-    "CallSite",
     "Cat",
-    "FoundCalls",
     "InputQuantized",
     "MatMul",
     "Mul",
@@ -123,8 +99,6 @@ __all__ = [
     "QuantAvgPool2d",
     "QuantAvgPool3d",
     "QuantBilinear",
-    "ComputedCall",
-    "QuantCall",
     "QuantCat",
     "QuantConv1d",
     "QuantConv2d",
@@ -167,27 +141,15 @@ __all__ = [
     "ScaledDotProductAttention",
     "Tap",
     "TensorQuantizer",
-    "OperatorOwner",
-    "RewrittenForward",
-    "RoutedModule",
     "convert_",
-    "equivalent_class",
-    "find_calls",
     "freeze_norm_",
     "is_weight_quantizer",
     "modes_kept",
     "quantized_as",
     "quantized_class",
-    "recording_operators",
     "register",
     "revert_",
-    "route_calls_",
-    "replace_operators_",
-    "replace_recorded_operators_",
     "share_quantizers_",
     "shared_groups",
-    "site_descriptors",
-    "trace_forward",
     "unfreeze_norm_",
-    "weights_read",
 ]

@@ -20,8 +20,8 @@ from torchq.nn import (
     TensorQuantizer,
     convert_,
     revert_,
-    route_calls_,
 )
+from torchq.nn.calls.routed import route_calls_
 from torchq.nn.convert import unchanged_on_error
 from torchq.swap.decision import Decision
 from torchq.swap.decisions import SwapReport

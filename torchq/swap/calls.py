@@ -9,20 +9,15 @@ from typing import Any
 from torch import fx, nn
 
 from torchq.nn import (
-    Call,
-    CallSite,
-    FoundCalls,
     QuantModule,
     ScaledDotProductAttention,
     TensorQuantizer,
-    equivalent_class,
-    find_calls,
     quantized_as,
     quantized_class,
-    site_descriptors,
-    weights_read,
 )
-from torchq.nn.calls.find import WHOLE_ATTENTION
+from torchq.nn.calls.find import WHOLE_ATTENTION, FoundCalls, find_calls, weights_read
+from torchq.nn.calls.functions import CallSite, equivalent_class, site_descriptors
+from torchq.nn.calls.routed import Call
 from torchq.swap.decision import Decision
 from torchq.utils import modules_with_names
 

@@ -9,7 +9,8 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from torchq.descriptor import QuantDescriptor
-from torchq.nn import QUANTIZED, CallSite, QuantModule, quantized_class
+from torchq.nn import QUANTIZED, QuantModule, quantized_class
+from torchq.nn.calls.functions import CallSite
 from torchq.utils import qualified_name
 
 _NO_TWIN = "no quantized twin of "

@@ -27,11 +27,9 @@ from torchq.nn import (
     ScaledDotProductAttention,
     Tap,
     TensorQuantizer,
-    recording_operators,
-    replace_operators_,
-    trace_forward,
 )
 from torchq.nn.modules.operators import stand_in
+from torchq.nn.operator_modules import recording_operators, replace_operators_, trace_forward
 from torchq.nn.operator_routes import Recorder, Visit
 from torchq.utils import evaluating, modules_with_names
 
@@ -65,7 +63,7 @@ class Operator:
     Attributes:
         owner: the module.
         owner_names: its dotted paths.
-        site: where in the forward the operator is; see :func:`torchq.nn.replace_operators_`.
+        site: where in the forward the operator is; see :mod:`torchq.nn.operator_routes`.
         kind: see :func:`torchq.graph.operator_kind`.
         child: the name of the child that will stand there.
         main: for "add", which operand (0 or 1) comes straight from a convolution, linear layer or

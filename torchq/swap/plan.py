@@ -14,7 +14,7 @@ from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
 from torchq.formats import PerTensor
 from torchq.graph import state_kept
-from torchq.nn import CallSite
+from torchq.nn.calls.functions import CallSite
 from torchq.nn.operator_routes import MARK
 from torchq.swap.decision import FLOAT_INPUT
 from torchq.swap.decisions import (

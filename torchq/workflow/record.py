@@ -17,21 +17,16 @@ from torch import Tensor, nn
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError, QuantizationError
 from torchq.fusion import apply_fusion_record_, fusion_record
-from torchq.nn import (
-    CallSite,
-    OperatorOwner,
-    QuantModule,
-    RoutedModule,
-    convert_,
-    replace_recorded_operators_,
-    revert_,
-    route_calls_,
-    share_quantizers_,
-    shared_groups,
-)
+from torchq.nn import QuantModule, convert_, revert_, share_quantizers_, shared_groups
+from torchq.nn.calls.functions import CallSite
+from torchq.nn.calls.routed import RoutedModule, route_calls_
 from torchq.nn.convert import unchanged_on_error
 from torchq.nn.modules.operators import OPERATORS, operator_named
-from torchq.nn.operator_modules import add_recorded_children_
+from torchq.nn.operator_modules import (
+    OperatorOwner,
+    add_recorded_children_,
+    replace_recorded_operators_,
+)
 from torchq.nn.subclasses import unparametrized
 from torchq.swap.apply import name_quantizers
 from torchq.utils import modules_with_names, qualified_name, set_submodule, twin_of
@@ -53,7 +48,7 @@ def swap_record(model: nn.Module) -> dict[str, Any]:
     modules       Path -> the float class of a quantized module, and the descriptors of its
                   ``input``, ``weight`` and ``output``.
     calls         Path of a module -> its class and the sites of the quantized function calls
-                  in its forward; see :class:`torchq.nn.CallSite`.
+                  in its forward; see :class:`torchq.nn.calls.functions.CallSite`.
     operators     Path of a module -> its class, the operators of its forward that children
                   stand for (``nodes``), and the float classes of these children.
     quantizers    Path -> the descriptor of a quantizer that the author of the model placed.

@@ -6,21 +6,3 @@ happens. :mod:`~torchq.nn.calls.functions` lists the functions, :mod:`~torchq.nn
 the calls of a module, and :mod:`~torchq.nn.calls.routed` converts the module, so that its own
 forward keeps running while the operands of these calls pass through quantizers.
 """
-
-from torchq.nn.calls.find import FoundCalls, find_calls, weights_read
-from torchq.nn.calls.functions import CallSite, equivalent_class, site_descriptors
-from torchq.nn.calls.routed import Call, ComputedCall, QuantCall, RoutedModule, route_calls_
-
-__all__ = [
-    "Call",
-    "CallSite",
-    "ComputedCall",
-    "FoundCalls",
-    "QuantCall",
-    "RoutedModule",
-    "equivalent_class",
-    "find_calls",
-    "route_calls_",
-    "site_descriptors",
-    "weights_read",
-]

@@ -265,8 +265,8 @@ def route_calls_(
         ...         self.kernel = torch.nn.Parameter(torch.eye(2))
         ...     def forward(self, x):
         ...         return x @ self.kernel
-        >>> site = torchq.nn.CallSite("matmul", weight="kernel")
-        >>> product = torchq.nn.route_calls_(Product(), [site], input=torchq.QuantDescriptor(2))
+        >>> site = CallSite("matmul", weight="kernel")
+        >>> product = route_calls_(Product(), [site], input=torchq.QuantDescriptor(2))
         >>> product.input_quantizer.set_amax(1.0)
         >>> product(torch.tensor([[0.4, 0.6]]))
         tensor([[0., 1.]], grad_fn=<MmBackward0>)
