@@ -57,8 +57,8 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.depthwise = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, groups=8)
-        self.norm, self.last = nn.LayerNorm(8), nn.Conv2d(8, 4, 3)
+        self.stem, self.depthwise = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3, groups=16)
+        self.norm, self.last = nn.LayerNorm(16), nn.Conv2d(16, 4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.depthwise(nn.functional.gelu(self.stem(x)))
