@@ -55,10 +55,11 @@ def test_blocks_of_four_bits_stay(tmp_path: Path) -> None:
 class Mixed(nn.Module):
     """Convolutions with float results: before a GELU, a norm and a signed range."""
 
-    def __init__(self) -> None:
+    def __init__(self, channels: int = 16) -> None:
         super().__init__()
-        self.stem, self.depthwise = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3, groups=16)
-        self.norm, self.last = nn.LayerNorm(16), nn.Conv2d(16, 4, 3)
+        self.stem = nn.Conv2d(3, channels, 3)
+        self.depthwise = nn.Conv2d(channels, channels, 3, groups=channels)
+        self.norm, self.last = nn.LayerNorm(channels), nn.Conv2d(channels, 4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.depthwise(nn.functional.gelu(self.stem(x)))
@@ -82,7 +83,7 @@ def test_convolutions_in_float_have_float_weights(tmp_path: Path) -> None:
 def test_with_an_example_convolutions_return_codes(tmp_path: Path) -> None:
     """The last one returns its result to the caller; 8 depthwise channels are faster in float."""
     x = torch.randn(2, 3, 12, 12)
-    model = calibrated(Mixed(), x, target="onnxruntime", example=x)
+    model = calibrated(Mixed(8), x, target="onnxruntime", example=x)
     kinds = export(model, x, tmp_path / "m.onnx")
     floats = [name for name in kinds if name.endswith("/float weight")]
     assert floats == ["last.weight_quantizer/float weight"]
