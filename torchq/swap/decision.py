@@ -102,7 +102,8 @@ def obstacle(module: nn.Module, parent: nn.Module | None) -> str | None:
     if base is not None:
         return (
             f"a subclass of {base.__name__} with code of its own may compute something else; "
-            f"pass example= to find its function calls, or register a twin with torchq.nn.register({name})"
+            "pass example= to find its function calls, or register a twin with "
+            f"torchq.nn.register({name})"
         )
     if any(p.dim() > 1 and p.is_floating_point() for p in module.parameters(recurse=False)):
         return no_twin(cls)
