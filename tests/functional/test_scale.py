@@ -10,8 +10,8 @@ import torch
 
 from tests.reference import E4M3, FLOAT32, FLOAT64, round_to
 from torchq import formats
-from torchq.formats import CATALOG, PerAxis
-from torchq.functional import amax_from_scale, compute_dtype, reduce_amax, scale_from_amax
+from torchq.formats import CATALOG
+from torchq.functional import amax_from_scale, scale_from_amax
 
 
 @pytest.mark.parametrize("name", ["int8", "uint8", "int4", "int16", "e4m3", "e2m1"])
@@ -69,11 +69,3 @@ def test_e4m3_steps_have_one_scale_per_tensor() -> None:
     assert scale.tolist() == [[round_to(value, FLOAT32) for value in row] for row in expected]
     assert scale_from_amax(torch.zeros(3), formats.E2M1, formats.E4M3).tolist() == [1.0, 1.0, 1.0]
     assert scale_from_amax(torch.zeros(0, 2), formats.E2M1, formats.E4M3).shape == (0, 2)
-
-
-def test_dtypes(dtype: torch.dtype) -> None:
-    expected = torch.float64 if dtype is torch.float64 else torch.float32
-    assert compute_dtype(dtype) is expected
-    amax = reduce_amax(torch.tensor([[1.0, -2.0]], dtype=dtype, requires_grad=True), PerAxis((1,)))
-    assert amax.dtype is expected and amax.tolist() == [[1.0, 2.0]] and not amax.requires_grad
-    assert reduce_amax(torch.empty(0, 3, dtype=dtype)).item() == 0.0

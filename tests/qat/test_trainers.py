@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchq
 from tests.models import ConvNet
-from torchq.qat import Distillation, prepare
+from torchq.qat import prepare
 from torchq.workflow import quantizers
 
 # The frameworks warn of each other and of small data.
@@ -98,24 +98,6 @@ def test_gradient_checkpointing_gives_the_same_gradients() -> None:
         call(images).square().sum().backward()
         grads.append({n: p.grad.clone() for n, p in model.named_parameters()})
     assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])
-
-
-def test_a_compiled_model_trains_with_its_float_twin() -> None:
-    torch._dynamo.reset()
-    model, optimizer = prepared()
-    compiled: Any = torch.compile(model, backend="aot_eager")
-    images = dataset().tensors[0]
-    losses = []
-    with Distillation(model) as distillation:
-        for _ in range(3):
-            compiled(images)
-            loss = distillation.loss()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    torch._dynamo.reset()
-    assert losses[-1] < losses[0]
 
 
 def test_lightning(tmp_path: Path) -> None:
