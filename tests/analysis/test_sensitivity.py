@@ -133,8 +133,6 @@ def test_the_estimate_says_where_it_cannot_work() -> None:
     torchq.quantize_(model)
     with pytest.raises(ConfigError, match="Use metric='sqnr'"):
         torchq.sensitivity(model, [torch.ones(2, 4)], "fisher", progress=False)
-    with pytest.raises(ConfigError, match="expected mode='only'"):
-        torchq.sensitivity(model, [torch.ones(2, 4)], "fisher", mode="all_but", progress=False)
 
 
 def test_layers_that_are_not_reached_are_named_apart() -> None:
@@ -167,7 +165,6 @@ def test_a_broken_layer_comes_first() -> None:
         ({"metric": "psnr"}, "got metric 'psnr'; expected 'sqnr', 'fisher'"),
         ({"metric": lambda a, b, c: 0}, "expected 'sqnr', 'fisher'"),
         ({"metric": "kl"}, "'fisher' .for the divergence of class probabilities."),
-        ({"mode": "one"}, "got mode 'one'; expected 'only' or 'all_but'"),
         ({"scope": "layers"}, "got scope 'layers'"),
         ({"scope": ["nothing*"]}, "selects no quantizer"),
     ],

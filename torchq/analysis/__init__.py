@@ -2,7 +2,7 @@
 
 from torchq.analysis.checks import CHECKS, Finding
 from torchq.analysis.doctor import DoctorReport, doctor
-from torchq.analysis.layer_errors import LayerError, LayerErrors, layer_errors
+from torchq.analysis.layer_errors import LayerError, LayerErrors, QuantizerRow, layer_errors
 from torchq.analysis.mixed_precision import (
     FrontPoint,
     LayerChoice,
@@ -10,7 +10,6 @@ from torchq.analysis.mixed_precision import (
     mixed_precision,
 )
 from torchq.analysis.page import Report, check_path, compare, compare_outputs, report
-from torchq.analysis.quantizer_statistics import QuantizerRow
 from torchq.analysis.sensitivity import SensitivityReport, SensitivityRow, sensitivity
 
 __all__ = [

@@ -31,12 +31,9 @@ Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 @dataclass(frozen=True)
 class Disturbance:
-    """One way to quantize one module.
+    """One way to quantize one module; ``run`` computes the output that it would have.
 
-    Attributes:
-        key: what the cost is added to: a group, or a layer with a format.
-        module: the module whose output moves.
-        run: computes the output that it would have.
+    The cost is added to that of ``key``: a group, or a layer with a format.
     """
 
     key: Any

@@ -18,14 +18,7 @@ from torchq.workflow import quantizers, weight_quantizers
 
 @dataclass(frozen=True)
 class QuantizedLayer:
-    """One module with quantizers that are on.
-
-    Attributes:
-        name: its dotted path; empty for the root.
-        module: the module that is called.
-        inputs: path -> quantizer of an input or intermediate value.
-        weights: path -> quantizer of a weight.
-    """
+    """One module with quantizers that are on, by path: of inputs and intermediates, of weights."""
 
     name: str
     module: nn.Module

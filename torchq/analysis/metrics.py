@@ -45,13 +45,7 @@ def mean_ratio(sums: Sequence[tuple[float, float]]) -> float:
 
 @dataclass
 class Noise:
-    """Sums over pairs of tensors, of which one is the reference.
-
-    Attributes:
-        signal: sum of the squares of the reference.
-        noise: sum of the squares of the differences.
-        correlation: sum of the products of reference and difference.
-    """
+    """Sums of squares of a reference, of differences from it, and of products of both."""
 
     signal: float = 0.0
     noise: float = 0.0

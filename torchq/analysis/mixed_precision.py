@@ -10,25 +10,23 @@ from typing import Any
 
 from torch import nn
 
-from torchq.analysis.costs import (
-    BUDGETS,
-    LayerFacts,
-    check_budget,
-    costs_of,
-    gather_facts,
-    widths_of,
-)
 from torchq.analysis.formats import (
+    BUDGETS,
     FLOAT,
     Candidate,
     Damages,
     FormatChoice,
+    LayerFacts,
+    check_budget,
     check_formats,
+    costs_of,
     estimated_damages,
     exact_rule,
+    gather_facts,
     make_candidate,
     measured_damages,
     named_config,
+    widths_of,
 )
 from torchq.analysis.metrics import Evaluate, batch_size
 from torchq.analysis.solver import Problem, Solution

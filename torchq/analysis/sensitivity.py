@@ -1,4 +1,4 @@
-"""Which layers hurt: each is quantized alone, or left out alone, and the output is compared."""
+"""Which layers hurt: each is quantized alone, and the output is compared."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -42,7 +42,6 @@ from torchq.workflow import select_quantizers
 
 #: Names of scopes, or the patterns of groups.
 Scope = str | Mapping[str, Any] | Sequence[Pattern]
-Mode = Literal["only", "all_but"]
 T = TypeVar("T")
 
 _WHERE = "sensitivity"
@@ -73,12 +72,10 @@ class SensitivityReport:
     """The layers in the order in which they should be excluded; ``print`` it.
 
     Attributes:
-        rows: with ``mode="only"`` the one that hurts most comes first; with ``mode="all_but"`` the
-            one whose absence helps most.
+        rows: the one that hurts most comes first.
         metric: its name.
         unit: of the values.
         rising: True where a larger value is better.
-        mode: ``"only"`` or ``"all_but"``.
         scope: ``"layer"``, ``"input"``, ``"weight"`` or ``"groups"``.
         baseline: the value with everything quantized.
         reference: the value of the float model, where the metric has one.
@@ -89,7 +86,6 @@ class SensitivityReport:
     metric: str
     unit: str
     rising: bool
-    mode: str
     scope: str
     baseline: float
     reference: float | None = None
@@ -109,28 +105,20 @@ class SensitivityReport:
             return decibel_text(value)
         return f"{value:.4g} {self.unit}".rstrip()
 
-    @property
-    def shares(self) -> list[float]:
-        """The length of each row's bar, 0 to 1: its harm, or its help with ``"all_but"``."""
+    def _shares(self) -> list[float]:
+        """Return the length of each row's bar, 0 to 1: its harm."""
         values = [row.value for row in self.rows]
         finite = [v for v in values if math.isfinite(v)]
         if not finite:
             return [0.0] * len(values)
-        low, high = min(finite), max(finite)
-        larger_counts = self.rising == (self.mode == "all_but")
-        start, end = (low, high) if larger_counts else (high, low)
-        if self.unit == "nat":
-            start = 0.0
+        # Estimates grow with the harm, and all other figures fall.
+        start, end = (max(finite), min(finite)) if self.rising else (0.0, max(finite))
         width = end - start
         return [(v - start) / width if width and math.isfinite(v) else 0.0 for v in values]
 
-    @property
-    def _what(self) -> str:
-        return "only this quantized" if self.mode == "only" else "all but this quantized"
-
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("rank", "layer", f"{self.metric}, {self._what}", "")]
-        for number, (row, share) in enumerate(zip(self.rows, self.shares, strict=True), 1):
+        rows: list[tuple[str, ...]] = [("rank", "layer", f"{self.metric}, only this quantized", "")]
+        for number, (row, share) in enumerate(zip(self.rows, self._shares(), strict=True), 1):
             name = row.name or "(root)"
             rows.append((str(number), name, self._value_text(row.value), bar(share)))
         parts = [f"everything quantized: {self._value_text(self.baseline)}"]
@@ -152,7 +140,6 @@ def sensitivity(
     metric: str | Evaluate = "sqnr",
     *,
     scope: Scope = "layer",
-    mode: Mode = "only",
     forward: Forward | None = None,
     num_batches: int | None = None,
     progress: bool = True,
@@ -174,7 +161,6 @@ def sensitivity(
         scope: ``"layer"`` switches the quantizers of a layer together, ``"input"`` and
             ``"weight"`` a part of them; a list of patterns, or a mapping of names to patterns,
             makes each a group.
-        mode: ``"only"`` quantizes one group and nothing else; ``"all_but"`` everything else.
         forward: called as ``forward(model, batch)`` instead of the model itself.
         num_batches: the number of batches to stop after; None reads all of them.
         progress: show a bar with the time left.
@@ -193,14 +179,12 @@ def sensitivity(
         >>> sorted(found.worst(2))
         ['0', '1']
     """
-    if mode not in ("only", "all_but"):
-        raise ConfigError(f"{_WHERE}: got mode {mode!r}; expected 'only' or 'all_but'")
     model = unwrapped(model)
     check_batches(_WHERE, batches, num_batches)
     layers = quantized_layers(model, _WHERE)
     groups = _find_groups(model, layers, scope)
     call = partial(call_model, model, forward=forward, device=device_of(model))
-    run = _Run(model, layers, groups, mode, call, progress)
+    run = _Run(model, layers, groups, call, progress)
     chosen = None if metric == "fisher" else find_metric(_WHERE, metric)
     with evaluating(model), state_kept(model):
         if chosen is None:
@@ -209,7 +193,7 @@ def sensitivity(
             values = run.evaluate(chosen)
         else:
             values = run.compare(chosen, batches, num_batches)
-    return _report(values, groups, mode, scope, chosen)
+    return _report(values, groups, scope, chosen)
 
 
 @dataclass(frozen=True)
@@ -262,7 +246,6 @@ class _Run:
     model: nn.Module
     layers: list[QuantizedLayer]
     groups: list[_Group]
-    mode: str
     call: Callable[[Any], Any]
     progress: bool
 
@@ -297,7 +280,7 @@ class _Run:
         cases = {_NOTHING: [], _EVERYTHING: known}
         for group in self.groups:
             chosen = {id(q) for q in group.quantizers.values()}
-            cases[group.name] = [q for q in known if (id(q) in chosen) == (self.mode == "only")]
+            cases[group.name] = [q for q in known if id(q) in chosen]
         return cases
 
     @contextmanager
@@ -325,10 +308,6 @@ class _Run:
 
     def estimate(self, batches: Iterable[Any], most: int | None) -> dict[str, float]:
         """Estimate the cost of each group from gradients."""
-        if self.mode != "only":
-            raise ConfigError(
-                f"{_WHERE}: got mode {self.mode!r} with metric='fisher'; expected mode='only'"
-            )
         everything = {p: q for a in self.layers for p, q in a.quantizers.items()}
         chosen = {g.name: g.quantizers for g in self.groups} | {_EVERYTHING: everything}
         disturbances = [d for name, own in chosen.items() for d in self._disturbances(name, own)]
@@ -365,7 +344,6 @@ def _run_with(
 def _report(
     values: dict[str, float],
     groups: list[_Group],
-    mode: str,
     scope: Scope,
     metric: Sqnr | Score | Evaluation | None,
 ) -> SensitivityReport:
@@ -376,8 +354,7 @@ def _report(
         for g in groups
         if g.name in values
     ]
-    # What hurts alone, or helps by its absence, is to be excluded first.
-    sign = -1 if rising == (mode == "all_but") else 1
+    sign = 1 if rising else -1
     # NaN, the output of a broken layer, comes first.
     rows.sort(key=lambda row: -math.inf if math.isnan(row.value) else sign * row.value)
     return SensitivityReport(
@@ -385,7 +362,6 @@ def _report(
         metric="fisher" if metric is None else metric.name,
         unit="nat" if metric is None else getattr(metric, "unit", ""),
         rising=rising,
-        mode=mode,
         scope=scope if isinstance(scope, str) else "groups",
         baseline=values[_EVERYTHING],
         reference=None if isinstance(metric, Sqnr) else values[_NOTHING],

@@ -17,13 +17,7 @@ _ALLOWED = 1 + 1e-9
 
 @dataclass(frozen=True)
 class Solution:
-    """A choice for each group.
-
-    Attributes:
-        choices: for each group the index of its format.
-        damage: the sum over groups.
-        costs: the sums by kind of budget.
-    """
+    """The index of a format for each group, with sums over groups; costs are by kind of budget."""
 
     choices: tuple[int, ...]
     damage: float
@@ -32,11 +26,9 @@ class Solution:
 
 @dataclass(frozen=True)
 class Problem:
-    """Damages and costs of each group in each format.
+    """Damages, and costs by kind of budget: for each group a row with a number for each format.
 
-    Attributes:
-        damages: for each group, for each format; infinity rules a format out.
-        costs: kind of budget -> for each group, for each format.
+    A damage of infinity rules a format out.
     """
 
     damages: Sequence[Sequence[float]]

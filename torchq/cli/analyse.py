@@ -10,8 +10,7 @@ from typing import Any
 
 import torchq
 from torchq.analysis import check_path
-from torchq.analysis.costs import check_budget
-from torchq.analysis.formats import check_formats
+from torchq.analysis.formats import check_budget, check_formats
 from torchq.cli.prepare import (
     named_config,
     prepare,

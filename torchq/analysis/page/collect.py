@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchq.analysis.costs import LayerFacts, gather_facts
 from torchq.analysis.doctor import doctor
+from torchq.analysis.formats import LayerFacts, gather_facts
 from torchq.analysis.layer_errors import LayerErrors, layer_errors
 from torchq.analysis.layers import QuantizedLayer, active_quantizers, quantized_layers, quantizing
 from torchq.analysis.metrics import batch_size
