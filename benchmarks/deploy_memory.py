@@ -1,13 +1,14 @@
 """Measure the memory of a network that has run: FP32 and deployed, from a file or a mapped one.
 
-Each candidate is loaded and run in a process of its own, on one image size and then on more. The
-report says by how much the process has grown once freed memory is given back. ``anonymous`` memory
-belongs to the process. ``file`` memory holds pages of mapped files, which processes share and the
-system takes back when it needs them. Linux with the GNU C library only.
+Each candidate is loaded and run in a process of its own. The report says by how much the process
+has grown once freed memory is given back. ``anonymous`` memory belongs to the process. ``file``
+memory holds pages of mapped files, which processes share and the system takes back when it needs
+them. Linux with the GNU C library only.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
 import json
@@ -17,7 +18,6 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -33,11 +33,7 @@ CANDIDATES = {
     "fp32": ("fp32", "read"),
     "int8": ("int8", "read"),
     "int8, mapped": ("int8", "mapped"),
-    "int8, ONNX Runtime": ("onnxruntime", "read"),
-    "int8, OpenVINO": ("openvino", "read"),
 }
-#: Engines whose modules have files of the same name, where they are installed.
-ENGINES = ("onnxruntime", "openvino")
 _MIB = 2**20
 
 
@@ -67,24 +63,24 @@ def resident() -> dict[str, int]:
     }
 
 
-def measure(path: str, use: str, warm: str) -> dict[str, float]:
-    """Return the growth in MiB after loading, after the first input, and after all inputs.
+def measure(path: Path, use: str) -> dict[str, float]:
+    """Return the growth in MiB after loading a file, and after its model has run twice.
 
     Args:
-        path: the file of a candidate; that of its inputs is beside it.
+        path: the file of a candidate; its input, and small networks that load the libraries before
+            the first measurement, are beside it.
         use: ``"read"`` the file, or ``"mapped"``.
-        warm: the file of small networks that load the libraries before the first measurement.
     """
     with suppress(ImportError):  # a float network's classes are there
         import_module("torchvision")
-    for small, x in torch.load(warm, weights_only=False):
-        small(x)
-    inputs = torch.load(Path(path).with_name("inputs"))
+    for small, image in torch.load(path.with_name("warm"), weights_only=False):
+        small(image)
+    x = torch.load(path.with_name("input"))
     before = resident()
     model = torch.load(path, weights_only=False, mmap=use == "mapped")
     found = {}
-    for state, xs in (("loaded", []), ("one_size", inputs[:1] * 2), ("all_sizes", inputs)):
-        for x in xs:
+    for state, calls in (("loaded", 0), ("one_size", 2)):
+        for _ in range(calls):
             model(x)
         now = resident()
         found |= {
@@ -96,60 +92,34 @@ def measure(path: str, use: str, warm: str) -> dict[str, float]:
 def save(name: str, folder: Path) -> None:
     """Write the files of the candidates, and one of small networks that load the libraries."""
     model, x = build(name, 1)
-    inputs = (
-        [x]
-        if name != "resnet50"
-        else [torch.randn(1, 3, size, size) for size in (224, 192, 256, 288)]
-    )
-    torch.save(inputs, folder / "inputs")
+    torch.save(x, folder / "input")
     torch.save(model, folder / "fp32")
     torch.save(torchq.deploy(quantized(model, x)), folder / "int8")
     small, image = Small().eval(), torch.randn(1, 3, 8, 8)
-    warm = [(small, image), (torchq.deploy(quantized(small, image)), image)]
-    torch.save(warm, folder / "warm fp32")
-    torch.save(warm, folder / "warm int8")
-    # Each engine by itself: what one has freed in memory that is in use would count for others.
-    for engine in filter(find_spec, ENGINES):
-        modules = [
-            torchq.deploy(quantized(m, example, engine), example, engine=engine)
-            for m, example in ((model, x), (small, image))
-        ]
-        torch.save(modules[0], folder / engine)
-        torch.save([*warm, (modules[1], image)], folder / f"warm {engine}")
+    torch.save(
+        [(m, image) for m in (small, torchq.deploy(quantized(small, image)))], folder / "warm"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure every candidate in a process of its own and report."""
     arguments = parser(__doc__)
     arguments.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
-    arguments.add_argument(
-        "--measure",
-        nargs=3,
-        metavar=("FILE", "USE", "WARM"),
-        help="what the processes are started with",
-    )
+    arguments.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     options = parse(arguments, argv)
     with torch.no_grad():
         if options.measure:
-            print(json.dumps(measure(*options.measure)))
+            path, use = options.measure
+            print(json.dumps(measure(Path(path), use)))
             return
         with Reporter("deploy_memory", options.out) as report:
             for name in options.models:
                 with tempfile.TemporaryDirectory() as folder:
                     save(name, Path(folder))
                     for candidate, (file, use) in CANDIDATES.items():
-                        if not Path(folder, file).exists():
-                            continue
-                        paths = [f"{folder}/{file}", use, f"{folder}/warm {file}"]
-                        command = [
-                            sys.executable,
-                            "-m",
-                            "benchmarks.deploy_memory",
-                            "--threads",
-                            str(options.threads),
-                            "--measure",
-                            *paths,
-                        ]
+                        command = [sys.executable, "-m", "benchmarks.deploy_memory"]
+                        command += ["--threads", str(options.threads)]
+                        command += ["--measure", f"{folder}/{file}", use]
                         done = subprocess.run(command, check=True, capture_output=True, text=True)
                         report.value(model=name, candidate=candidate, **json.loads(done.stdout))
 
