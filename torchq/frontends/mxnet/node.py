@@ -122,11 +122,9 @@ class SymbolContext(FileNode):
             self.refuse(f"{name} is {text!r}; expected a tuple of whole numbers")
         return [None if item == "None" else int(item.rstrip("L")) for item in items]
 
-    def axis(self, default: int | None = -1) -> int | None:
-        """Return the attribute ``axis``; a file that says None takes all elements as one line."""
-        if "axis" in self.attributes and self.attr("axis") is None:
-            return None
-        return default if "axis" not in self.attributes else self.integer("axis")
+    def axis(self) -> int | None:
+        """Return the attribute ``axis``, None for all elements as one line."""
+        return None if self.attr("axis") is None else self.integer("axis")
 
     def read(self, *attributes: tuple[Any, ...]) -> list[Any]:
         """Return attributes, each given as the method that reads it and what the method takes."""

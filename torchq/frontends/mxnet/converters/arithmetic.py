@@ -63,19 +63,11 @@ def norm(x: Tensor, order: int, axes: Sequence[int], keepdims: bool) -> Tensor:
     return _vector(torch.linalg.vector_norm(x, order, list(axes) or None, keepdims))
 
 
-def top(x: Tensor, kind: str, axis: int | None, count: int, ascending: bool) -> Tensor:
-    """Return the places of extreme elements as numbers (argmax, argmin, indices), or sorted values.
-
-    A count of 0 takes all, an axis of None all elements as one line.
-    """
+def arg_extreme(x: Tensor, largest: bool, axis: int | None, keepdims: bool) -> Tensor:
+    """Return the places of extreme elements as numbers; without an axis all are one line."""
     if axis is None:
-        x, axis = x.reshape(-1), 0
-    if kind in ("argmax", "argmin"):
-        values = x if kind == "argmax" else -x
-        return values.argmax(axis).to(torch.float32)
-    values, places = torch.sort(x, dim=axis, descending=not ascending, stable=True)
-    found = values if kind == "value" else places.to(torch.float32)
-    return found.narrow(axis, 0, count or x.shape[axis])
+        x, axis, keepdims = x.reshape(-1), 0, True
+    return (x if largest else -x).argmax(axis, keepdims).to(torch.float32)
 
 
 def dot(a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> Tensor:
@@ -99,17 +91,6 @@ def batch_norm(
     shape = [-1 if i == axis % x.dim() else 1 for i in range(x.dim())]
     g, b, m, v = (part.reshape(shape) for part in (gamma, beta, mean, variance))
     return (x - m) / torch.sqrt(v + eps) * g + b
-
-
-def instance_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
-    """Return each channel of each sample normalized, then scaled and shifted."""
-    return F.instance_norm(x, weight=gamma, bias=beta, eps=eps)
-
-
-def layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float, axis: int) -> Tensor:
-    """Return lines along one axis normalized, then scaled and shifted."""
-    moved = F.layer_norm(x.movedim(axis, -1), gamma.shape, gamma, beta, eps)
-    return moved.movedim(-1, axis)
 
 
 def l2_normalize(x: Tensor, mode: str, eps: float) -> Tensor:
@@ -233,19 +214,5 @@ def _norm(node: SymbolContext) -> Value:
 
 @converter("argmax", "argmin")
 def _extreme(node: SymbolContext) -> Value:
-    axis, keepdims = node.axis(None), node.flag("keepdims", False)
-    found = node.call(top, node.inputs[0], node.op_type, axis, 1, False)
-    if axis is None:
-        return node.call(torch.reshape, found, [1])
-    return node.call(torch.unsqueeze, found, axis) if keepdims else found
-
-
-@converter("topk")
-def _topk(node: SymbolContext) -> list[Value]:
-    count, ascending = node.integer("k", 1), node.flag("is_ascend", False)
-    node.expect("dtype", "float32")
-    axis, kind = node.axis(), node.text("ret_typ", "indices")
-    if kind not in ("indices", "value", "both"):
-        node.refuse(f"ret_typ is {kind!r}; expected indices, value or both")
-    kinds = ["value", "indices"] if kind == "both" else [kind]
-    return [node.call(top, node.inputs[0], each, axis, count, ascending) for each in kinds]
+    options = node.op_type == "argmax", node.axis(), node.flag("keepdims", False)
+    return node.call(arg_extreme, node.inputs[0], *options)

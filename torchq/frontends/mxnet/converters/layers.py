@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchq.frontends.building.functions import group_norm, hard_sigmoid, pool
+from torchq.frontends.building.functions import hard_sigmoid, pool
 from torchq.frontends.building.graph import Constant, Value
 from torchq.frontends.building.layers import (
     BATCH_NORMS,
@@ -218,7 +218,8 @@ def _instance_norm(node: SymbolContext) -> Value:
     eps, ndim = node.number("eps", 1e-3), node.ndim(0)
     gamma, beta = node.parameter(1, "gamma"), node.parameter(2, "beta")
     if ndim is None or ndim not in INSTANCE_NORMS:
-        return node.call(arithmetic.instance_norm, node.inputs[0], gamma, beta, eps)
+        states = (None, None, gamma, beta, True, 0.0)
+        return node.call(F.instance_norm, node.inputs[0], *states, eps)
     module = INSTANCE_NORMS[ndim](gamma.tensor.numel(), eps, affine=True)
     filled(node.builder, module, gamma, beta)
     return node.module(module, node.inputs[0], name=node.layer_name())
@@ -230,17 +231,9 @@ def _layer_norm(node: SymbolContext) -> Value:
     node.expect("output_mean_var", "False", "0")
     gamma, beta = node.parameter(1, "gamma"), node.parameter(2, "beta")
     if axis not in (-1, (node.ndim(0) or 0) - 1):
-        return node.call(arithmetic.layer_norm, node.inputs[0], gamma, beta, eps, axis)
+        node.refuse(f"axis is {axis}; expected the last one")
     module = filled(node.builder, nn.LayerNorm(gamma.tensor.numel(), eps), gamma, beta)
     return node.module(module, node.inputs[0], name=node.layer_name())
-
-
-@converter("GroupNorm")
-def _group_norm(node: SymbolContext) -> Value:
-    groups, eps = node.integer("num_groups", 1), node.number("eps", 1e-5)
-    node.expect("output_mean_var", "False", "0")
-    gamma, beta = node.parameter(1, "gamma"), node.parameter(2, "beta")
-    return node.call(group_norm, node.inputs[0], gamma, beta, groups, eps)
 
 
 @converter("LRN")

@@ -91,15 +91,6 @@ def _take(node: SymbolContext) -> Value:
     return node.call(take, *node.inputs, node.integer("axis", 0), mode == "wrap")
 
 
-@converter("one_hot")
-def _one_hot(node: SymbolContext) -> Value:
-    depth = node.integer("depth")
-    if not 0 < depth <= _LARGEST:
-        node.refuse(f"depth is {depth}; expected at most {_LARGEST}")
-    values = node.number("on_value", 1.0), node.number("off_value", 0.0)
-    return node.call(one_hot, node.inputs[0], depth, *values, node.dtype("dtype"))
-
-
 @converter("_zeros", "_ones", "_full")
 def _filled(node: SymbolContext) -> Value:
     shape, dtype = node.ints("shape"), node.dtype("dtype")
@@ -180,18 +171,6 @@ def broadcast_to(x: Tensor, shape: Sequence[int]) -> Tensor:
     return x.expand([own if size == 0 else size for own, size in zip(x.shape, shape, strict=True)])
 
 
-def broadcast_like(
-    x: Tensor, like: Tensor, axes: Sequence[int], like_axes: Sequence[int]
-) -> Tensor:
-    """Return ``x`` broadcast to the shape of ``like``, or to some of its sizes."""
-    if not axes:
-        return x.expand(like.shape)
-    shape = list(x.shape)
-    for axis, other in zip(axes, like_axes, strict=True):
-        shape[axis] = like.shape[other]
-    return x.expand(shape)
-
-
 def rows(indices: Tensor, count: int) -> Tensor:
     """Return the rows of a table that indices of any type name; others name the first or last."""
     return indices.long().clamp(0, count - 1)
@@ -203,17 +182,6 @@ def take(x: Tensor, indices: Tensor, axis: int, wrap: bool) -> Tensor:
     places = indices.long() % size if wrap else rows(indices, size)
     found = x.index_select(axis, places.reshape(-1))
     return found.reshape((*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]))
-
-
-def gather_nd(x: Tensor, indices: Tensor) -> Tensor:
-    """Return the entries at positions that the first dimension of ``indices`` spells out."""
-    return x[tuple(indices.long().unbind(0))]
-
-
-def one_hot(indices: Tensor, depth: int, on: float, off: float, dtype: torch.dtype) -> Tensor:
-    """Return ``on`` at the indices of a new last axis of ``depth``, ``off`` elsewhere."""
-    classes = torch.arange(depth, device=indices.device)
-    return torch.where(indices.long().unsqueeze(-1) == classes, on, off).to(dtype)
 
 
 def where(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -229,11 +197,10 @@ operator("SwapAxis swapaxes", torch.transpose, ("integer", "dim1", 0), ("integer
 operator("expand_dims", torch.unsqueeze, ("integer", "axis"))
 operator("slice_like", slice_like, ("ints", "axes", []))
 operator("tile", torch.tile, ("ints", "reps"))
-operator("repeat", torch.repeat_interleave, ("integer", "repeats"), ("axis", None))
+operator("repeat", torch.repeat_interleave, ("integer", "repeats"), ("axis",))
 operator("reverse flip", torch.flip, ("ints", "axis"))
 operator("broadcast_to", broadcast_to, ("ints", "shape"))
-operator("broadcast_like", broadcast_like, ("ints", "lhs_axes", []), ("ints", "rhs_axes", []))
+operator("broadcast_like", torch.Tensor.expand_as)
 operator("where", where)
-operator("gather_nd", gather_nd)
 operator("depth_to_space", depth_to_space, ("integer", "block_size"))
 operator("space_to_depth", space_to_depth, ("integer", "block_size"))

@@ -29,6 +29,8 @@ def _recurrent(node: NodeContext) -> list[Value]:
     if batch_first:
         x = node.call(torch.transpose, x, 0, 1)
     module = _as_module(node, directions, activations)
+    if module is None and node.op_type == "RNN":
+        node.refuse("lengths, a reversed direction and computed weights are not supported")
     if module is None:
         results = _as_loop(node, x, directions, activations, batch_first)
     else:
@@ -228,15 +230,4 @@ def _gru(weights: list[Any], functions: list[Any], linear_before_reset: bool) ->
     return step
 
 
-def _plain(weights: list[Any], functions: list[Any], _: bool) -> _Step:
-    """Return a step of a recurrent layer without gates."""
-    w, r, b, _p = weights
-    both, bias = torch.cat([w, r], 1), None if b is None else b.chunk(2)[0] + b.chunk(2)[1]
-
-    def step(x: Tensor, h: Tensor) -> tuple[Tensor, ...]:
-        return (functions[0](F.linear(torch.cat([x, h], 1), both, bias)),)
-
-    return step
-
-
-_STEPS: dict[str, Callable[..., _Step]] = {"LSTM": _lstm, "GRU": _gru, "RNN": _plain}
+_STEPS: dict[str, Callable[..., _Step]] = {"LSTM": _lstm, "GRU": _gru}
