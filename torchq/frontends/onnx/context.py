@@ -36,14 +36,10 @@ class Quantization:
 
     def equals(self, other: Quantization) -> bool:
         """Return True if both give the same codes."""
-        same = (
+        return (
             self.zero_point.dtype == other.zero_point.dtype
             and (self.bits, self.block_size) == (other.bits, other.block_size)
-            and self.scale.shape == other.scale.shape
-        )
-        same = same and (self.axis == other.axis or self.scale.numel() == 1)
-        return (
-            same
+            and (self.axis == other.axis or self.scale.numel() == 1)
             and torch.equal(self.scale, other.scale)
             and torch.equal(self.zero_point, other.zero_point)
         )
@@ -89,15 +85,11 @@ class GraphBuilder(graph.GraphBuilder):
 
     def add_bias(self, node: fx.Node, value: Constant) -> fx.Node | None:
         """Give a constant to the linear layer that ``node`` calls as its bias."""
-        if node.op != "call_module" or node.users:
+        layer = self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if type(layer) is not nn.Linear or layer.bias is not None or node.users:
             return None
-        layer = self.root.get_submodule(str(node.target))
-        if type(layer) is not nn.Linear or layer.bias is not None:
-            return None
-        if (
-            tuple(value.tensor.shape) != (layer.out_features,)
-            or value.tensor.dtype != layer.weight.dtype
-        ):
+        shape, dtype = tuple(value.tensor.shape), value.tensor.dtype
+        if shape != (layer.out_features,) or dtype != layer.weight.dtype:
             return None
         if sum(other is node for other in self.values.values()) > 1 or self._reads(node) > 1:
             return None

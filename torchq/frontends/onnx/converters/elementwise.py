@@ -42,6 +42,8 @@ _NUMERIC: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "Add": (torch.add, operator.add),
     "Sub": (torch.sub, operator.sub),
     "Mul": (torch.mul, operator.mul),
+    # Sizes are not negative, so that rounding down is rounding toward zero.
+    "Div": (torch.div, operator.floordiv),
     "Equal": (torch.eq, operator.eq),
     "Greater": (torch.gt, operator.gt),
     "GreaterOrEqual": (torch.ge, operator.ge),
@@ -92,9 +94,11 @@ def _numeric(node: NodeContext) -> Value:
     if sizes is not None:
         first, second, scalar = sizes
         pairs = zip(first, second, strict=True)
-        dtype = None if node.op_type in ("Add", "Sub", "Mul") else torch.bool
+        dtype = None if node.op_type in ("Add", "Sub", "Mul", "Div") else torch.bool
         return node.sizes([node.arithmetic(on_numbers, a, b) for a, b in pairs], scalar, dtype)
     first_value, second_value = node.inputs
+    if node.op_type == "Div" and not node.floating(0):
+        return node.call(divide, *node.inputs)
     if isinstance(first_value, fx.Node):
         second_value = scalar_or_value(node, 1)
     elif isinstance(second_value, fx.Node) and node.op_type in ("Add", "Mul"):
@@ -112,18 +116,6 @@ def _as_bias(node: NodeContext) -> Value:
         if isinstance(layer, fx.Node) and isinstance(other, Constant):
             return node.builder.add_bias(layer, other)
     return None
-
-
-@converter("Div")
-def _div(node: NodeContext) -> Value:
-    sizes = _sizes_of(node)
-    if sizes is not None:  # sizes are not negative, so that rounding down is rounding toward zero
-        first, second, scalar = sizes
-        pairs = zip(first, second, strict=True)
-        return node.sizes([node.arithmetic(operator.floordiv, a, b) for a, b in pairs], scalar)
-    if node.floating(0):
-        return node.call(torch.div, node.inputs[0], scalar_or_value(node, 1))
-    return node.call(divide, *node.inputs)
 
 
 @converter("Mod")
@@ -243,15 +235,6 @@ def _selu(node: NodeContext) -> Value:
         if abs(node.attr(name, number) - number) > 1e-6:
             node.refuse(f"its {name} is {node.attr(name)}; expected {number}")
     return node.module(nn.SELU(), node.inputs[0])
-
-
-@converter("Swish")
-def _swish(node: NodeContext) -> Value:
-    alpha = node.attr("alpha", 1.0)
-    if alpha == 1.0:
-        return node.module(nn.SiLU(), node.inputs[0])
-    gate = node.call(torch.sigmoid, node.call(torch.mul, node.inputs[0], alpha))
-    return node.call(torch.mul, node.inputs[0], gate)
 
 
 @converter("HardSigmoid")

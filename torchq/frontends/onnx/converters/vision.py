@@ -39,19 +39,13 @@ def _resize(node: NodeContext) -> Value:
     if axes is None:
         given = factors or sizes
         axes = list(range(len(given) if isinstance(given, list) else node.ndim(0)))
-    return _resized(node, factors, sizes, list(axes), options)
-
-
-def _resized(
-    node: NodeContext, factors: Any, sizes: Any, axes: list[int], options: ResizeOptions
-) -> Value:
-    simple = _as_upsample(node, factors, sizes, axes, options)
+    simple = _as_upsample(node, factors, sizes, list(axes), options)
     if simple is not None:
         return simple
     policy = node.attr("keep_aspect_ratio_policy", "stretch")
     roi = node.input(1) if options.coordinates == "tf_crop_and_resize" else None
     values = dataclasses.astuple(options)
-    return node.call(resize, node.inputs[0], factors, sizes, axes, policy, roi, values)
+    return node.call(resize, node.inputs[0], factors, sizes, list(axes), policy, roi, values)
 
 
 def _as_upsample(
@@ -103,13 +97,12 @@ def _torch_mode(options: ResizeOptions) -> tuple[str, bool | None] | None:
 
 @converter("GridSample")
 def _grid_sample(node: NodeContext) -> Value:
-    mode = {"linear": "bilinear", "cubic": "bicubic"}.get(
-        node.attr("mode", "linear"), node.attr("mode", "linear")
-    )
+    mode = node.attr("mode", "linear")
+    mode = {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)
     if mode == "bicubic" and node.ndim(0) != 4:
         node.refuse("cubic sampling of volumes is not supported")
     padding, align = node.attr("padding_mode", "zeros"), bool(node.attr("align_corners", 0))
-    return node.call(grid_sample, *node.inputs, mode, padding, align)
+    return node.call(F.grid_sample, *node.inputs, mode, padding, align)
 
 
 @converter("NonMaxSuppression")
@@ -187,19 +180,15 @@ def _coordinates(
     length = factor * size
     mode = options.coordinates
     if mode == "align_corners":
-        return (
-            at * (size - 1) / (length - 1)
-            if length != 1
-            else torch.zeros(count, dtype=torch.float64)
-        )
+        return at * (size - 1) / (length - 1) if length != 1 else torch.zeros_like(at)
     if mode == "asymmetric":
         return at / factor
     if mode == "tf_crop_and_resize":
         if count > 1:
             return span[0] * (size - 1) + at * (span[1] - span[0]) * (size - 1) / (length - 1)
-        return torch.full((count,), 0.5 * (span[0] + span[1]) * (size - 1), dtype=torch.float64)
+        return torch.full_like(at, 0.5 * (span[0] + span[1]) * (size - 1))
     if mode == "pytorch_half_pixel" and count == 1:
-        return torch.full((count,), -0.5, dtype=torch.float64)
+        return torch.full_like(at, -0.5)
     if mode == "half_pixel_symmetric":
         adjustment = count / length
         center = size / 2
@@ -236,13 +225,9 @@ def _resize_axis(
 
 
 def _nearest(where: Tensor, mode: str) -> Tensor:
-    if mode == "floor":
-        return where.floor()
-    if mode == "ceil":
-        return where.ceil()
-    if mode == "round_prefer_ceil":
-        return (where + 0.5).floor()
-    return (where - 0.5).ceil()
+    if mode in ("floor", "ceil"):
+        return where.floor() if mode == "floor" else where.ceil()
+    return (where + 0.5).floor() if mode == "round_prefer_ceil" else (where - 0.5).ceil()
 
 
 def _taps(where: Tensor, size: int, factor: float, options: ResizeOptions) -> tuple[Tensor, Tensor]:
@@ -271,11 +256,6 @@ def _cubic(d: Tensor, a: float) -> Tensor:
     near = ((a + 2) * d - (a + 3)) * d * d + 1
     far = ((d - 5) * d + 8) * d * a - 4 * a
     return torch.where(d <= 1, near, torch.where(d < 2, far, 0.0))
-
-
-def grid_sample(x: Tensor, grid: Tensor, mode: str, padding: str, align: bool) -> Tensor:
-    """Return values of images at normalised positions."""
-    return F.grid_sample(x, grid, mode, padding, align)
 
 
 def roi_align(
@@ -323,18 +303,14 @@ def _align_one(
     (rows, row_weights, ny) = _samples(y1, height, size[0], ratio, image.shape[1])
     (columns, column_weights, nx) = _samples(x1, width, size[1], ratio, image.shape[2])
     corners = [
-        [
-            image[:, rows[i]][:, :, columns[j]]
-            * (row_weights[i][:, None] * column_weights[j]).to(image)
-            for j in (0, 1)
-        ]
-        for i in (0, 1)
+        image[:, rows[i]][:, :, columns[j]] * (weights[:, None] * column_weights[j]).to(image)
+        for i, weights in enumerate(row_weights)
+        for j in (0, 1)
     ]
     shape = (image.shape[0], size[0], ny, size[1], nx)
     if largest:
-        stacked = torch.stack([part for pair in corners for part in pair]).amax(0)
-        return stacked.view(shape).amax((2, 4))
-    return (corners[0][0] + corners[0][1] + corners[1][0] + corners[1][1]).view(shape).mean((2, 4))
+        return torch.stack(corners).amax(0).view(shape).amax((2, 4))
+    return (corners[0] + corners[1] + corners[2] + corners[3]).view(shape).mean((2, 4))
 
 
 def _samples(
