@@ -178,7 +178,7 @@ def int8(
         symmetric: False gives activations uint8 codes with a zero point, so that their range ends
             where their values end. That is finer behind GELU, SiLU and other functions with a short
             negative side. ONNX Runtime, OpenVINO, QNN and ``deploy`` run it; TensorRT does not.
-        recurrent: True also quantizes LSTM, GRU and RNN layers and their cells: the inputs, hidden
+        recurrent: True also quantizes LSTM, GRU and RNN layers: the inputs, hidden
             states and weights of all products, with symmetric ranges.
     """
     input = QuantDescriptor(unsigned=not symmetric, symmetric=symmetric)
@@ -191,7 +191,7 @@ def int8(
 
 
 def _recurrent_layers(input: QuantDescriptor, weight: QuantDescriptor) -> Rule:
-    """Return the rule for LSTM, GRU and RNN layers and their cells."""
+    """Return the rule for LSTM, GRU and RNN layers."""
     return Rule(_RECURRENT, input=input, weight=weight.replace(axis=0), optional=True)
 
 

@@ -161,9 +161,6 @@ def _recurrent() -> Iterator[Case]:
         settings |= {"proj_size": {"proj_size": 3}} if cls is nn.LSTM else {}
         for name, options in settings.items():
             yield replace(_case(name, (6, 3, 5), cls, 5, 4, **options), exact=False)
-    for cell in (nn.LSTMCell, nn.GRUCell, nn.RNNCell):
-        others = () if cell is nn.LSTMCell else ((3, 4),)
-        yield replace(_case("", (3, 5), cell, 5, 4), exact=False, others=others)
 
 
 CASES = [
@@ -199,7 +196,7 @@ def by_hand(case: Case, plain: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
 
     That is the float module on quantized inputs, with a quantized weight in the place of its own.
     """
-    if isinstance(plain, nn.RNNBase | nn.RNNCellBase):
+    if isinstance(plain, nn.RNNBase):
         return recurrent_by_hand(plain, *inputs)
     twin = QUANTIZED[type(plain)]
     if isinstance(plain, nn.Embedding | nn.EmbeddingBag) and plain.max_norm is not None:

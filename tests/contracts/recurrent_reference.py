@@ -1,4 +1,4 @@
-"""Recurrent layers and cells computed step by step, on tensors quantized with the range of a call.
+"""Recurrent layers computed step by step, on tensors quantized with the range of a call.
 
 This is the reference of the rows of recurrent modules in the module contract. It is written from
 torch's formulas alone: INT8, a range for each row of a weight, and one for each input and for the
@@ -21,13 +21,8 @@ __all__ = ["after_products", "recurrent_by_hand"]
 State = tuple[Tensor, ...]
 
 
-def recurrent_by_hand(plain: nn.Module, x: Tensor, hx: Tensor | None = None) -> Any:
-    """Return what a quantized copy of ``plain``, a layer or a cell, must give for ``x``."""
-    if isinstance(plain, nn.RNNCellBase):
-        state = _zeros(plain, x, plain.hidden_size) if hx is None else (hx,)
-        found = _step(plain, _quantized(x), state, "")
-        return found if len(found) > 1 else found[0]
-    assert isinstance(plain, nn.RNNBase)
+def recurrent_by_hand(plain: nn.RNNBase, x: Tensor) -> Any:
+    """Return what a quantized copy of the layer ``plain`` must give for ``x``."""
     y, last = (x.transpose(0, 1) if plain.batch_first else x), list[State]()
     ends = ("", "_reverse") if plain.bidirectional else ("",)
     for level in range(plain.num_layers):
@@ -79,10 +74,10 @@ def after_products(plain: nn.Module, i: Tensor, h: Tensor, state: State) -> Stat
     return ((i + h).tanh(),)
 
 
-def _zeros(plain: nn.RNNBase | nn.RNNCellBase, x: Tensor, width: int) -> State:
+def _zeros(plain: nn.RNNBase, x: Tensor, width: int) -> State:
     """Return the state before the first step of rows ``x``."""
     hidden = x.new_zeros(len(x), width)
-    if not isinstance(plain, nn.LSTM | nn.LSTMCell):
+    if not isinstance(plain, nn.LSTM):
         return (hidden,)
     return hidden, x.new_zeros(len(x), plain.hidden_size)
 

@@ -114,8 +114,6 @@ def test_every_quantizer_works(case: Case) -> None:
         quantizer = getattr(module, f"{slot}_quantizer")
         if quantizer.mode == "off":
             continue  # The gate of SiLU is switched on for a target only.
-        if isinstance(module, nn.LSTMCell) and slot in ("hidden", "weight_hh"):
-            continue  # Zeros stay zeros: tests/nn/test_recurrent.py gives it a state.
         quantizer.mode = "off"
         assert not equal(module(*x, **case.kwargs), full), slot
         quantizer.mode = "quantize"

@@ -266,26 +266,6 @@ def test_dropout_between_levels_is_off_in_eval_mode() -> None:
     assert torch.equal(layer(x)[0], layer(x)[0])
 
 
-@pytest.mark.parametrize("cls", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
-def test_cells(cls: type) -> None:
-    torch.manual_seed(0)
-    plain: Any = cls(5, 7).double()
-    cell: Any = convert_(copy.deepcopy(plain), input=QuantDescriptor(4, amax=1.7))
-    x = sequence().detach()[0]
-    hidden, state = (part[0] for part in zeros(nn.LSTM(5, 7), 3))
-    hx = (hidden, state) if cls is nn.LSTMCell else hidden
-    first = parts(cell(x, hx))[0]
-    quantized_hidden = cell.hidden_quantizer(hidden)
-    names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-    parameters = {name: getattr(plain, name) for name in names}
-    wrapped = call_cell(plain, parameters, cell.input_quantizer(x), quantized_hidden, parts(hx))
-    torch.testing.assert_close(first, wrapped[0], **CLOSE)
-    assert parts(cell(x[0]))[0].shape == (7,)
-    for quantizer in (cell.input_quantizer, cell.hidden_quantizer):
-        quantizer.mode = "off"
-    assert all(map(torch.equal, parts(cell(x, hx)), parts(plain(x, hx))))
-
-
 def test_unsigned_inputs_keep_a_signed_hidden_state() -> None:
     layer: Any = convert_(nn.LSTM(5, 7), input=QuantDescriptor(unsigned=True))
     assert layer.input_l0_quantizer.descriptor.unsigned is True

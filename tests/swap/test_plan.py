@@ -168,7 +168,6 @@ class OwnAttention(nn.MultiheadAttention):
     ("make", "name", "reason"),
     [
         (own_forward, "1", "forward was replaced on the instance"),
-        (lambda: parametrizations.weight_norm(nn.GRUCell(3, 3), "weight_ih"), "1", "no rule"),
         (lambda: parametrizations.weight_norm(nn.LSTM(3, 3), "weight_hh_l0"), "1", "parametrized;"),
         (lambda: nn.Conv2d(3, 4, 3, dtype=torch.complex64), "1", "complex dtype"),
         (lambda: nn.LazyLinear(3), "1", "not initialised yet; run one batch"),

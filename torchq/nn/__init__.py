@@ -73,12 +73,9 @@ from torchq.nn.modules.operators import (
 )
 from torchq.nn.modules.recurrent import (
     QuantGRU,
-    QuantGRUCell,
     QuantLSTM,
-    QuantLSTMCell,
     QuantRecurrent,
     QuantRNN,
-    QuantRNNCell,
 )
 from torchq.nn.shared_quantizers import share_quantizers_, shared_groups
 from torchq.nn.tensor_quantizer import TensorQuantizer, modes_kept
@@ -109,12 +106,9 @@ __all__ = [
     "QuantEmbedding",
     "QuantEmbeddingBag",
     "QuantGRU",
-    "QuantGRUCell",
     "QuantIdentity",
     "QuantLSTM",
-    "QuantLSTMCell",
     "QuantRNN",
-    "QuantRNNCell",
     "QuantRecurrent",
     "QuantInstanceNorm1d",
     "QuantInstanceNorm2d",

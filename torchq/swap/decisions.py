@@ -306,7 +306,7 @@ _RECURRENT = "; torchq.recipes.int8(recurrent=True) has one"
 
 
 def _is_recurrent(cls: type[nn.Module]) -> bool:
-    return issubclass(cls, (nn.RNNBase, nn.RNNCellBase))
+    return issubclass(cls, nn.RNNBase)
 
 
 def _selects(pattern: Pattern, decision: Decision) -> bool:
