@@ -112,14 +112,11 @@ def test_a_wide_first_batch_does_not_blur_what_follows(generator: torch.Generato
     "granularity", [PerTensor(), PerAxis((0,)), PerAxis((1,)), PerAxis((0, 2))]
 )
 @pytest.mark.parametrize("signed", [True, False])
-@pytest.mark.parametrize("skip_zeros", [True, False])
 def test_the_device_path_counts_like_the_cpu_path(
-    granularity: PerTensor | PerAxis, signed: bool, skip_zeros: bool, generator: torch.Generator
+    granularity: PerTensor | PerAxis, signed: bool, generator: torch.Generator
 ) -> None:
     x = torch.randn(5, 3, 700, generator=generator).mul(4).round().div(4)
-    observer = observed(
-        x, granularity=granularity, signed=signed, skip_zeros=skip_zeros, num_bins=64
-    )
+    observer = observed(x, granularity=granularity, signed=signed, num_bins=64)
     kept = [d for d in range(3) if d not in granularity.reduce_dims(3)]
     grouped = x.permute(*kept, *(d for d in range(3) if d not in kept)).reshape(
         1, observer.counts.shape[0], -1
@@ -127,33 +124,15 @@ def test_the_device_path_counts_like_the_cpu_path(
     scale = power_of_two(-observer.exponent)
     for count in (count_on_device_, lambda c, x, s, finite, *rest: count_on_cpu_(c, x, s, *rest)):
         counts = torch.zeros_like(observer.counts)
-        count(counts, grouped, scale, torch.tensor(True), signed, skip_zeros)
+        count(counts, grouped, scale, torch.tensor(True), signed)
         assert torch.equal(counts, observer.counts)
 
 
 def test_the_device_path_adds_nothing_for_non_finite_data() -> None:
     counts = torch.zeros(1, 64, dtype=torch.int64)
     x = torch.tensor([0.0, 1.0, float("nan"), float("inf"), -float("inf")]).view(1, 1, -1)
-    count_on_device_(counts, x, torch.ones(1), torch.tensor(False), True, True)
+    count_on_device_(counts, x, torch.ones(1), torch.tensor(False), True)
     assert counts.count_nonzero() == 0
-
-
-@pytest.mark.parametrize("signed", [True, False])
-def test_skip_zeros_leaves_out_what_counts_as_zero(signed: bool) -> None:
-    x = torch.tensor([0.0, -0.0, 1e-30, -1.0, 8.0, -1e30 if not signed else 2.0])
-    kept = observed(x, skip_zeros=True, signed=signed)
-    everything = observed(x, skip_zeros=False, signed=signed)
-    zeros = 2 if signed else 4
-    assert kept.counts.sum().item() == x.numel() - zeros
-    assert (everything.counts - kept.counts).flatten().tolist() == [zeros] + [0] * 2047
-
-
-def test_all_zeros_skipped_is_a_dead_range() -> None:
-    calibrator = HistogramCalibrator(skip_zeros=True)
-    calibrator.collect(torch.zeros(10))
-    assert [calibrator.compute_amax(m).item() for m in ("percentile", "mse", "entropy", "max")] == [
-        0.0
-    ] * 4
 
 
 def test_large_and_strided_tensors_are_counted_whole(generator: torch.Generator) -> None:
@@ -210,8 +189,3 @@ def test_the_number_of_bins_is_bounded(num_bins: Any) -> None:
     with pytest.raises(ConfigError, match=r"num_bins: got .*; expected an integer, at least 16"):
         HistogramCalibrator(num_bins=num_bins)
     assert HistogramCalibrator(num_bins=65536).observer.num_bins == 65536
-
-
-def test_skip_zeros_is_a_bool() -> None:
-    with pytest.raises(ConfigError, match="skip_zeros: got 'false'; expected True or False"):
-        HistogramCalibrator(skip_zeros="false")  # type: ignore[arg-type]

@@ -302,7 +302,6 @@ class Unread(list[Tensor]):
         ({"method": "mse", "power": 2}, r"'mse': got options \['power'\]; expected none"),
         ({"method": "mse", "num_bins": 2.5}, r"num_bins: got 2\.5; expected an integer"),
         ({"method": "entropy", "num_bins": 1 << 30}, "num_bins: got 1073741824; expected an int"),
-        ({"method": "entropy", "skip_zeros": 1}, "skip_zeros: got 1; expected True or False"),
         ({"method": "moving_average", "momentum": 1.0}, r"momentum.* got 1\.0; expected 0 <= mo"),
         ({"method": "moving_average", "momentum": float("nan")}, "momentum.* got nan; expected"),
         ({"method": "moving_average", "momentum": "x"}, "got options"),

@@ -232,7 +232,6 @@ class HistogramCalibrator(Calibrator):
         axis: see :class:`Calibrator`.
         unsigned: see :class:`Calibrator`.
         num_bins: bins of each group; at least half of them lie within the range seen.
-        skip_zeros: True leaves exact zeros out, such as those that ReLU makes.
         method: the name of the estimator that :meth:`compute_amax` uses by default.
         format: see :class:`Calibrator`.
         granularity: see :class:`Calibrator`.
@@ -260,7 +259,6 @@ class HistogramCalibrator(Calibrator):
         unsigned: bool = False,
         *,
         num_bins: int = 2048,
-        skip_zeros: bool = False,
         method: str = "entropy",
         format: Format | None = None,
         granularity: Granularity | None = None,
@@ -271,7 +269,7 @@ class HistogramCalibrator(Calibrator):
         self.method = method
         self.options = options
         self.observer = HistogramObserver(
-            self.granularity, signed=self.format.signed, num_bins=num_bins, skip_zeros=skip_zeros
+            self.granularity, signed=self.format.signed, num_bins=num_bins
         )
 
     def histogram(self) -> Histogram:
@@ -371,8 +369,8 @@ def make_calibrator(
         method: one of :func:`methods`; ``"histogram"`` uses entropy by default.
         format: the number format to calibrate for.
         granularity: which elements share one amax.
-        options: ``momentum`` for moving_average; ``num_bins``, ``skip_zeros`` and the options of
-            the method itself, such as ``percentile``, for histograms.
+        options: ``momentum`` for moving_average; ``num_bins`` and the options of the
+            method itself, such as ``percentile``, for histograms.
 
     Raises:
         ConfigError: an unknown method or option, or a granularity without support for the method.

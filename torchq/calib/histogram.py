@@ -78,7 +78,6 @@ class HistogramObserver(Observer):
         *,
         signed: bool = True,
         num_bins: int = 2048,
-        skip_zeros: bool = False,
     ) -> None:
         if not isinstance(granularity, (PerTensor, PerAxis)):
             raise ConfigError(
@@ -91,15 +90,12 @@ class HistogramObserver(Observer):
                 f"num_bins: got {short_repr(num_bins)}; "
                 f"expected an integer, at least {_MIN_BINS} and at most {_MAX_BINS}"
             )
-        if not isinstance(skip_zeros, bool):
-            raise ConfigError(f"skip_zeros: got {short_repr(skip_zeros)}; expected True or False")
         self.num_bins = num_bins
-        self.skip_zeros = skip_zeros
         super().__init__(granularity, signed=signed)
 
     def settings(self) -> tuple[object, ...]:
         """Return what must be equal on every rank."""
-        return (*super().settings(), self.num_bins, self.skip_zeros)
+        return (*super().settings(), self.num_bins)
 
     def histogram(self) -> Histogram:
         """Return the statistics so far, which share memory with this observer.
@@ -132,14 +128,12 @@ class HistogramObserver(Observer):
         needed = bin_exponent(amax, self.counts.shape[1])
         self._widen(torch.maximum(self.exponent, needed))
         self.amax = torch.maximum(self.amax, amax)
-        count_bins_(
-            self.counts,
-            parts,
-            self.exponent,
-            finite,
-            signed=self.signed,
-            skip_zeros=self.skip_zeros,
-        )
+        # Every magnitude is below ``bins`` times the width.
+        inverse_width = power_of_two(-self.exponent)
+        if not is_on_host(parts):
+            count_on_device_(self.counts, parts, inverse_width, finite, self.signed)
+        elif finite:
+            count_on_cpu_(self.counts, parts, inverse_width, self.signed)
 
     def _widen(self, exponent: Tensor) -> None:
         """Widen the bins to ``exponent``, which is nowhere below the present one."""
@@ -194,25 +188,12 @@ def merge_bins(counts: Tensor, doublings: Tensor) -> Tensor:
     return merged.view(groups, bins)
 
 
-def count_bins_(
-    counts: Tensor, x: Tensor, exponent: Tensor, finite: Tensor, *, signed: bool, skip_zeros: bool
-) -> None:
-    """Add the histogram of ``x`` to ``counts`` in place; add nothing if ``finite`` is False.
+def count_on_cpu_(counts: Tensor, x: Tensor, inverse_width: Tensor, signed: bool) -> None:
+    """Add the histogram of finite ``x`` in host memory to ``counts`` in place.
 
-    ``counts`` is (groups, bins) int64, ``x`` is (before, groups, after), and ``exponent`` is the
-    log2 of each group's bin width, of which every magnitude is below ``bins``.
+    ``counts`` is (groups, bins) int64, ``x`` is (before, groups, after), and ``inverse_width`` is
+    that of each group.
     """
-    inverse_width = power_of_two(-exponent)
-    if not is_on_host(x):
-        count_on_device_(counts, x, inverse_width, finite, signed, skip_zeros)
-    elif finite:
-        count_on_cpu_(counts, x, inverse_width, signed, skip_zeros)
-
-
-def count_on_cpu_(
-    counts: Tensor, x: Tensor, inverse_width: Tensor, signed: bool, skip_zeros: bool
-) -> None:
-    """Do the work of :func:`count_bins_` for finite data in host memory."""
     bins = counts.shape[1]
     max_groups = max(1, _INT16_INDICES // bins)
     size = min(_CPU_PIECE, x.numel())
@@ -229,19 +210,12 @@ def count_on_cpu_(
         if groups > 1:
             index.add_(offset[:groups])
         counts[where] += torch.bincount(index.view(-1), minlength=groups * bins).view(groups, bins)
-        if skip_zeros:
-            counts[where, 0] -= _count_zeros(part, signed)
 
 
 def count_on_device_(
-    counts: Tensor,
-    x: Tensor,
-    inverse_width: Tensor,
-    finite: Tensor,
-    signed: bool,
-    skip_zeros: bool,
+    counts: Tensor, x: Tensor, inverse_width: Tensor, finite: Tensor, signed: bool
 ) -> None:
-    """Do the work of :func:`count_bins_` on any device, without waiting for it."""
+    """Do the same on any device, without waiting for it; add nothing if ``finite`` is False."""
     groups, bins = counts.shape
     offset = torch.arange(0, groups * bins, bins, device=x.device)
     one = finite.to(torch.int64)
@@ -253,8 +227,6 @@ def count_on_device_(
         index.clamp_(0, bins - 1).add_(offset[where].view(-1, 1))
         # torch.use_deterministic_algorithms allows only the one-dimensional form on CUDA.
         counts.view(-1).scatter_add_(0, index.view(-1), one.expand(index.numel()))
-        if skip_zeros:
-            counts[where, 0] -= _count_zeros(part, signed) * one
 
 
 def _write_bin_indices(
@@ -273,9 +245,3 @@ def _write_bin_indices(
         index.copy_(scaled).abs_()
     else:
         index.copy_(scaled.clamp_(min=0))
-
-
-def _count_zeros(part: Tensor, signed: bool) -> Tensor:
-    """Return the number of elements of each group that count as zero, (groups,)."""
-    nonzero = torch.count_nonzero(part, dim=(0, 2)) if signed else (part > 0).sum((0, 2))
-    return part.shape[0] * part.shape[2] - nonzero

@@ -17,13 +17,6 @@ from torchq.functional.gradient import (
     scale_gradient,
     straight_through,
 )
-from torchq.functional.recurrent import (
-    gru_cell,
-    lstm_cell,
-    rnn_cell,
-    run_over_steps,
-    step_product,
-)
 from torchq.functional.reduce import reduce_amax, reduce_range
 from torchq.functional.scale import (
     amax_from_scale,
@@ -43,21 +36,16 @@ __all__ = [
     "dequantize",
     "fake_quantize",
     "fake_quantize_affine",
-    "gru_cell",
     "is_dead",
     "is_dead_range",
     "learned_fake_quantize",
-    "lstm_cell",
     "quantize",
     "range_from_qparams",
     "range_gradient_scale",
     "reduce_amax",
     "reduce_range",
-    "rnn_cell",
-    "run_over_steps",
     "scale_and_zero_point",
     "scale_from_amax",
     "scale_gradient",
-    "step_product",
     "straight_through",
 ]

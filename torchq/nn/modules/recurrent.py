@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import QuantizationError
-from torchq.functional import (
+from torchq.functional.recurrent import (
     gru_cell,
     lstm_cell,
     rnn_cell,
@@ -308,7 +308,7 @@ class QuantRecurrent(RecurrentFlow, QuantModule, nn.RNNBase):
         biases: list[Tensor],
         quantizers: list[StepQuantizer],
     ) -> Callable[[int, State], State]:
-        """Return the function of one step for :func:`torchq.functional.run_over_steps`."""
+        """Return the function of one step for :func:`run_over_steps`."""
         product = step_product(_all_gates(x, weights[0], biases), weights[1], sizes)
 
         def cell(step: int, state: State) -> State:
