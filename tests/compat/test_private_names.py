@@ -130,15 +130,8 @@ def test_codes_and_scale_without_rounding_the_scale() -> None:
 
 
 def test_readiness_for_export() -> None:
-    quantizer = quant_nn.TensorQuantizer(QuantDescriptor())
-    x = torch.ones(2)
-    with pytest.raises(RuntimeError, match="Quantizer has not been calibrated"):
-        quantizer._check_onnx_readiness(x)
-    quantizer.amax = 1.0
-    quantizer._check_onnx_readiness(x)
+    quantizer = quant_nn.TensorQuantizer(QuantDescriptor(amax=1.0))
+    quantizer._check_onnx_readiness(torch.ones(2))
     quantizer.enable_calib()
     with pytest.warns(UserWarning, match="got calibration enabled during an export"):
-        quantizer._check_onnx_readiness(x)
-    channels = quant_nn.TensorQuantizer(QuantDescriptor((4, 3), axis=0, amax=[[1.0], [2.0]]))
-    with pytest.raises(RuntimeError, match="expected a scalar"):
-        channels._check_onnx_readiness(x)
+        quantizer._check_onnx_readiness(torch.ones(2))

@@ -98,20 +98,13 @@ def test_quantized_lstm(bits_input: int, bits_weight: int, bias: bool) -> None:
 
 
 def test_quantized_cell() -> None:
-    cell, plain = (
-        QuantLSTMCell(
-            9, 7, quant_desc_input=QuantDescriptor(5), quant_desc_weight=QuantDescriptor(4)
-        ),
-        nn.LSTMCell(9, 7),
-    )
+    descriptors = {"quant_desc_input": QuantDescriptor(5), "quant_desc_weight": QuantDescriptor(4)}
+    cell, plain = QuantLSTMCell(9, 7, **descriptors), nn.LSTMCell(9, 7)
     assert list(cell.state_dict()) == list(plain.state_dict())
     plain.load_state_dict(cell.state_dict())
+    weights = plain.weight_ih, plain.weight_hh
     with torch.no_grad():
-        for weight, quantized in zip(
-            (plain.weight_ih, plain.weight_hh),
-            jointly(4, plain.weight_ih, plain.weight_hh),
-            strict=True,
-        ):
+        for weight, quantized in zip(weights, jointly(4, *weights), strict=True):
             weight.copy_(quantized)
     x, h, c = torch.randn(4, 9), torch.randn(4, 7), torch.randn(4, 7)
     quantized_x, quantized_h = jointly(5, x, h)

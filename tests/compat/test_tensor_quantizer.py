@@ -23,11 +23,8 @@ def test_default_is_eight_bits_of_each_call() -> None:
     x = draw(3, 7)
     quantizer = TensorQuantizer()
     assert quantizer(x).equal(tensor_quant.fake_tensor_quant(x, x.abs().max()))
-    assert (
-        quantizer.amax is None
-        and not hasattr(quantizer, "_amax")
-        and list(quantizer.state_dict()) == []
-    )
+    assert quantizer.amax is None and not hasattr(quantizer, "_amax")
+    assert not quantizer.state_dict()
 
 
 def test_real_quantization_sets_the_scale() -> None:
@@ -45,31 +42,19 @@ def test_properties_and_setters() -> None:
     assert quantizer.amax.item() == np.float32(0.577)
     assert quantizer.step_size == 0.577 / 127.0
     quantizer.num_bits, quantizer.unsigned, quantizer.narrow_range = 7, True, True
-    assert (quantizer.num_bits, quantizer.unsigned, quantizer.narrow_range, quantizer.maxbound) == (
-        7,
-        True,
-        True,
-        127,
-    )
-    assert (quantizer._num_bits, quantizer._axis, quantizer._fake_quant, quantizer._learn_amax) == (
-        7,
-        None,
-        True,
-        False,
-    )
-    assert (quantizer.axis, quantizer.fake_quant, quantizer.learn_amax, quantizer.scale) == (
-        None,
-        True,
-        False,
-        1.0,
-    )
+    expected = {"num_bits": 7, "unsigned": True, "narrow_range": True, "axis": None}
+    expected |= {"fake_quant": True, "learn_amax": False, "scale": 1.0}
+    for name, value in expected.items():
+        assert getattr(quantizer, name) == getattr(quantizer, f"_{name}") == value
+    assert quantizer.maxbound == 127
     assert TensorQuantizer(QuantDescriptor(num_bits=(4, 3))).maxbound == 448.0
     assert TensorQuantizer().step_size is None
-    vector = TensorQuantizer()
-    vector.amax = np.array([3.142, 2.718], dtype=np.float32)
-    np.testing.assert_array_equal(vector.amax.numpy(), np.float32([3.142, 2.718]))
-    vector.amax = [1, 2]
-    assert vector.amax.tolist() == [1, 2] and vector.amax.dtype is torch.float32
+    for source in (np.array([3.142, 2.718]), [1, 2], torch.ones(2)):
+        vector = TensorQuantizer()
+        vector.amax = source
+        wanted = torch.as_tensor(source).float()
+        assert vector.amax.dtype is torch.float32 and vector.amax.equal(wanted)
+        assert vector.amax is not source
 
 
 @pytest.mark.parametrize(
@@ -85,14 +70,6 @@ def test_amax_setter_errors(value: Any, error: type[Exception], text: str) -> No
     with pytest.raises(error, match=text):
         quantizer.amax = value
     assert quantizer.amax == 1.0
-
-
-def test_amax_setter_copies() -> None:
-    source = torch.ones(2)
-    quantizer = TensorQuantizer()
-    quantizer.amax = source
-    source.zero_()
-    assert quantizer.amax.tolist() == [1, 1]
 
 
 def test_a_private_range_is_a_buffer() -> None:
@@ -140,13 +117,6 @@ def test_switches(options: dict[str, bool], calls: list[str], result: str) -> No
     assert (quantizer._calibrator.compute_amax() is not None) == quantizer._if_calib
 
 
-def test_a_disabled_quantizer_does_not_calibrate() -> None:
-    quantizer = TensorQuantizer(disabled=True, if_calib=True)
-    quantizer(draw(4))
-    with pytest.raises(RuntimeError, match="Calibrator returned None"):
-        quantizer.load_calib_amax()
-
-
 def test_max_calibration() -> None:
     quantizer = TensorQuantizer(QuantDescriptor(axis=0))
     quantizer.enable_calib()
@@ -165,23 +135,16 @@ def test_max_calibration() -> None:
     assert pairs.amax.numel() == 24
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"method": "entropy"}, {"method": "mse"}, {"method": "percentile", "percentile": 99.0}],
-)
-def test_histogram_calibration(options: dict[str, Any]) -> None:
-    quantizer = TensorQuantizer(
-        QuantDescriptor(calib_method="histogram"), if_calib=True, if_quant=False
-    )
+@pytest.mark.parametrize("method", ["entropy", "mse", "percentile"])
+def test_histogram_calibration(method: str) -> None:
+    histogram = QuantDescriptor(calib_method="histogram")
+    quantizer = TensorQuantizer(histogram, if_calib=True, if_quant=False)
     assert isinstance(quantizer._calibrator, calib.HistogramCalibrator)
     for seed in range(2):
         quantizer(draw(500, seed=seed))
-    quantizer.load_calib_amax(strict=False, **options)
-    assert quantizer.amax.equal(quantizer._calibrator.compute_amax(**options))
-    method = options.pop("method")
-    before = quantizer.amax.clone()
-    quantizer.load_calib_amax(method, **options)
-    assert quantizer.amax.equal(before)
+    options = {"percentile": 99.0} if method == "percentile" else {}
+    quantizer.load_calib_amax(strict=False, method=method, **options)
+    assert quantizer.amax.equal(quantizer._calibrator.compute_amax(method, **options))
     quantizer._calibrator.reset()
     with pytest.raises(RuntimeError, match="Calibrator returned None"):
         quantizer.load_calib_amax(method)
@@ -192,14 +155,6 @@ def test_nothing_seen_with_strict_off_gives_nan() -> None:
     with pytest.warns(UserWarning, match="Calibrator returned None"):
         quantizer.load_calib_amax(strict=False)
     assert quantizer.amax.isnan()
-
-
-def test_a_new_calibration_replaces_a_range_of_another_shape() -> None:
-    quantizer = TensorQuantizer(QuantDescriptor(amax=1.0, axis=0), if_calib=True)
-    x = draw(3, 4)
-    quantizer._calibrator.collect(x)
-    quantizer.load_calib_amax()
-    assert quantizer.amax.equal(x.abs().amax(1, keepdim=True))
 
 
 def test_without_a_calibrator() -> None:
