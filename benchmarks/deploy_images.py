@@ -24,7 +24,6 @@ import torchq
 from benchmarks.cifar import Images, accuracy, logits, read_split, resnet20
 from benchmarks.deploy import MAKERS, RUNTIMES
 from benchmarks.harness import Reporter, compare, decibels, parse, parser, timing
-from torchq.engines import ENGINES, Engine, TorchEngine
 from torchq.errors import MissingExtraError
 
 #: Placement of quantizers -> the engines that run models with it.
@@ -85,10 +84,8 @@ def _agreements(
 
     yield "simulation", fields(plain)
     for name in names:
-        # Integers also where float would be faster.
-        engine: Engine = TorchEngine(measured=False) if name == "torch" else ENGINES[name]()
         try:
-            deployed = torchq.deploy(simulated, test.images[:_BATCH], engine=engine)
+            deployed = torchq.deploy(simulated, test.images[:_BATCH], engine=name)
         except MissingExtraError as error:
             print(f"# {error}", flush=True)
             continue

@@ -78,9 +78,8 @@ class Subject:
 
     @cached_property
     def deployed(self) -> nn.Module:
-        """The copy for ONNX Runtime on integer kernels, also where float is faster."""
-        engine = torchq.engines.TorchEngine(measured=False)
-        return torchq.deploy(self.targeted, self.entry.example, engine=engine)
+        """The copy for ONNX Runtime on integer kernels."""
+        return torchq.deploy(self.targeted, self.entry.example)
 
     @cached_property
     def session(self) -> Any:

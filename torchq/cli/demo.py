@@ -207,9 +207,7 @@ def _int8(model: nn.Module, data: Split, test: Split, fp32: Tensor, out: Path) -
     print("quantize to INT8: swap, calibrate, export; lower to integer kernels in PyTorch too")
     int8 = _quantized(model, torchq.recipes.int8(), data)
     torchq.save(int8, out / "int8.pt")
-    # Integers, also where this machine computes them slower than floats: the table says so.
-    engine = torchq.engines.TorchEngine(measured=False)
-    deployed = torchq.deploy(int8, data.images[:8], engine=engine)
+    deployed = torchq.deploy(int8, data.images[:8])
     integers = _row("INT8 in PyTorch", predictions(deployed, test), test, fp32)
     exported = _exported("INT8 PTQ", int8, predictions(int8, test), test, fp32, out / "int8.onnx")
     return [exported, integers]

@@ -64,7 +64,7 @@ def lower_model(
         next_stage()
         overflow = not reduce_range and _may_overflow(result)
         if overflow:
-            warnings.warn(f"deploy: {_OVERFLOW}", stacklevel=5)
+            warnings.warn(f"deploy: {_OVERFLOW}", stacklevel=4)
         if check is not None:
             _report(check(result), fuse, overflow)
         return result
@@ -126,7 +126,7 @@ def _report(verdict: Verdict, fuse: bool, overflow: bool) -> None:
         warnings.warn(
             f"deploy: {verdict.note}: the model amplifies values that are rounded the other way "
             "at a tie. Its quantized results depend on the machine that computes them",
-            stacklevel=6,
+            stacklevel=5,
         )
 
 
@@ -196,7 +196,7 @@ def _warn_of_float_inputs(names: Sequence[str]) -> None:
             f"deploy: the weight of {', '.join(names)} is quantized, but the input is not, so "
             "nothing there runs on integers. A target without an integer kernel for a layer "
             "leaves its input float. Call torchq.quantize_ without a target for torchq.deploy",
-            stacklevel=7,
+            stacklevel=6,
         )
 
 

@@ -92,8 +92,8 @@ def summary(model: nn.Module) -> Summary:
     """Return what every quantizer of ``model`` does; of a deployed model, what every layer runs on.
 
     A module may describe itself with a method ``summary_row() -> (kernel, bytes, note)``. A
-    quantized module that :func:`torchq.deploy` leaves as a simulation, and a model that it leaves
-    in float, say why in the attribute ``deploy_note``.
+    quantized module that :func:`torchq.deploy` leaves as a simulation says why in the attribute
+    ``deploy_note``.
 
     Args:
         model: any module.
@@ -129,10 +129,8 @@ def _layer_row(
 ) -> LayerRow:
     if callable(describe):
         return LayerRow(name, type(module).__name__, *describe())
-    whole = not isinstance(module, QuantModule)
-    size = sum(p.numel() * p.element_size() for p in module.parameters(recurse=whole))
-    kernel = "float" if whole else "simulated"
-    return LayerRow(name, type(module).__name__, kernel, size, note)
+    size = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
+    return LayerRow(name, type(module).__name__, "simulated", size, note)
 
 
 def _has_weight(module: nn.Module) -> bool:
