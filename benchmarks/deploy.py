@@ -29,7 +29,7 @@ import torchq
 from benchmarks.harness import Reporter, compare, decibels, finished_rows, parse, parser, timing
 from torchq.engines import ENGINES, OnnxRuntime
 from torchq.engines.fastest import build_fastest
-from torchq.engines.task import Task
+from torchq.engines.registry import Task
 from torchq.errors import ExportError, MissingExtraError
 from torchq.graph import call_model
 from torchq.lowering.api import simulated_copy

@@ -31,9 +31,9 @@ from torchq.engines import (
     TorchEngine,
     graph_engine,
 )
-from torchq.engines.as_written import runs_as_written
-from torchq.engines.module import Run, Shapes
-from torchq.engines.task import Task
+from torchq.engines.graph_engine import runs_as_written
+from torchq.engines.interface import Run, Shapes
+from torchq.engines.registry import Task
 from torchq.errors import ConfigError, ExportError, InputError, MissingExtraError
 
 pytest.importorskip("onnx")

@@ -5,8 +5,7 @@ The package may import onnx, lowering and below.
 
 from torchq.engines.api import deploy
 from torchq.engines.fastest import Candidate, FastestReport
-from torchq.engines.graph_engine import GraphEngine
-from torchq.engines.module import EngineModule
+from torchq.engines.graph_engine import EngineModule, GraphEngine
 from torchq.engines.onnxruntime import OnnxRuntime
 from torchq.engines.openvino import OpenVino
 from torchq.engines.registry import ENGINES, Engine, register

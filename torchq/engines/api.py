@@ -9,15 +9,12 @@ from typing import Any
 from torch import nn
 
 from torchq.engines.fastest import build_fastest
-from torchq.engines.module import EngineModule
-from torchq.engines.registry import ENGINES, Engine
-from torchq.engines.task import Task
+from torchq.engines.graph_engine import EngineModule
+from torchq.engines.registry import ENGINES, Engine, Task
 from torchq.engines.torch_engine import TorchEngine
 from torchq.errors import ConfigError
 from torchq.lowering.api import simulated_copy
 from torchq.utils import uncompiled
-
-__all__ = ["deploy"]
 
 #: Instead of the name of an engine: the fastest one.
 _FASTEST = "fastest"

@@ -17,17 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.engines.interface.signature import CallSignature, GraphInput, example_arguments
-from torchq.engines.interface.structure import Structure, flatten, tensors_of
-from torchq.engines.module import GraphInterface, Shapes
+from torchq.engines.interface import (
+    CallSignature,
+    GraphInput,
+    GraphInterface,
+    Shapes,
+    Structure,
+    example_arguments,
+    flatten,
+)
 from torchq.errors import ExportError
 from torchq.graph import call_arguments, call_model
 from torchq.nn import QuantModule
 from torchq.onnx import export_onnx
 from torchq.onnx.interface import argument_names, named_tensors
 from torchq.onnx.ir import load_model
-
-__all__ = ["OpenLengths", "export_graph", "lengths_to_try", "probes", "tensor_shapes", "with_rows"]
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +55,6 @@ def lengths_to_try(model: nn.Module, example: Any) -> tuple[OpenLengths, ...]:
     A length may be open if the model itself runs where it is doubled: in all dimensions of the
     example that have this length, as those of a sequence and of its mask have to agree. An example
     with one image suffices for all of this.
-
-    Args:
-        model: runs on the example.
-        example: see :func:`torchq.graph.call_model`.
     """
     tensors = _tensors(model, example)
     places: dict[int, dict[str, tuple[int, ...]]] = {}
@@ -73,13 +73,7 @@ def lengths_to_try(model: nn.Module, example: Any) -> tuple[OpenLengths, ...]:
 
 
 def probes(model: nn.Module, example: Any, lengths: OpenLengths) -> Iterator[Any]:
-    """Yield examples with other lengths where ``lengths`` says open, which the model runs on.
-
-    Args:
-        model: see :func:`lengths_to_try`.
-        example: the one that the graph was traced with.
-        lengths: which lengths are open.
-    """
+    """Yield examples with other lengths where ``lengths`` says open, which the model runs on."""
     if lengths.others:
         yield _doubled(model, example, lengths.others)
     if lengths.batch:
@@ -92,13 +86,7 @@ def probes(model: nn.Module, example: Any, lengths: OpenLengths) -> Iterator[Any
 
 
 def with_rows(model: nn.Module, example: Any, count: int | None) -> Any:
-    """Return an example with another batch size: its rows, repeated or cut.
-
-    Args:
-        model: see :func:`lengths_to_try`.
-        example: see :func:`torchq.graph.call_model`.
-        count: the batch size; None returns the example.
-    """
+    """Return an example with another batch size: its rows, repeated or cut."""
     if count is None:
         return example
     batched = _batched(model, example)
@@ -165,18 +153,7 @@ def export_graph(
     dynamo: bool,
     lengths: OpenLengths,
 ) -> tuple[Tensor, GraphInterface]:
-    """Return the bytes of an ONNX file of the model, and what the graph takes and returns.
-
-    Args:
-        model: calibrated, or float.
-        example: see :func:`torchq.graph.call_model`.
-        target: of the file, see :func:`torchq.export_onnx`; None for a file of floats.
-        dynamo: which exporter of torch.
-        lengths: which lengths of the inputs stay open.
-
-    Raises:
-        ExportError: the model cannot be exported, or is too large for one file.
-    """
+    """Return the bytes of an ONNX file of the model, and what the graph takes and returns."""
     with torch.no_grad():
         results, structure = flatten(call_model(model, example))
     opened = {name: {dim: f"{name}_{dim}" for dim in dims} for name, dims in lengths.others.items()}
@@ -210,9 +187,7 @@ def export_graph(
 @contextmanager
 def _flat_results(model: nn.Module, structure: Structure) -> Iterator[None]:
     """Let a model return a tuple of tensors, which every exporter can write."""
-    handle = model.register_forward_hook(
-        lambda module, args, out: tuple(tensors_of(structure, out))
-    )
+    handle = model.register_forward_hook(lambda module, args, out: tuple(structure.tensors_of(out)))
     try:
         yield
     finally:

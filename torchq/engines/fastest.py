@@ -14,13 +14,10 @@ import torch
 from torch import nn
 
 from torchq.engines.export import with_rows
-from torchq.engines.registry import ENGINES, Engine
-from torchq.engines.task import Task
+from torchq.engines.registry import ENGINES, Engine, Task
 from torchq.errors import ExportError, TorchqError
 from torchq.graph import call_model, tensors_in
 from torchq.utils import progress_bar, table
-
-__all__ = ["Candidate", "FastestReport", "build_fastest"]
 
 log = logging.getLogger(__name__)
 
@@ -28,13 +25,8 @@ log = logging.getLogger(__name__)
 _SAMPLE, _BUDGET = 0.004, 3.0
 #: Samples of each candidate, where the budget allows, and where it does not.
 _MOST, _LEAST = 80, 7
-#: Rounds after which a candidate is measured no further that takes this many times as long as the
-#: best one: soon if it is far behind, and after more rounds if it is not close. Where other
-#: programs run, the least of a few samples may be three times what a call takes.
-_FIRST, _HOPELESS = 8, 2.5
-_LATER, _CLOSE = 30, 1.3
 #: Samples of a candidate once it is built. One that takes more than this many times as long as
-#: another, at every batch size, is dropped before the next one is built, which frees its memory.
+#: another, at every batch size, is measured no further and gives its memory back.
 _LOOKS, _HEAVY = 3, 4.0
 
 
@@ -114,12 +106,6 @@ def build_fastest(task: Task) -> tuple[nn.Module, FastestReport]:
 
     Every engine that is installed is a candidate, with the quantized model and with the float one.
     One that cannot run the model, or whose results differ from the simulation, is left out.
-
-    Args:
-        task: the model, the example and the batch sizes to measure besides that of the example.
-
-    Raises:
-        ExportError: no engine can run the model.
     """
     entries = list(_entries())
     batches = [_batch(task, rows) for rows in (None, *task.batch_sizes)]
@@ -206,25 +192,18 @@ def _release(entries: Sequence[_Entry]) -> None:
 
 
 def _measure(entries: list[_Entry], batch: Any, rows: int) -> None:
-    """Time the candidates on one batch, all of them in each round, in rotating order.
-
-    One that is behind takes part in the first rounds alone, so that the best ones get more.
-    """
+    """Time the candidates on one batch, all of them in each round, in rotating order."""
     repeats = {id(e): max(1, round(_SAMPLE / max(min(e.samples[rows]), 1e-7))) for e in entries}
     started = time.perf_counter()
     for number in range(_MOST if entries else 0):
         if number >= _LEAST and time.perf_counter() - started > _BUDGET:
             return
-        turn = number % max(1, len(entries))
+        turn = number % len(entries)
         for entry in entries[turn:] + entries[:turn]:
             calls = repeats[id(entry)]
             if calls > 1:
                 _seconds(entry, batch, 1)  # behind another candidate, caches are cold
             entry.samples[rows].append(_seconds(entry, batch, calls))
-        if number >= _FIRST:
-            best = min(min(entry.samples[rows]) for entry in entries)
-            limit = best * (_HOPELESS if number < _LATER else _CLOSE)
-            entries = [e for e in entries if min(e.samples[rows]) < limit]
 
 
 def _quartile(samples: Sequence[float]) -> float:

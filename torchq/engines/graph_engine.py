@@ -1,29 +1,54 @@
-"""The base of engines that read an ONNX file: the export, and the check of what they compute."""
+"""Engines that read an ONNX file: the export, the check of what they compute, and the module."""
 
 from __future__ import annotations
 
 import logging
 import tempfile
+import threading
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from torchq.engines.as_written import runs_as_written
 from torchq.engines.export import OpenLengths, tensor_shapes, with_rows
-from torchq.engines.module import EngineModule, ReadGraph, Run, Shapes
-from torchq.engines.registry import Engine
-from torchq.engines.task import Task
+from torchq.engines.interface import GraphInterface, ReadGraph, Run, Shapes
+from torchq.engines.registry import Engine, Task
 from torchq.errors import ExportError, MissingExtraError
+from torchq.graph import call_arguments, call_model, tensors_in
 from torchq.lowering.onednn import saturates
 from torchq.onnx import verify_onnx
+from torchq.onnx.verify.amplified import too_different
+from torchq.onnx.verify.session import Session
 from torchq.utils import progress_stages
 
-__all__ = ["GraphEngine"]
+
+def runs_as_written(module: EngineModule, model: nn.Module, example: Any) -> bool:
+    """Return True if an engine returns what its file does, as far as the model lets one tell."""
+    args, kwargs = call_arguments(model, example)
+    feeds = module.interface.signature.bind(args, kwargs, torch.device("cpu"))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.onnx")
+        path.write_bytes(module.graph_bytes())
+        session = Session(path, optimize=False)
+
+    def run(feeds: Mapping[str, Tensor]) -> list[Tensor]:
+        return _results(module, session.run(feeds))
+
+    with torch.no_grad():
+        found = list(tensors_in(call_model(module, example)))
+    return not too_different(found, run(feeds), run, feeds)
+
+
+def _results(module: EngineModule, tensors: list[Tensor]) -> list[Tensor]:
+    """Return what the file returns, in the order of the results of the model."""
+    return list(tensors_in(module.interface.structure.rebuild(tensors)))
+
 
 log = logging.getLogger(__name__)
 
@@ -114,13 +139,7 @@ class GraphEngine(Engine):
         return module
 
     def _accept(self, found: str, module: EngineModule, task: Task) -> None:
-        """Warn about results that differ by more than is allowed, or raise an error.
-
-        Args:
-            found: which result differs, and by how much.
-            module: the model on this engine.
-            task: the model and the example.
-        """
+        """Warn about results that differ by more than is allowed, or raise an error."""
         text = f"deploy: engine {self.label!r}: {found}"
         if not self.quantized or not _file_agrees(module, task):
             raise ExportError(f"{text}. Use another engine")
@@ -148,7 +167,7 @@ class GraphEngine(Engine):
             ExportError: a result differs.
         """
         structure = module.interface.structure
-        if any(other != structure for other in task.structures_of_other_lengths(lengths)):
+        if not all(structure.matches(other) for other in task.structures_of_other_lengths(lengths)):
             raise ExportError(
                 f"deploy: engine {self.label!r}: for an example of another shape the model returns "
                 "other numbers or another number of tensors beside its tensors; expected the same, "
@@ -211,3 +230,160 @@ def _require_float32(model: nn.Module) -> None:
             f"deploy: got a model in {found}; expected float32, which other engines run. Call "
             "model.float() before calibrating, or use engine='torch'"
         )
+
+
+class _Forward:
+    """The forward of an :class:`EngineModule`, with the signature of the original's."""
+
+    def __init__(self, module: EngineModule) -> None:
+        self._module = module
+        self.__signature__ = module.interface.signature.parameters
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._module.run(args, kwargs)
+
+
+class EngineModule(nn.Module):
+    """A calibrated model that another engine runs, for inference.
+
+    Called as the original model, it returns results of the same structure: new tensors, which no
+    later call overwrites. The graph is a buffer, so copies, files and state dicts hold it. The
+    engine opens it at the first call, and once more for every number of threads that torch is set
+    to (``torch.set_num_threads``). Several threads may call one module.
+
+    Args:
+        settings: the engine and its settings.
+        graph: the bytes of an ONNX file, as a uint8 tensor.
+        interface: what the graph takes and returns.
+    """
+
+    graph: Tensor
+    _opened: dict[int, Run]
+    _lock: threading.Lock
+
+    def __init__(self, settings: GraphEngine, graph: Tensor, interface: GraphInterface) -> None:
+        super().__init__()
+        self.register_buffer("graph", graph)
+        self.settings, self.interface = settings, interface
+        self._reset()
+        self.eval()
+
+    def _reset(self) -> None:
+        """Forget what the engine has opened, which can be neither copied nor saved."""
+        vars(self).update(_opened=dict[int, Run](), _lock=threading.Lock())
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(vars(self))
+        del state["_opened"], state["_lock"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._reset()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        loaded = state_dict.get(f"{prefix}graph")
+        if loaded is not None and loaded.shape != self.graph.shape:
+            self.graph = torch.empty_like(loaded, device=self.graph.device)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._reset()
+
+    @property
+    def engine(self) -> str:
+        """The name of the engine."""
+        return self.settings.name
+
+    @property
+    def forward(self) -> Callable[..., Any]:  # type: ignore[override]
+        """Compute the results of the original model; a callable that has its signature.
+
+        Raises:
+            InputError: an argument has another name, number, dtype, shape or device than the
+                graph takes; the text names it.
+        """
+        return _Forward(self)
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the results of a call with the arguments of the original model."""
+        device = self.settings.device
+        feeds = self.interface.signature.bind(args, kwargs, device)
+        feeds = {name: value.detach().contiguous() for name, value in feeds.items()}
+        empty = any(value.shape[:1] == (0,) for value in feeds.values())
+        tensors = self._run_empty(feeds) if empty else self._opened_run()(feeds)
+        return self.interface.structure.rebuild(tensors)
+
+    def _run_empty(self, feeds: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the results for no images: those for one image of zeros, without that image.
+
+        The kernels of engines expect one image at least.
+        """
+        one = {
+            name: value.new_zeros((max(1, value.shape[0]), *value.shape[1:]))
+            for name, value in feeds.items()
+        }
+        pairs = zip(self._opened_run()(one), self.interface.open_results, strict=True)
+        return [result[:0] if is_open else result for result, is_open in pairs]
+
+    def _opened_run(self) -> Run:
+        """Return the graph as the engine has opened it for the present number of threads."""
+        threads = torch.get_num_threads()
+        run = self._opened.get(threads)
+        if run is None:
+            with self._lock:
+                run = self._opened.get(threads)
+                if run is None:
+                    read, usual = partial(_bytes_of, self.graph), self.interface.usual
+                    run = self._opened[threads] = self.settings.open(read, threads, usual)
+        return run
+
+    def graph_bytes(self) -> bytes:
+        """Return the ONNX file that the engine runs."""
+        return _bytes_of(self.graph)
+
+    def summary_row(self) -> tuple[str, int, str]:
+        """Return engine, bytes of the file, and which nodes run on integers."""
+        note = f"{self.settings.placement(self.graph_bytes())}; the ONNX file is inside the module"
+        return self.settings.label, self.graph.numel(), note
+
+    def extra_repr(self) -> str:
+        """Return the settings that ``repr`` shows."""
+        signature = self.interface.signature
+        inputs = ", ".join(graph_input.name for graph_input in signature.inputs)
+        return f"{signature.model}({inputs}), {self.settings.label}"
+
+
+def _bytes_of(graph: Tensor) -> bytes:
+    return graph.cpu().numpy().tobytes()
+
+
+def run_by_shape(
+    open_for: Callable[[Shapes | None], Run],
+    usual: Collection[Shapes],
+    *,
+    any_batch: bool = False,
+) -> Run:
+    """Return a function of the inputs that opens the graph for their shapes where these are usual.
+
+    Several threads may call it. A graph is opened when a call needs it first, and once.
+    """
+    chosen = {_key(shapes, any_batch): shapes for shapes in usual}
+    opened: dict[Shapes | None, Run] = {}
+    lock = threading.Lock()
+
+    def run(feeds: Mapping[str, Tensor]) -> list[Tensor]:
+        shapes = tuple((name, tuple(value.shape)) for name, value in feeds.items())
+        wanted = chosen.get(_key(shapes, any_batch))
+        found = opened.get(wanted)
+        if found is None:
+            with lock:
+                found = opened.get(wanted)
+                if found is None:
+                    found = opened[wanted] = open_for(wanted)
+        return found(feeds)
+
+    return run
+
+
+def _key(shapes: Shapes, any_batch: bool) -> Shapes:
+    first = 1 if any_batch else 0
+    return tuple((name, shape[first:]) for name, shape in shapes)

@@ -11,15 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchq.engines.graph_engine import GraphEngine
-from torchq.engines.module import ReadGraph, Run, Shapes, run_by_shape
+from torchq.engines.graph_engine import GraphEngine, run_by_shape
+from torchq.engines.interface import ReadGraph, Run, Shapes
 from torchq.engines.registry import Engine, register
 from torchq.errors import ConfigError, ExportError
 from torchq.onnx import inspect_onnx
 from torchq.onnx.passes.pads import with_lengths
 from torchq.utils.optional import import_optional
-
-__all__ = ["OnnxRuntime"]
 
 #: The setting ``provider`` -> the name in ONNX Runtime, and the target of its files.
 _PROVIDERS = {

@@ -13,16 +13,13 @@ import torch
 from torch import Tensor
 
 from torchq.engines.export import OpenLengths
-from torchq.engines.graph_engine import GraphEngine
-from torchq.engines.module import EngineModule, ReadGraph, Run, Shapes, run_by_shape
-from torchq.engines.registry import Engine, register
-from torchq.engines.task import Task
+from torchq.engines.graph_engine import EngineModule, GraphEngine, run_by_shape
+from torchq.engines.interface import ReadGraph, Run, Shapes
+from torchq.engines.registry import Engine, Task, register
 from torchq.errors import ConfigError, ExportError
 from torchq.onnx.passes.pads import with_lengths
 from torchq.onnx.targets.openvino import with_signed_codes
 from torchq.utils.optional import import_optional
-
-__all__ = ["OpenVino", "reads_signed_codes"]
 
 _NEEDED_BY = "deploy(engine='openvino')"
 #: The setting ``precision`` -> the hint of OpenVINO.

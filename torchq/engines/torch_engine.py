@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from torchq.engines.registry import Engine, register
-from torchq.engines.task import Task
+from torchq.engines.registry import Engine, Task, register
 from torchq.lowering.api import lower_model
 from torchq.utils import copy_module
 

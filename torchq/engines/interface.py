@@ -1,9 +1,11 @@
-"""The arguments that a deployed graph takes: bound as Python binds them, and checked by name."""
+"""What a deployed graph takes and returns, seen from Python: arguments by name, nested results."""
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +14,6 @@ from torch import Tensor, nn
 
 from torchq.errors import ExportError, InputError
 from torchq.graph import call_arguments
-
-__all__ = ["CallSignature", "GraphInput", "argument_values", "example_arguments"]
 
 _EMPTY = inspect.Parameter.empty
 _STAR, _STARS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
@@ -74,16 +74,7 @@ class CallSignature:
     def bind(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
     ) -> dict[str, Tensor]:
-        """Return the tensors of a call by name.
-
-        Args:
-            args: positional arguments.
-            kwargs: keyword arguments.
-            device: where the tensors have to be.
-
-        Raises:
-            InputError: the text names the argument.
-        """
+        """Return the tensors of a call by name."""
         try:
             bound = self.parameters.bind(*args, **kwargs)
         except TypeError as error:
@@ -131,11 +122,7 @@ def argument_values(bound: inspect.BoundArguments) -> dict[str, Any]:
 
 
 def example_arguments(model: nn.Module, example: Any) -> tuple[inspect.Signature, dict[str, Any]]:
-    """Return the signature of a model without annotations, and the arguments of an example.
-
-    Raises:
-        ExportError: an argument of the example holds tensors in a tuple, list or mapping.
-    """
+    """Return the signature of a model without annotations, and the arguments of an example."""
     args, kwargs = call_arguments(model, example)
     signature = inspect.signature(model.forward)
     parameters = [p.replace(annotation=_EMPTY) for p in signature.parameters.values()]
@@ -151,3 +138,128 @@ def example_arguments(model: nn.Module, example: Any) -> tuple[inspect.Signature
                 "tensor, as graphs take tensors by name. Use engine='torch'"
             )
     return plain, values
+
+
+#: Values without tensors, which a graph cannot return: they are what they were for the example.
+_CONSTANTS = (type(None), bool, int, float, str, bytes, enum.Enum, torch.dtype, torch.device)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """The place of a tensor, with its number in the flat list; one tensor may have several."""
+
+    index: int
+
+
+class Structure:
+    """Results of a model, with places instead of tensors."""
+
+    def __init__(self, template: Any) -> None:
+        self.template = template
+
+    def rebuild(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the results with these tensors in the places."""
+        return _mapped(
+            self.template, lambda leaf: tensors[leaf.index] if isinstance(leaf, _Place) else leaf
+        )
+
+    def tensors_of(self, value: Any) -> list[Tensor]:
+        """Return the tensors of other results of this structure, each once.
+
+        What was a constant is left out: tracing makes tensors of sizes.
+        """
+        pairs = zip(_leaves(self.template), _leaves(value), strict=True)
+        found = {place.index: tensor for place, tensor in pairs if isinstance(place, _Place)}
+        return [found[index] for index in sorted(found)]
+
+    def matches(self, other: Structure) -> bool:
+        """Return True if constants and places are the same."""
+        return list(_leaves(self.template)) == list(_leaves(other.template))
+
+
+def flatten(value: Any) -> tuple[list[Tensor], Structure]:
+    """Return the tensors in the results of a model, each once, and their structure.
+
+    Results are tuples, lists, mappings and dataclasses of tensors, with numbers and text beside.
+    """
+    tensors: dict[int, Tensor] = {}
+    places: dict[int, _Place] = {}
+
+    def place_of(leaf: Any) -> Any:
+        if isinstance(leaf, _CONSTANTS):
+            return leaf
+        if not isinstance(leaf, Tensor):
+            raise ExportError(
+                f"deploy: the model returns a {type(leaf).__name__}; expected tensors in tuples,"
+                " lists, mappings and dataclasses, which a graph can return. Use engine='torch'"
+            )
+        tensors[id(leaf)] = leaf
+        return places.setdefault(id(leaf), _Place(len(places)))
+
+    structure = Structure(_mapped(value, place_of))
+    return list(tensors.values()), structure
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a value of the same structure with every leaf changed."""
+    parts = _parts(value)
+    if parts is None:
+        return change(value)
+    new = [_mapped(part, change) for part in parts]
+    if isinstance(value, (tuple, list)):
+        kind = list if isinstance(value, list) else type(value)
+        return kind(*new) if hasattr(kind, "_fields") else (list if kind is list else tuple)(new)
+    if isinstance(value, Mapping):  # Hugging Face has mappings that are dataclasses
+        items = dict(zip(value, new, strict=True))
+        mapping: Any = type(value)
+        return mapping(**items) if dataclasses.is_dataclass(value) else mapping(items)
+    result: Any = object.__new__(type(value))  # its own __init__ does not run again
+    for own, part in zip(dataclasses.fields(value), new, strict=True):
+        object.__setattr__(result, own.name, part)  # it may be frozen
+    return result
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    parts = _parts(value)
+    if parts is None:
+        yield value
+        return
+    for part in parts:
+        yield from _leaves(part)
+
+
+def _parts(value: Any) -> list[Any] | None:
+    """Return what a container holds; None for a leaf."""
+    if isinstance(value, (tuple, list)):
+        return list(value)
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, _Place) or not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return None
+    return [getattr(value, field.name) for field in dataclasses.fields(value)]
+
+
+#: The shape of each input of a call, by name.
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+#: Computes the outputs of a graph, in order, from its inputs by name. Several threads may call it.
+Run = Callable[[Mapping[str, Tensor]], list[Tensor]]
+#: Returns the bytes of an ONNX file, a new copy for each call.
+ReadGraph = Callable[[], bytes]
+
+
+@dataclass(frozen=True)
+class GraphInterface:
+    """What a graph takes and returns, seen from Python.
+
+    Attributes:
+        signature: of the call.
+        structure: of the results.
+        open_results: for each output of the graph, True if its length in dimension 0 depends on
+            the inputs.
+        usual: the shapes of calls that will be common.
+    """
+
+    signature: CallSignature
+    structure: Structure
+    open_results: tuple[bool, ...]
+    usual: tuple[Shapes, ...] = ()
