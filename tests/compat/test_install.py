@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -106,3 +108,15 @@ def test_absl_stand_in(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptur
     assert [record.getMessage() for record in caplog.records] == ["shown 1", "first"]
     torchq.compat.uninstall()
     assert "absl" not in sys.modules
+
+
+def test_names_in_the_guide_of_migration_exist() -> None:
+    path = Path(__file__).resolve().parents[2] / "docs" / "migration.md"
+    page = path.read_text(encoding="utf-8")
+    named = set(re.findall(r"`(?:with )?(torchq(?:\.\w+)+)", page))
+    assert len(named) > 10
+    for name in named:
+        found = torchq
+        for part in name.split(".")[1:]:
+            found = getattr(found, part)
+        assert found is not None

@@ -244,11 +244,6 @@ class HistogramCalibrator(_Calibrator):
             raise LegacyTypeError(
                 f"Unknown calibration method {method!r}; expected 'entropy', 'mse' or 'percentile'"
             )
-        if method == "percentile" and not 0 <= percentile <= 100:
-            raise ConfigError(
-                f"percentile: got {percentile}; "
-                "expected a number in the range 0 to 100, such as 99.99"
-            )
         if self._calib_hist is None or self._calib_bin_edges is None:
             return torch.zeros(()) if self._zeros else None
         counts, edges = self._calib_hist, self._calib_bin_edges
