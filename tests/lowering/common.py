@@ -13,8 +13,6 @@ from torch import Tensor, nn
 import torchq
 from torchq.lowering.onednn import saturates
 
-__all__ = ["calibrated", "Residual", "exported", "sqnr", "stored_state", "weight_codes"]
-
 
 def weight_codes(*shape: int, generator: torch.Generator) -> Tensor:
     """Return random int8, of 7 bits where 8 would overflow: on CPUs without VNNI."""

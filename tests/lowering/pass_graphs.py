@@ -14,27 +14,6 @@ from torchq.lowering import Int8Conv, Int8Linear, QParams, passes
 from torchq.lowering.passes.editor import GraphEditor
 from torchq.lowering.qdq import Dequantize, Quantize
 
-__all__ = [
-    "ALL",
-    "CLAMPED",
-    "Model",
-    "OTHER",
-    "POSITIVE",
-    "Q",
-    "after",
-    "apply",
-    "calibrated",
-    "conv",
-    "dequantize",
-    "edit",
-    "linear",
-    "norm",
-    "only",
-    "picture",
-    "quantize",
-    "quantizer",
-]
-
 Q = QParams(0.5, 128, 0, 255)
 OTHER = QParams(0.25, 128, 0, 255)
 POSITIVE = QParams(0.5, 0, 0, 127)

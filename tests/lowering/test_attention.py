@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import torchq
-from tests.lowering.common import exported, sqnr, stored_state
+from tests.lowering.common import sqnr, stored_state
 from tests.nn.test_attention import MASKS, OPTIONS, Seq2Seq, attention, batch, tokens
 from torchq.lowering import (
     DeployedMultiheadAttention,
@@ -63,15 +63,6 @@ def test_the_layer_equals_its_simulation(options: dict[str, Any], masks: dict[st
         torch.testing.assert_close(found[1].double(), expected[1], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_unbatched(batch_first: bool) -> None:
-    module = attention(batch_first=batch_first)
-    inputs = tokens(module, batched=False)
-    model = calibrated(module, *inputs)
-    for found, expected in zip(torchq.deploy(model)(*inputs), model(*inputs), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 + flip(model))
-
-
 def test_inputs_on_one_grid_are_multiplied_at_once() -> None:
     a, b, c = (torch.randn(2, 5, 12) * scale for scale in (1, 2, 3))
     calls = [(a, a, a), (a, b, b), (a, a, b), (a, b, a), (a, b, c)]
@@ -85,19 +76,6 @@ def test_inputs_on_one_grid_are_multiplied_at_once() -> None:
             torch.testing.assert_close(
                 int8(*given)[0], model(*given)[0], rtol=0, atol=1e-5 + flip(model)
             )
-
-
-@pytest.mark.parametrize("options", [{}, {"kdim": 7, "vdim": 9}], ids=str)
-def test_the_weight_can_be_read(options: dict[str, int]) -> None:
-    module = attention(batch_first=True, **options)
-    query, key, value = tokens(module)
-    model = calibrated(module, *((query, key, value) if options else (key, value, key)))
-    found = torchq.deploy(model).in_proj_weight
-    if options:
-        assert found is None
-    else:
-        expected = [quantizer(weight) for quantizer, weight in model.quantized_weights()][:3]
-        torch.testing.assert_close(found, torch.cat(expected), rtol=1e-6, atol=0)
 
 
 def test_the_operands_of_the_products_are_simulated() -> None:
@@ -148,7 +126,7 @@ def test_what_has_no_kernel_keeps_simulating_and_says_why() -> None:
 def deployed(model: nn.Module, given: Any) -> tuple[nn.Module, nn.Module]:
     torchq.quantize_(model.eval())
     torchq.calibrate(model, [given], progress=False)
-    return model, torchq.deploy(model, given)
+    return model, torchq.deploy(model, given, engine=torchq.engines.TorchEngine(measured=False))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
@@ -173,23 +151,6 @@ def test_transformers_of_torch(batch_first: bool) -> None:
             scale, layer.weight_scale = layer.weight_scale, torch.zeros_like(layer.weight_scale)
             assert not torch.equal(int8(**given), found)
             layer.weight_scale = scale
-
-
-def vision_transformer() -> Any:
-    models = pytest.importorskip("torchvision.models.vision_transformer")
-    model: Any = models.VisionTransformer(
-        32, 8, num_layers=2, num_heads=4, hidden_dim=32, mlp_dim=64, num_classes=7
-    )
-    nn.init.normal_(model.heads.head.weight)
-    return model
-
-
-def test_vision_transformer() -> None:
-    x = torch.randn(4, 3, 32, 32)
-    model, int8 = deployed(vision_transformer(), x)
-    assert sqnr(int8(x), model(x)) > 35
-    assert sum(isinstance(m, DeployedMultiheadAttention) for m in int8.modules()) == 2
-    assert not [row for row in torchq.summary(int8).layers if row.kernel == "simulated"]
 
 
 class Block(nn.Module):
@@ -225,26 +186,6 @@ def test_copies_files_and_state() -> None:
     other.load_state_dict(stored_state(int8))
     for twin in (copy.deepcopy(int8), pickle.loads(pickle.dumps(int8)), other):
         assert torch.equal(twin(x), expected)
-
-
-def test_compilers() -> None:
-    x = torch.randn(2, 5, 12)
-    _, int8 = deployed(Block(), x)
-    expected = int8(x)
-    compiled = torch.compile(int8, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(exported(int8, x)(x), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_dtypes(dtype: torch.dtype) -> None:
-    x = torch.randn(2, 5, 12)
-    _, int8 = deployed(Block(), x)
-    found = copy.deepcopy(int8).to(dtype)(x.to(dtype))
-    assert found.dtype is dtype
-    assert sqnr(found, int8(x)) > (
-        25 if dtype is torch.bfloat16 else 40
-    )  # 8 bits of every result, and codes next to ties
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")

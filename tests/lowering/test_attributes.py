@@ -1,14 +1,19 @@
-"""What code around a layer may read of it survives the replacement."""
+"""Deployed layers stay what code around them expects: attributes, hooks, computed weights."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune, spectral_norm, weight_norm
 
 import torchq
 from tests.lowering.common import calibrated, sqnr
 from torchq.lowering import Int8Conv, Int8Linear
+from torchq.lowering.api import stores_weight
 
 
 class Patches(nn.Module):
@@ -54,21 +59,6 @@ def test_plain_attributes_stay() -> None:
     )
 
 
-def test_other_linear_kinds_have_a_weight_too() -> None:
-    x = torch.randn(4, 64)
-    model = nn.Sequential(nn.Linear(64, 32))
-    rule = torchq.Rule(
-        "*",
-        input=torchq.QuantDescriptor(8, dynamic=True, axis=0),
-        weight=torchq.QuantDescriptor(8, axis=0),
-    )
-    torchq.quantize_(model, torchq.QuantConfig((rule,)))
-    torchq.calibrate(model, [x], progress=False)
-    int8 = torchq.deploy(model, x)
-    assert not isinstance(int8[0], nn.Linear)
-    assert torch.equal(int8[0].weight, model[0].weight_quantizer(model[0].weight))
-
-
 def test_a_layer_with_a_hook_keeps_it_and_simulates() -> None:
     seen = []
     model = calibrated(Patches(), X)
@@ -78,3 +68,74 @@ def test_a_layer_with_a_hook_keeps_it_and_simulates() -> None:
     assert seen == [1]
     assert isinstance(int8.projection, Int8Conv) and isinstance(int8.head, torchq.nn.QuantLinear)
     assert "it has a forward hook" in str(torchq.summary(int8))
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+
+D = torchq.QuantDescriptor
+#: Coarse weights, so that a weight that is not rounded is far off.
+WEIGHT = D(3, axis=0)
+INT8, FP8 = D(8), D((4, 3))
+HOOKS: dict[str, Callable[[nn.Module], Any]] = {
+    "weight_norm": weight_norm,
+    "spectral_norm": spectral_norm,
+    "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+    "prune twice": lambda layer: [prune.random_unstructured(layer, "weight", 0.3) for _ in "ab"],
+    "prune the bias": lambda layer: prune.l1_unstructured(layer, "bias", 0.5),
+    "own hook": lambda layer: layer.register_forward_pre_hook(double),
+}
+
+
+def double(layer: nn.Module, args: Any) -> None:
+    """Compute the weight before a call, as a hook of a user may."""
+    if not hasattr(layer, "source"):
+        layer.source = layer.weight.detach().clone()  # type: ignore[operator, assignment, union-attr]
+    with torch.no_grad():
+        layer.weight.copy_(2 * layer.source)  # type: ignore[operator, union-attr]
+
+
+def config(input: torchq.QuantDescriptor) -> torchq.QuantConfig:
+    return torchq.recipes.int8().with_rules(torchq.Rule(nn.Conv2d, input=input, weight=WEIGHT))
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("input", [INT8, FP8], ids=["kernel", "simulated"])
+def test_the_weight_stays_quantized(hook: str, input: torchq.QuantDescriptor) -> None:
+    model, x = (
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)),
+        torch.randn(2, 3, 9, 9),
+    )
+    HOOKS[hook](model[2])
+    calibrated(model, x, config(input))
+    int8 = torchq.deploy(model, x)
+    # Float32 sums differ in their last bits.
+    torch.testing.assert_close(int8(x), model(x), rtol=1e-5, atol=1e-5)
+    kernels = sum(isinstance(m, Int8Conv) for m in int8.modules())
+    stays = hook == "own hook"
+    assert kernels == (0 if input is FP8 else 2 - stays)
+
+
+def test_the_model_keeps_its_hooks() -> None:
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3)), torch.randn(2, 3, 9, 9)
+    weight_norm(model[0])
+    calibrated(model, x)
+    torchq.deploy(model, x)
+    assert {"weight_g", "weight_v"} <= set(dict(model[0].named_parameters()))
+
+
+def test_a_parametrized_weight_is_rounded_at_every_call() -> None:
+    class Double(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2 * weight
+
+    model, x = (
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)),
+        torch.randn(2, 3, 9, 9),
+    )
+    torchq.quantize_(model.eval(), config(FP8))
+    layer = model[2]
+    parametrize.register_parametrization(layer, "weight", Double())
+    torchq.calibrate(model, [x], progress=False)
+    assert not stores_weight(layer, layer.weight)  # type: ignore[arg-type]
+    assert stores_weight(model[0], model[0].weight)  # type: ignore[arg-type]
+    torch.testing.assert_close(torchq.deploy(model)(x), model(x), rtol=1e-5, atol=1e-5)

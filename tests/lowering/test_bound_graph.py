@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import pickle
-import threading
 from typing import Any
 
 import pytest
@@ -13,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.lowering.common import Residual, calibrated
+from tests.lowering.common import Residual
 from torchq.lowering import onednn
 from torchq.lowering.conv import Int8Conv
-from torchq.lowering.packed import MOST_SHAPES
 from torchq.lowering.qdq import Quantize
 from torchq.lowering.traced import TracedModel
 
@@ -77,48 +74,6 @@ def test_other_shapes_are_bound_besides(int8: TracedModel, x: Tensor) -> None:
         assert torch.equal(int8(images), plain(int8, images))
 
 
-class TwoImages(nn.Module):
-    """Multiplies a convolution of one image by another image, in code of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 3, 1)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.conv(x) * y
-
-
-@pytest.mark.parametrize("copied", [False, True])
-def test_an_error_is_raised_and_not_printed_besides(
-    copied: bool, x: Tensor, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = TwoImages().eval()
-    torchq.quantize_(model)
-    torchq.calibrate(model, [(x, x)], progress=False)
-    int8 = torchq.deploy(model)
-    int8 = copy.deepcopy(int8) if copied else int8
-    with pytest.raises(RuntimeError, match="must match the size"):
-        int8(x, x[..., :9])
-    assert capsys.readouterr() == ("", "")
-
-
-@pytest.mark.skipif(not onednn.available(), reason="needs torch's oneDNN operators")
-def test_many_shapes_stay_bound_and_the_oldest_goes(
-    int8: TracedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    images = [torch.randn(1, 3, 16, 8 + width) for width in range(MOST_SHAPES + 1)]
-    for image in images[:-1] * 2:
-        int8(image)
-    assert [calls_of_modules(monkeypatch, int8, image) for image in images[:-1]] == [0] * (
-        len(images) - 1
-    )
-    for _ in range(2):
-        int8(images[-1])
-    assert calls_of_modules(monkeypatch, int8, images[-1]) == 0
-    assert calls_of_modules(monkeypatch, int8, images[1]) == 0
-    assert calls_of_modules(monkeypatch, int8, images[0]) == len(layers(int8))
-
-
 @pytest.mark.parametrize("change", ["scale", "state", "dtype", "replaced", "hook", "forward"])
 def test_a_change_of_a_layer_is_noticed(int8: TracedModel, x: Tensor, change: str) -> None:
     for _ in range(3):
@@ -161,16 +116,6 @@ def test_an_edited_graph_is_bound_anew(int8: TracedModel, x: Tensor) -> None:
         assert torch.equal(int8(x), -before)
 
 
-def test_copies_and_pickles_bind_their_own(int8: TracedModel, x: Tensor) -> None:
-    for _ in range(3):
-        expected = int8(x)
-    for twin in (copy.deepcopy(int8), pickle.loads(pickle.dumps(int8))):
-        layers(twin)[0].weight_scale = layers(twin)[0].weight_scale * 2
-        for _ in range(3):
-            assert not torch.equal(twin(x), expected)
-        assert torch.equal(int8(x), expected)
-
-
 def test_arguments_by_name_and_nan_are_as_before(int8: TracedModel, x: Tensor) -> None:
     for _ in range(3):
         assert torch.equal(int8(x=x), int8(x))
@@ -179,23 +124,6 @@ def test_arguments_by_name_and_nan_are_as_before(int8: TracedModel, x: Tensor) -
     with pytest.raises(TypeError, match=r"expected torch\.float32"):
         int8(x.double())
     assert list(inspect.signature(int8.forward).parameters) == ["x"]
-
-
-def test_threads_share_one_bound_graph(int8: TracedModel, x: Tensor) -> None:
-    images = [x, x + 1, x - 1, x * 2]
-    expected = [plain(int8, image) for image in images]
-    found: list[bool] = []
-
-    def call(index: int) -> None:
-        for _ in range(20):
-            found.append(torch.equal(int8(images[index]), expected[index]))
-
-    threads = [threading.Thread(target=call, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [True] * 80
 
 
 class Seen(nn.Module):
@@ -237,30 +165,6 @@ def test_calls_without_gradients_run_in_inference_mode_and_return_ordinary_tenso
     assert torch.equal(result.add_(1), int8(x) + 1)
     with torch.inference_mode():
         assert int8(x).is_inference()
-
-
-def test_results_of_every_structure_are_ordinary_tensors(x: Tensor) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 4, 3)
-
-        def forward(self, x: Tensor) -> dict[str, Any]:
-            y = self.conv(x).mean((2, 3))
-            return {"pair": (y, [y[:1], x]), "number": (y.neg(),)}
-
-    int8 = torchq.deploy(calibrated(Net(), x))
-    expected = int8(x)
-    with torch.no_grad():
-        for _ in range(3):
-            found = int8(x)
-    pair, number = found["pair"], found["number"]
-    assert type(found) is dict and type(pair) is tuple and type(pair[1]) is list
-    assert pair[1][1] is x
-    tensors = [pair[0], *pair[1], *number]
-    assert not any(tensor.is_inference() for tensor in tensors)
-    wanted = [expected["pair"][0], *expected["pair"][1], *expected["number"]]
-    assert all(map(torch.equal, tensors, wanted))
 
 
 @pytest.mark.parametrize("reason", ["foreign module", "large results"])

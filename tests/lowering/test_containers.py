@@ -84,14 +84,6 @@ def test_attributes_that_cannot_be_copied_are_shared(images: Tensor, make: Any, 
     assert owner.library is library or isinstance(library, dict)
 
 
-def test_an_input_quantizer_is_taken_out_of_a_module_that_cannot_be_copied(images: Tensor) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.AvgPool2d(3), nn.Conv2d(4, 4, 1))
-    model[1].library = math  # type: ignore[assignment]
-    rule = torchq.Rule(nn.AvgPool2d, input=torchq.QuantDescriptor())
-    model = calibrated(model, images, torchq.recipes.int8().with_rules(rule))
-    assert sqnr(torchq.deploy(model)(images), model(images)) > 40
-
-
 def test_a_class_that_refuses_to_be_copied_is_an_error(images: Tensor) -> None:
     class Unique(nn.Conv2d):
         def __deepcopy__(self, memo: dict[int, Any]) -> Unique:
@@ -104,47 +96,3 @@ def test_a_class_that_refuses_to_be_copied_is_an_error(images: Tensor) -> None:
         match=r"deploy: got a Sequential that cannot be copied \(there is only one\); expected one",
     ):
         torchq.deploy(model)
-
-
-class Shortcut(nn.Module):
-    """A block of DLA: its parent calls it with and without a shortcut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = Inner()
-
-    def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
-        return self.body(x) + (x if shortcut is None else shortcut)
-
-
-class Inner(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.relu(self.first(x)))
-
-
-class Tree(nn.Module):
-    """Code that cannot be traced around such blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = Shortcut(), Shortcut()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.sum() > 1e9:
-            return x
-        return self.two(self.one(x), shortcut=x)
-
-
-@pytest.mark.parametrize("compare", [False, True])
-def test_a_part_that_its_parent_calls_with_options_keeps_its_forward(
-    images: Tensor, compare: bool
-) -> None:
-    model = calibrated(Tree(), images)
-    int8 = torchq.deploy(model, images if compare else None)
-    assert sqnr(int8(images), model(images)) > 40
-    assert type(int8.two) is Shortcut
-    assert isinstance(int8.two.body, fx.GraphModule)

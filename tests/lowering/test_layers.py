@@ -104,25 +104,6 @@ def test_codes_are_taken_as_they_are() -> None:
     assert torch.equal(int8(codes), expected) and torch.equal(int8(x), expected)
 
 
-def test_integer_weights_take_a_quarter() -> None:
-    x = torch.randn(2, 64)
-    model = calibrated(nn.Linear(64, 512, bias=False), x)
-    int8 = torchq.deploy(model)
-    assert isinstance(int8, Int8Linear)
-    assert int8.weight_codes.dtype is torch.int8
-    assert sum(b.numel() * b.element_size() for b in int8.buffers()) == 64 * 512 + 4 * 512
-    assert list(int8.parameters()) == []
-
-
-def test_loading_replaces_packed_weights() -> None:
-    x = torch.randn(2, 3, 64)
-    models = [torchq.deploy(calibrated(nn.Linear(64, 8), scale * x)) for scale in (1.0, 3.0)]
-    results = [model(x) for model in models]
-    models[0].load_state_dict(models[1].state_dict())
-    assert torch.equal(models[0](x), results[1])
-    assert not torch.equal(results[0], results[1])
-
-
 def fallback(
     layer: nn.Module, x: Tensor, **descriptors: torchq.QuantDescriptor
 ) -> tuple[nn.Module, nn.Module]:
@@ -244,14 +225,6 @@ def test_bound_kernels_follow_changes_of_the_layer() -> None:
     assert layer(x).shape == (2, 4, 4, 4)
 
 
-def test_other_steps_of_the_same_weight_are_seen() -> None:
-    x = torch.randn(2, 3, 8, 8)
-    layer = torchq.deploy(calibrated(nn.Conv2d(3, 4, 3, bias=False), x))
-    before = layer(x)
-    layer.weight_scale = layer.weight_scale * 2
-    torch.testing.assert_close(layer(x), 2 * before, rtol=1e-5, atol=1e-5)
-
-
 def test_residuals_of_several_kinds_reach_one_layer() -> None:
     x = torch.randn(2, 3, 8, 8)
     layer = torchq.deploy(calibrated(nn.Conv2d(3, 4, 3, padding=1), x))
@@ -266,30 +239,6 @@ def test_residuals_of_several_kinds_reach_one_layer() -> None:
             layer(x, residual), plain + residual, check_dtype=False, rtol=1e-5, atol=1e-5
         )
         assert torch.equal(residual, kept)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_converting_the_result_to_another_dtype(dtype: torch.dtype) -> None:
-    x = torch.randn(2, 8, 5, 5)
-    model = calibrated(
-        nn.Sequential(
-            nn.Conv2d(8, 4, 1), nn.Sigmoid(), torchq.TensorQuantizer(), nn.Tanh(), nn.Flatten(1)
-        ),
-        x,
-    )
-    int8 = torchq.deploy(model)
-    expected = int8(x)
-    scales = [m.weight_scale for m in int8.modules() if isinstance(m, Int8Layer)]
-    converted = copy.deepcopy(int8).to(dtype)
-    got = converted(x.to(dtype))
-    assert got.dtype is dtype
-    torch.testing.assert_close(got.float(), expected, rtol=0.02, atol=0.02)
-    assert all(
-        torch.equal(a, b.weight_scale)
-        for a, b in zip(
-            scales, (m for m in converted.modules() if isinstance(m, Int8Layer)), strict=True
-        )
-    )
 
 
 def test_many_image_sizes_keep_a_few_kernels() -> None:

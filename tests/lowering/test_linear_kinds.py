@@ -66,23 +66,6 @@ def test_exported_for_any_batch(descriptors: dict[str, torchq.QuantDescriptor]) 
         assert torch.equal(program(x), int8(x))
 
 
-def test_chains_go_around_other_layers() -> None:
-    integer = {"input": D(), "weight": D(axis=0)}
-    rules = torchq.QuantConfig(
-        (torchq.Rule(nn.Conv2d, **integer), torchq.Rule(nn.Linear, **PER_TOKEN))
-    )  # type: ignore[arg-type]
-    x = torch.randn(2, 3, 8, 8)
-    network = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 16)
-    )
-    model = calibrated(network, x, rules)
-    int8 = torchq.deploy(model, x)
-    assert int8.get_submodule("0").output_qparams is not None
-    assert isinstance(int8.get_submodule("4"), DynamicInt8Linear)
-    assert {row.name for row in torchq.summary(int8).layers} >= {"0", "2", "4"}
-    assert sqnr(int8(x), model(x)) > 38
-
-
 def test_dynamic_ranges_along_features_are_refused() -> None:
     x = torch.randn(3, 64)
     model = calibrated(

@@ -188,53 +188,6 @@ def test_another_bias_with_the_same_weight_is_seen() -> None:
         assert torch.equal(int8_linear(x, weights, Epilogue()), torch.full((1, 16), 32 + value))
 
 
-WEIGHTS = [{}, {"x_scale": 0.01}, {"x_zero_point": 128}]
-PARAMS = [{"stride": (2, 1)}, {"padding": (1, 1)}, {"dilation": (1, 2)}]
-EPILOGUES = [
-    {"scale": 0.1},
-    {"zero_point": 3},
-    {"activation": "relu"},
-    {"activation": "clamp", "arguments": (0.0, 1.0)},
-    {"activation": "clamp", "arguments": (-1.0, 1.0)},
-    {"residual_scale": 0.5},
-    {"residual_scale": 0.5, "residual_zero_point": 3},
-]
-
-
-def same_codes(got: Tensor, expected: Tensor) -> bool:
-    """Codes may differ by one next to a tie."""
-    return bool((got.int() - expected.int()).abs().max() <= 1)
-
-
-def test_one_weight_serves_any_settings(generator: torch.Generator) -> None:
-    """Bound kernels are kept under all their settings: one that is missing gives old results."""
-    x, weight, scale, bias = conv_case(2, 1, generator)
-    rows = torch.randint(0, 256, (3, 16), generator=generator).to(torch.uint8)
-    weights, square = (
-        Int8Weights(codes, scale, bias, 0.02, 0)
-        for codes in (weight, weight[:, :, 0, 0].contiguous())
-    )
-    params = ConvParams((1, 1), (0, 0), (1, 1))
-    epilogue = Epilogue(0.3, 0, torch.uint8)
-    for of_weights, of_params, of_epilogue in [
-        *((change, {}, {}) for change in WEIGHTS),
-        *(({}, change, {}) for change in PARAMS),
-        *(({}, {}, change) for change in EPILOGUES),
-    ]:
-        e, p = epilogue._replace(**of_epilogue), params._replace(**of_params)
-        w, s = weights._replace(**of_weights), square._replace(**of_weights)
-        assert same_codes(int8_conv(x, w, p, e), definition.conv(x, w, p, e))
-        assert same_codes(int8_linear(rows, s, e), definition.linear(rows, s, e))
-        for residual in (
-            torch.zeros(2, 32, 5, 5),
-            torch.ones(1, 32, 1, 1),
-            torch.full((2, 32, 5, 5), 7, dtype=torch.uint8),
-        ):
-            if not of_params:
-                args = (x, w, p, e, residual)
-                assert same_codes(int8_conv(*args), definition.conv(*args))
-
-
 @pytest.mark.parametrize(
     ("name", "bounds", "zero", "expected"),
     [

@@ -159,13 +159,6 @@ def test_a_pass_leaves_alone_what_it_would_break(
     assert picture(editor.root) == before
 
 
-def test_an_activation_that_is_no_clamp_is_computed_by_the_kernel_before_quantization() -> None:
-    modules = {"a": conv(), "b": nn.SiLU(), "c": quantize()}
-    editor = after(modules, lambda m, x, y: m.c(m.b(m.a(x))), "fuse_activation")
-    assert picture(editor.root) == "Quantize(Int8Conv(x))"
-    assert only(editor, Int8Conv).activation == "silu"
-
-
 def test_batchnorm_is_folded_into_scales_and_bias() -> None:
     layer, x = conv(), torch.randn(1, 2, 3, 3)
     expected = norm().eval()(layer(x))

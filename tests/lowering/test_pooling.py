@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 import torchq
 from tests.lowering.common import sqnr
-from torchq.lowering import QParams, onednn
+from torchq.lowering import QParams
 from torchq.lowering.operators import max_pool2d
-from torchq.lowering.packed import MOST_SHAPES
 from torchq.lowering.pooling import CodesAvgPool2d
 from torchq.lowering.qdq import Dequantize, Quantize
 
@@ -107,16 +106,6 @@ def test_grids_are_part_of_the_state() -> None:
     assert (b.input_qparams, b.output_qparams) == (SIGNED, NARROW) and torch.equal(
         a(codes), b(codes)
     )
-
-
-@pytest.mark.skipif(not onednn.available(), reason="needs oneDNN's integer kernels")
-def test_kernels_are_bound_once_for_each_shape_and_some_are_kept() -> None:
-    layer = CodesAvgPool2d(nn.AvgPool2d(2), SIGNED, SIGNED)
-    runs = [layer._bind(torch.Size(shape)) for shape in ((1, 4, 4, 4), (1, 4, 0, 4))]
-    assert runs[1] == layer._float and runs[0] != layer._float
-    for size in range(4, MOST_SHAPES + 8):
-        layer(codes_of((1, 4, size, 4), SIGNED))
-    assert len(layer._kernels) == MOST_SHAPES
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 9, 9), (1, 24, 7, 8), (1, 32, 6, 6), (1, 40, 8, 8)])

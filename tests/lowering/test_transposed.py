@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.lowering.common import calibrated, exported, sqnr, stored_state
-from torchq.lowering import Int8Conv, Int8ConvTranspose, Int8Layer, onednn
-from torchq.lowering.qdq import Dequantize, Quantize
+from tests.lowering.common import calibrated, sqnr, stored_state
+from torchq.lowering import Int8ConvTranspose, Int8Layer
 
 LAYERS = [
     ("as wide as the stride", nn.ConvTranspose2d(4, 6, 2, 2), (2, 4, 5, 3)),
@@ -68,22 +67,6 @@ def test_a_layer_equals_its_simulation(
     torch.testing.assert_close(int8(codes), found, rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("layer", [LAYERS[1][1], LAYERS[11][1]], ids=["2d", "groups"])
-def test_without_kernels_of_onednn(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onednn, "available", lambda: False)
-    x = torch.randn(2, 4, 5, 3)
-    model = calibrated(copy.deepcopy(layer), x)
-    torch.testing.assert_close(torchq.deploy(model)(x), model(x), rtol=1e-5, atol=1e-5)
-
-
-def test_reduced_range() -> None:
-    x = torch.randn(2, 4, 5, 3)
-    model = calibrated(nn.ConvTranspose2d(4, 6, 3, 2), x)
-    int8 = torchq.deploy(model, reduce_range=True)
-    assert int(int8.weight_codes.abs().max()) == 63  # type: ignore[operator]
-    assert 30 < sqnr(int8(x), model(x)) < 60  # weights of 7 bits
-
-
 def test_a_kernel_as_wide_as_the_stride_becomes_one_of_size_1() -> None:
     layer = torchq.deploy(calibrated(nn.ConvTranspose2d(4, 6, 2, 2), torch.randn(1, 4, 3, 3)))
     assert layer.weight_codes.shape == (24, 4, 1, 1)
@@ -116,21 +99,6 @@ def test_output_sizes_that_do_not_exist(size: list[int]) -> None:
         match=r"got output_size \[.*\]; expected one from \[13, 9\] to \[15, 12\]",
     ):
         layer(x, size)
-
-
-def test_what_has_no_kernel_keeps_simulating_and_says_why() -> None:
-    x = torch.randn(2, 4, 5, 3)
-    rule = torchq.Rule(
-        nn.ConvTranspose2d, input=torchq.QuantDescriptor(), weight=torchq.QuantDescriptor(axis=0)
-    )
-    model = calibrated(nn.ConvTranspose2d(4, 4, 3), x, torchq.QuantConfig((rule,)))
-    int8 = torchq.deploy(model)
-    torch.testing.assert_close(int8(x), model(x), rtol=1e-6, atol=1e-6)
-    (row,) = torchq.summary(int8).layers
-    assert (row.kernel, row.note) == (
-        "simulated",
-        "weight ranges are neither per tensor nor per output channel",
-    )
 
 
 # --- in models ---------------------------------------------------------------------------------
@@ -180,53 +148,6 @@ def test_decoders(images: Tensor, activation: type[nn.Module], target: str | Non
     assert sqnr(int8(images), model(images)) > 35
 
 
-def test_codes_pass_through(images: Tensor) -> None:
-    model = calibrated(
-        nn.Sequential(
-            nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 6, 4, 2, 1), nn.ReLU(), nn.Conv2d(6, 2, 1)
-        ),
-        images,
-    )
-    int8 = torchq.deploy(model, images)
-    assert sum(isinstance(m, Quantize) for m in int8.modules()) == 1
-    assert not any(isinstance(m, Dequantize) for m in int8.modules())
-    kinds = [type(m) for m in int8.modules() if isinstance(m, Int8Layer)]
-    assert kinds == [Int8Conv, Int8ConvTranspose, Int8Conv]
-    assert sqnr(int8(images), model(images)) > 40
-
-
-class Sized(nn.Module):
-    """Asks for the size of its input."""
-
-    def __init__(self, by_name: bool, fixed: bool) -> None:
-        super().__init__()
-        self.down, self.up = nn.Conv2d(3, 8, 3, stride=2), nn.ConvTranspose2d(8, 8, 3, stride=2)
-        self.last = nn.Conv2d(8, 2, 1)
-        self.by_name, self.fixed = by_name, fixed
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, size = self.down(x), [16, 16] if self.fixed else x.shape[2:]
-        return self.last(self.up(y, output_size=size) if self.by_name else self.up(y, size))
-
-
-@pytest.mark.parametrize("by_name", [False, True])
-@pytest.mark.parametrize("fixed", [False, True])
-def test_output_size_in_a_traced_model(images: Tensor, by_name: bool, fixed: bool) -> None:
-    model = calibrated(Sized(by_name, fixed), images)
-    int8 = torchq.deploy(model, images)
-    assert isinstance(int8, torch.fx.GraphModule)
-    assert int8(images).shape == (2, 2, 16, 16)
-    assert sqnr(int8(images), model(images)) > 40
-
-
-def test_sizes_of_a_compiled_model(images: Tensor) -> None:
-    int8 = torchq.deploy(calibrated(Sized(by_name=True, fixed=False), images), images)
-    compiled = torch.compile(int8, fullgraph=True, dynamic=True, backend="aot_eager")
-    for size in (16, 21):
-        x = torch.randn(2, 3, size, size)
-        assert sqnr(compiled(x), int8(x)) > 40
-
-
 def test_copies_files_and_state(images: Tensor) -> None:
     torch.manual_seed(1)
     first, second = (torchq.deploy(calibrated(UNet(), scale * images)) for scale in (1.0, 2.0))
@@ -235,22 +156,6 @@ def test_copies_files_and_state(images: Tensor) -> None:
     second.load_state_dict(stored_state(first))
     for twin in (copy.deepcopy(first), pickle.loads(pickle.dumps(first)), second):
         assert torch.equal(twin(images), expected)
-
-
-def test_an_exported_model(images: Tensor) -> None:
-    layers = nn.ConvTranspose2d(3, 8, 4, 2, 1), nn.ReLU(), nn.Conv2d(8, 2, 1)
-    int8 = torchq.deploy(calibrated(nn.Sequential(*layers), images), images)
-    loaded = exported(int8, images, dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=64)},))
-    for x in (images, torch.randn(5, 3, 16, 16)):
-        assert sqnr(loaded(x), int8(x)) > 40
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_dtypes(images: Tensor, dtype: torch.dtype) -> None:
-    model = calibrated(nn.ConvTranspose2d(3, 4, 4, 2, 1).to(dtype), images.to(dtype))
-    found, expected = torchq.deploy(model)(images.to(dtype)), model(images.to(dtype))
-    assert found.dtype is dtype
-    assert sqnr(found, expected) > (38 if dtype is torch.bfloat16 else 90)  # 8 bits of every result
 
 
 def test_an_input_that_a_target_left_float_is_named() -> None:

@@ -198,25 +198,6 @@ def test_parts_that_can_be_traced_are_fused_in_a_model_that_cannot(images: Tenso
     assert graphs(torchq.deploy(model)) == 0
 
 
-class Constants(nn.Module):
-    """Makes a tensor in its forward, which tracing notes as one of the model's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(), nn.Conv2d(3, 3, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(x * torch.tensor([0.5, 1.0, 2.0]).view(3, 1, 1))
-
-
-def test_tensors_made_in_the_forward_are_constants_of_the_graph(images: Tensor) -> None:
-    model = calibrated(Constants(), images)
-    int8 = torchq.deploy(model, images)
-    assert isinstance(int8, fx.GraphModule)
-    for copied in (int8, copy.deepcopy(int8), pickle.loads(pickle.dumps(int8))):
-        assert sqnr(copied(images), model(images)) > 40
-
-
 OUTSIDE = nn.Sequential(nn.Identity())
 
 
@@ -258,64 +239,6 @@ def test_subclasses_with_a_forward_of_their_own_are_called(
     model = calibrated(nn.Sequential(nn.Conv2d(3, 4, 3), layer, nn.Conv2d(4, 4, 1)), images)
     int8 = torchq.deploy(model)
     assert sqnr(int8(images), model(images)) > 40
-
-
-@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
-@pytest.mark.parametrize("functional", [False, True])
-def test_codes_are_enlarged(images: Tensor, mode: str, functional: bool) -> None:
-    class Enlarging(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.up, self.last = (
-                nn.Conv2d(3, 4, 1),
-                nn.Upsample(scale_factor=2, mode=mode),
-                nn.Conv2d(4, 4, 3, padding=1),
-            )
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            return self.last(
-                F.interpolate(x, size=(11, 13), mode=mode) if functional else self.up(x)
-            )
-
-    model = calibrated(Enlarging(), images)
-    int8 = torchq.deploy(model, images)
-    assert int8.get_submodule("first").output_qparams is not None
-    assert sqnr(int8(images), model(images)) > 40
-
-
-def test_exported_with_its_kind_of_result(images: Tensor) -> None:
-    int8 = torchq.deploy(calibrated(Answering(lambda y: OrderedDict(logits=y)), images), images)
-    file = io.BytesIO()
-    torch.export.save(torch.export.export(int8, (images,)), file)
-    file.seek(0)
-    got = torch.export.load(file).module()(images)
-    assert torch.equal(got["logits"], int8(images)["logits"])
-
-
-class Biased(nn.Module):
-    """A layer with several optional arguments, as T5's, which pass positions on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, bias: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        x = self.layer(x)
-        if mask is not None:
-            x = x * mask
-        bias = x.mean(0) if bias is None else bias
-        return x + bias, bias
-
-
-@pytest.mark.parametrize("argument", ["mask", "bias"])
-def test_every_optional_argument_that_a_trace_took_for_none_is_checked(argument: str) -> None:
-    x = torch.randn(8, 4)
-    int8 = torchq.deploy(calibrated(Biased(), x), x)
-    with pytest.raises(AssertionError, match=argument):
-        int8(x, **{argument: torch.ones(4)})
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated")
