@@ -107,15 +107,6 @@ def test_everything_that_a_call_can_change_changes_it(name: str, training: bool)
     assert torch.equal(model(X, **arguments), before) is (name == "as calibrated")
 
 
-def test_side_effects_of_a_forward_stay() -> None:
-    model = quantized()
-    calls = model.calls
-    y = model(X)
-    assert model.calls == calls + 1
-    assert model.last.shape == (2, 8, 6, 6)
-    assert y.shape == (2, 8, 6, 6)
-
-
 def test_the_operators_of_functions_and_loops_are_found() -> None:
     model = quantized()
     kinds = [name for name, m in model.named_children() if name.startswith("quant_")]

@@ -76,14 +76,6 @@ def test_copies_and_pickles_keep_the_operators() -> None:
     assert torch.equal(model(x), expected)
 
 
-def test_recompiling_keeps_the_operators() -> None:
-    model, x = quantized()
-    expected = model(x)
-    model.recompile()
-    assert torch.equal(model(x), expected)
-    assert torch.equal(fx.GraphModule(model, model.graph)(x), expected)
-
-
 def test_restore_gives_the_float_graph_back() -> None:
     model, x = quantized()
     plain = fx.symbolic_trace(Block().eval())
@@ -105,21 +97,6 @@ def test_files_bring_the_operators_back(tmp_path: Path) -> None:
     torchq.load(fresh, tmp_path / "model.pt")
     assert torch.equal(fresh(x), model(x))
     assert called(fresh) == called(model)
-
-
-def test_files_of_another_graph_are_refused(tmp_path: Path) -> None:
-    model, _ = quantized()
-    torchq.save(model, tmp_path / "model.pt")
-
-    class Other(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(torch.cat([self.first(x), self.second(self.first(x))], 1))
-
-    other = fx.symbolic_trace(Other().eval())
-    before = other.code
-    with pytest.raises(QuantizationError, match="its graph has no node sigmoid"):
-        torchq.load(other, tmp_path / "model.pt")
-    assert other.code == before
 
 
 def test_the_graph_is_unchanged_where_a_node_is_missing() -> None:

@@ -84,13 +84,6 @@ def test_what_is_left_of_a_fused_norm_does_not_hide_the_relu() -> None:
     assert outputs(model) == {"0": True}
 
 
-@pytest.mark.parametrize("target", ["tensorrt", "openvino"])
-def test_other_targets_leave_results_alone(target: str) -> None:
-    x, model = torch.randn(2, 3, 9, 9), Readers().eval()
-    quantized(model, x, target)
-    assert outputs(model) == {}
-
-
 def test_results_survive_saving_copies_and_are_removed_by_restore(
     tmp_path: Path,
 ) -> None:
@@ -172,14 +165,6 @@ def test_zeros_that_convolutions_add_need_no_quantizer(
     torch.manual_seed(0)
     quantized(model.eval(), torch.randn(2, 3, 9, 9))
     assert ("stem" in outputs(model)) is quantized_by_itself
-
-
-def test_padding_in_front_of_a_linear_layer() -> None:
-    torch.manual_seed(0)
-    pad = nn.ConstantPad2d((0, 1, 0, 1), 0.0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), pad, nn.Linear(8, 4)).eval()
-    quantized(model, torch.randn(2, 3, 9, 9))
-    assert outputs(model) == {"0": True}
 
 
 def test_padding_in_front_of_a_float_layer() -> None:

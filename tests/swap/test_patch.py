@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 
 import pytest
-import torch
 from torch import nn
 from torch.nn import Conv2d, Linear, Sequential
 
 import torchq
 from torchq import QuantConfig, QuantDescriptor, Rule
-from torchq.nn import QuantConv2d, QuantLinear, QuantModule
+from torchq.nn import QuantConv2d, QuantLinear
 
 INT8 = QuantDescriptor()
 
@@ -111,34 +110,6 @@ def test_shared_layers_and_lists() -> None:
         model.register_module("c", None)
     assert model[0] is model[1][0] is layer
     assert kinds(model) == ["QuantLinear"] * 3
-
-
-def test_the_model_trains_and_calibrates(generator: torch.Generator) -> None:
-    with torchq.patch(torchq.recipes.int8()):
-        model = Sequential(Linear(4, 8), nn.ReLU(), Linear(8, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.randn(16, 4, generator=generator)
-    torchq.calibrate(model, [x], progress=False)
-    before = model[0].weight.detach().clone()
-    model(x).square().mean().backward()
-    optimizer.step()
-    assert not torch.equal(model[0].weight, before)
-    torchq.restore_(model)
-    assert not any(isinstance(m, QuantModule) for m in model.modules())
-
-
-def test_transformer_layers_inside_a_model(generator: torch.Generator) -> None:
-    """The fused path of eval mode must not go past the quantizers."""
-    with torchq.patch():
-        encoder = nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False
-        )
-    encoder.eval()
-    x = torch.randn(2, 5, 8, generator=generator)
-    with torch.no_grad():
-        full = encoder(x)
-        with torchq.disabled(encoder, "layers.1.linear2"):
-            assert not torch.equal(encoder(x), full)
 
 
 def test_a_model_built_in_another_thread_meanwhile_is_whole() -> None:

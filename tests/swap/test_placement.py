@@ -229,27 +229,6 @@ def test_untraceable_modules_are_reported_and_left() -> None:
     assert {d.name for d in report.replaced} >= {"0.conv", "1.quant_add"}
 
 
-class Caching(nn.Module):
-    """Notes something about its first input, as torchvision's RoI pooling does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.rows = nn.Conv2d(2, 2, 1), None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.rows is None:
-            self.rows = x.mean(3)
-        return torch.stack(
-            [self.conv(x)[:, i] + row[:, None] for i, row in enumerate(self.rows.unbind(1))], 1
-        )
-
-
-def test_looking_for_operators_leaves_nothing_in_a_module() -> None:
-    model, x = Caching(), torch.randn(2, 2, 3, 3)
-    torchq.quantize_(model, target="openvino")
-    assert model.rows is None and model(x).shape == x.shape
-
-
 def test_transformer_blocks_keep_their_sums_float() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -270,52 +249,6 @@ def test_transformer_blocks_keep_their_sums_float() -> None:
         == names["openvino"]
         == {"0.up", "1", "0.quant_matmul", "0.quant_matmul_1"}
     )
-
-
-class Ghost(nn.Module):
-    """A convolution reads what the concatenation behind it takes in as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.last = (
-            nn.Conv2d(3, 4, 1),
-            nn.Conv2d(4, 4, 1),
-            nn.Conv2d(8, 4, 1),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x).relu()
-        return self.last(torch.cat([x, self.second(x).relu()], 1))
-
-
-def test_a_concatenated_tensor_has_one_range_for_all_its_readers() -> None:
-    model, x = Ghost(), torch.randn(2, 3, 4, 4)
-    torchq.quantize_(model, target="onnxruntime", example=x)
-    assert model.second.input_quantizer is model.quant_cat.input_quantizer
-    assert (
-        len({id(layer.input_quantizer) for layer in (model.first, model.quant_cat, model.last)})
-        == 3
-    )
-
-
-@pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
-def test_products_are_left_out_by_name(target: str) -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.up(x)
-            return F.scaled_dot_product_attention(y, y, y) @ y.transpose(1, 2)
-
-    model = nn.Sequential(Block())
-    report = torchq.quantize_(model, target=target, exclude=["*.quant_attention", "*.quant_matmul"])
-    assert {d.name for d in report.replaced} == {"0.up"}
-    assert {d.name: d.reason for d in report.skipped} == {
-        "0.quant_attention": "excluded",
-        "0.quant_matmul": "excluded",
-    }
 
 
 def test_configs_without_fixed_ranges_are_refused_and_weights_alone_place_nothing() -> None:
@@ -345,46 +278,6 @@ def test_unknown_targets_are_listed() -> None:
         match="unknown target 'tvm'; expected one of: 'onnxruntime', 'openvino', 'qnn', 'tensorrt'",
     ):
         torchq.plan(Residual(), target="tvm")
-
-
-def test_a_failing_conversion_leaves_the_model_float(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, keys = Residual(), list(Residual().state_dict())
-
-    def fail(self: Any, **kwargs: Any) -> None:
-        raise RuntimeError("no")
-
-    monkeypatch.setattr(torchq.nn.QuantCat, "attach_quantizers", fail)
-    with pytest.raises(RuntimeError, match="no"):
-        torchq.quantize_(model, target="onnxruntime")
-    assert list(model.state_dict()) == keys
-    assert type(model) is Residual
-
-
-class C2f(nn.Module):
-    """The block of YOLOv8: a list of parts that grows."""
-
-    def __init__(self, channels: int, depth: int) -> None:
-        super().__init__()
-        self.cv1 = nn.Conv2d(channels, channels, 1)
-        self.cv2 = nn.Conv2d(channels // 2 * (2 + depth), channels, 1)
-        self.m = nn.ModuleList(
-            nn.Conv2d(channels // 2, channels // 2, 3, padding=1) for _ in range(depth)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = list(self.cv1(x).chunk(2, 1))
-        y.extend(m(y[-1]) for m in self.m)
-        return self.cv2(torch.cat(y, 1))
-
-
-def test_a_loop_over_chunks_is_no_obstacle() -> None:
-    model, x = C2f(8, 2).eval(), torch.randn(2, 8, 5, 5)
-    expected = model(x)
-    report = torchq.quantize_(model, target="onnxruntime", example=x)
-    assert isinstance(model.quant_cat, torchq.nn.QuantCat)
-    assert not report.skipped
-    with torchq.disabled(model, "*"):
-        assert torch.equal(model(x), expected)
 
 
 class Stacks(nn.Module):

@@ -14,6 +14,7 @@ import torchq
 from tests.models import SamePadConv2d
 from torchq import QuantConfig, QuantDescriptor, Rule
 from torchq.errors import ConfigError
+from torchq.swap.calls import NOT_CALLED
 
 INT8, INT4 = QuantDescriptor(), QuantDescriptor(4)
 
@@ -243,3 +244,24 @@ def test_shared_modules_are_decided_once() -> None:
     assert torchq.plan(model, include="1.*").replaced[0].module is shared
     with pytest.raises(ConfigError, match="nothing to quantize"):
         torchq.plan(model, exclude="1.0")
+
+
+class Heads(nn.Module):
+    """One head that runs, one for training, one that was forgotten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main, self.aux, self.forgotten = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.aux(x) if self.training else self.main(x)
+
+
+def test_a_run_shows_what_is_not_called() -> None:
+    plan = torchq.plan(Heads().eval(), example=torch.ones(2, 4))
+    assert {d.name: d.note for d in plan.decisions if d.note} == {
+        "aux": NOT_CALLED,
+        "forgotten": NOT_CALLED,
+    }
+    report = torchq.quantize_(Heads(), example=torch.ones(2, 4))
+    assert "not called in" in str(report) and not report.skipped

@@ -44,11 +44,6 @@ def test_excluding_the_last_layer_makes_no_other_the_last() -> None:
     assert {name: bits for name, (bits, _) in widths(report).items()} == {"1": 8, "3": 4}
 
 
-def test_later_rules_win() -> None:
-    config = recipes.integer(4, 4, first_last=8).with_rules(Rule("1", input=FOUR, weight=FOUR))
-    assert widths(torchq.plan(net(), config))["1"] == (4, "1")
-
-
 def test_one_layer_is_first_and_last() -> None:
     report = torchq.plan(nn.Linear(2, 2), recipes.integer(4, 4, first_last=8))
     assert [(d.name, d.rule) for d in report.replaced] == [("", "re:^$ (last layer)")]
@@ -78,11 +73,6 @@ def test_a_rule_must_match_its_layer_unless_it_is_optional() -> None:
     assert {bits for bits, _ in widths(report).values()} == {4}
     with pytest.raises(ConfigError, match="the last layer is none; expected one that it matches"):
         torchq.plan(nn.ReLU(), QuantConfig((general, Rule("*", weight=EIGHT, position="last"))))
-
-
-def test_a_target_keeps_the_ends() -> None:
-    report = torchq.plan(net(), recipes.integer(4, 4, first_last=8), target="onnxruntime")
-    assert {name: bits for name, (bits, _) in widths(report).items()} == {"1": 8, "3": 4, "5": 8}
 
 
 def test_patch_refuses_what_needs_the_whole_model() -> None:

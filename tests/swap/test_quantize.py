@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -30,14 +29,6 @@ def test_a_bare_layer_is_quantized_in_place() -> None:
         type(layer) is QuantLinear and report.replaced[0].names == ("",) and "(root)" in str(report)
     )
     assert layer.input_quantizer.name == "input_quantizer"
-
-
-def test_quantizers_know_their_path() -> None:
-    model = net()
-    torchq.quantize_(model)
-    for name, module in model.named_modules():
-        if isinstance(module, TensorQuantizer):
-            assert module.name == name
 
 
 def test_restore_gives_everything_back() -> None:
@@ -127,23 +118,6 @@ def test_user_placed_quantizers_are_left_alone() -> None:
     assert own.calibrated and own.amax.item() == x.abs().max().item()
     torchq.restore_(model)
     assert model.residual is own and own.calibrated and type(model.fc) is nn.Linear
-
-
-def test_a_copy_of_a_quantized_model_is_its_own() -> None:
-    model = net()
-    torchq.quantize_(model)
-    twin = copy.deepcopy(model)
-    torchq.restore_(model)
-    assert isinstance(twin[0], QuantModule) and type(model[0]) is nn.Conv2d
-    assert torchq.restore_(twin) == ("0", "3")
-    assert torch.equal(twin(X), model(X))
-
-
-def test_memory_formats_and_compiled_wrappers(generator: torch.Generator) -> None:
-    x = torch.randn(2, 3, 4, 4, generator=generator).to(memory_format=torch.channels_last)
-    model = net()[:2].to(memory_format=torch.channels_last)
-    torchq.quantize_(model)
-    assert model(x).is_contiguous(memory_format=torch.channels_last)
 
 
 class Counts(nn.Module):
