@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from torchq.nn import TensorQuantizer
 from torchq.ptq.blocks import Block
 from torchq.ptq.gptq.api import BlockRounding
 from torchq.ptq.gptq.layer import Options
-from torchq.ptq.layers import find_layers, weight_quantizer
+from torchq.ptq.layers import find_layers, restored_on_error, snapshot, weight_quantizer
 from torchq.ptq.reconstruction import BlockData, LearnedBlock, learn, mean_error
 from torchq.ptq.replay import Replay, treat_blocks
 from torchq.ptq.reports import report_text
@@ -138,32 +138,31 @@ class _Work:
         """Learn one block."""
         replay, store = self.replay, self.replay.store
         replay.finish(number, "float")
-        state = _BlockState(block, _learnable_ranges(replay.model, block.module))
-        try:
-            result = self._learn(number, block, state)
-        except BaseException:
-            state.restore()
-            raise
+        ranges = _learnable_ranges(replay.model, block.module)
+        with restored_on_error(_snapshot(block, ranges)):
+            result = self._learn(number, block, ranges)
         self.done[block.name] = AdaRoundBlock(tuple(block.layers), *result)
         self.finished += block.layers
         replay.finish(number, "quantized")
         for index in range(len(replay.batches)):
             store.drop(("inputs", index))
 
-    def _learn(self, number: int, block: Block, state: _BlockState) -> tuple[float, float, float]:
+    def _learn(
+        self, number: int, block: Block, ranges: list[TensorQuantizer]
+    ) -> tuple[float, float, float]:
         """Learn the block in place; return both errors and the share of undecided weights."""
         data = self._data(number)
         before = mean_error(block.module, data)
         self._rounding.treat(number, block)
         error = mean_error(block.module, data)
-        rounded = _BlockState(block, state.ranges)
+        restore = _snapshot(block, ranges)
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
-        learned = LearnedBlock(block, self._rounding.wanted, state.ranges)
+        learned = LearnedBlock(block, self._rounding.wanted, ranges)
         learn(block.name, learned, data, self.steps, generator)
         learned.apply_("adaround_")
         after = mean_error(block.module, data)
         if not after < error:
-            rounded.restore()
+            restore()
             for layer in block.layers.values():
                 layer.weight.copy_(weight_quantizer(layer)(layer.weight))
             after = error
@@ -182,6 +181,15 @@ class _Work:
         for index in indices:
             store.put(("inputs", index), replay.block_inputs(number, index, "quantized"))
         return [partial(read, index) for index in indices]
+
+
+def _snapshot(block: Block, ranges: list[TensorQuantizer]) -> Callable[[], None]:
+    """Return a function that brings what is learned of a block back."""
+    layers = block.layers.values()
+    return snapshot(
+        (tensor for layer in layers for tensor in (layer.weight, layer.bias)),
+        [*map(weight_quantizer, layers), *ranges],
+    )
 
 
 def _learnable_ranges(model: nn.Module, part: nn.Module) -> list[TensorQuantizer]:
@@ -203,31 +211,3 @@ def _can_learn(quantizer: TensorQuantizer) -> bool:
     d = quantizer.descriptor
     is_on = quantizer.quantizing and quantizer.calibrated and not d.dynamic and d.fake_quant
     return is_on and d.format.is_integer and d.block_scale_format is None
-
-
-class _BlockState:
-    """The weights, biases and ranges of a block, as they were when this object was made."""
-
-    def __init__(self, block: Block, ranges: list[TensorQuantizer]) -> None:
-        self.block, self.ranges = block, ranges
-        self._saved = [t.detach().clone() for t in self._parameters()]
-        self._ends = [quantizer.ends() for quantizer in self._quantizers()]
-
-    def _quantizers(self) -> list[TensorQuantizer]:
-        """Return the quantizers whose ranges may change."""
-        return [*map(weight_quantizer, self.block.layers.values()), *self.ranges]
-
-    def _parameters(self) -> list[nn.Parameter]:
-        layers = self.block.layers.values()
-        return [t for m in layers for t in (m.weight, m.bias) if t is not None]
-
-    def restore(self) -> None:
-        """Bring all tensors back."""
-        with torch.no_grad():
-            for parameter, saved in zip(self._parameters(), self._saved, strict=True):
-                parameter.copy_(saved)
-        for quantizer, ends in zip(self._quantizers(), self._ends, strict=True):
-            if ends[0].numel():
-                quantizer.set_ends(ends)
-            else:
-                quantizer.forget_amax()

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward, call_model
 from torchq.nn import QuantModule
-from torchq.ptq.channels import LAYERS, TRANSPOSED, restored_on_error
-from torchq.ptq.layers import check_calibrated, quantizers_off
+from torchq.ptq.channels import LAYERS, TRANSPOSED
+from torchq.ptq.layers import check_calibrated, quantizers_off, restored_on_error, snapshot
 from torchq.ptq.reports import report_text
 from torchq.utils import device_of, evaluating, kept_batches, progress_bar
 
@@ -103,7 +103,7 @@ def correct_bias_(
     with (
         torch.no_grad(),
         evaluating(model),
-        restored_on_error(layer.bias for layer in layers.values()),
+        restored_on_error(snapshot(layer.bias for layer in layers.values())),
     ):
         with quantizers_off(model):
             float_means = run(layers, of_inputs)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -97,29 +95,6 @@ def spread(largest: Tensor) -> float:
     """Return the largest over the median magnitude of the channels that are not zero."""
     live = largest[largest > 0]
     return (live.max() / live.median()).item() if live.numel() else 1.0
-
-
-def tensors_restored_on_error(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
-    """Bring the modules' own parameters and buffers back if anything ends the block early."""
-    return restored_on_error(
-        tensor
-        for module in modules
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    )
-
-
-@contextmanager
-def restored_on_error(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Bring the values of tensors back if anything ends the block early."""
-    own = {id(tensor): tensor for tensor in tensors}
-    before = [(tensor, tensor.detach().clone()) for tensor in own.values()]
-    try:
-        yield
-    except BaseException:
-        with torch.no_grad():
-            for tensor, value in before:
-                tensor.copy_(value)
-        raise
 
 
 # Element by element.

@@ -33,9 +33,14 @@ from torchq.ptq.channels import (
     scale_inputs_,
     scale_outputs_,
     spread,
-    tensors_restored_on_error,
 )
-from torchq.ptq.layers import check_not_calibrated, quantizers_off
+from torchq.ptq.layers import (
+    check_not_calibrated,
+    own_tensors,
+    quantizers_off,
+    restored_on_error,
+    snapshot,
+)
 from torchq.ptq.reports import report_text
 from torchq.utils import evaluating
 
@@ -135,7 +140,7 @@ def equalize_(
         if most is None:
             most = largest_change(1e-5, pairs[0].first.weight.dtype) if pairs else 0.0
         layers = [layer for pair in pairs for layer in (pair.first, pair.second)]
-        with tensors_restored_on_error(layers):
+        with restored_on_error(snapshot(own_tensors(layers))):
             before = [spread(output_ranges(pair.first)) for pair in pairs]
             _equalize_all(pairs, iterations)
             error = relative_change(float_outputs(model, example), expected)

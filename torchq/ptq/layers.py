@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,44 @@ def quantizers_off(model: nn.Module) -> Iterator[None]:
         for quantizer in found:
             quantizer.mode = "off"
         yield
+
+
+@contextmanager
+def restored_on_error(restore: Callable[[], None]) -> Iterator[None]:
+    """Call ``restore``, which :func:`snapshot` returned, if anything ends the block early."""
+    try:
+        yield
+    except BaseException:
+        restore()
+        raise
+
+
+def snapshot(
+    tensors: Iterable[Tensor | None], quantizers: Iterable[TensorQuantizer] = ()
+) -> Callable[[], None]:
+    """Return a function that gives tensors, and quantizers their ranges and factors, back."""
+    own = {id(tensor): tensor for tensor in tensors if tensor is not None}
+    values = [(tensor, tensor.detach().clone()) for tensor in own.values()]
+    ranges = [(q, q.ends(), q.pre_quant_scale) for q in quantizers]
+
+    def restore() -> None:
+        with torch.no_grad():
+            for tensor, value in values:
+                tensor.copy_(value)
+        for quantizer, ends, scale in ranges:
+            if ends[0].numel():
+                quantizer.set_ends(ends)
+            else:
+                quantizer.forget_amax()
+            quantizer.pre_quant_scale = scale
+
+    return restore
+
+
+def own_tensors(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """Yield the parameters and buffers of modules, without those of their parts."""
+    for module in modules:
+        yield from (*module.parameters(recurse=False), *module.buffers(recurse=False))
 
 
 def find_layers(

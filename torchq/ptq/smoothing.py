@@ -6,8 +6,8 @@ Language Models (ICML 2023), section 4.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,9 +26,14 @@ from torchq.ptq.channels import (
     relative_change,
     scale_inputs_,
     spread,
-    tensors_restored_on_error,
 )
-from torchq.ptq.layers import check_not_calibrated, quantizers_off
+from torchq.ptq.layers import (
+    check_not_calibrated,
+    own_tensors,
+    quantizers_off,
+    restored_on_error,
+    snapshot,
+)
 from torchq.ptq.reports import report_text
 from torchq.utils import device_of, evaluating, kept_batches, progress_bar
 
@@ -145,7 +150,9 @@ def smooth_(
         seen = _observe_inputs(model, groups, kept, forward, progress)
         expected = float_outputs(model, kept[0], forward)
         most = largest_change(_TOLERANCE, groups[0].layers[0][1].weight.dtype)
-        with _restored_on_error(groups):
+        tensors = own_tensors(module for group in groups for module in group.modules())
+        inputs = [layer.input_quantizer for group in groups for _, layer in group.layers]
+        with restored_on_error(snapshot(tensors, inputs)):
             smoothed = [_smooth(group, seen[group.names[0]], alpha) for group in groups]
             error = relative_change(float_outputs(model, kept[0], forward), expected)
             if not error <= most:
@@ -155,20 +162,6 @@ def smooth_(
                     "another way than as a factor"
                 )
     return SmoothReport(tuple(smoothed), skipped, error)
-
-
-@contextmanager
-def _restored_on_error(groups: list[ChannelGroup]) -> Iterator[None]:
-    """Bring weights and factors back if anything ends the block early."""
-    layers = [layer for group in groups for _, layer in group.layers]
-    scales = [(layer.input_quantizer, layer.input_quantizer.pre_quant_scale) for layer in layers]
-    with tensors_restored_on_error(m for group in groups for m in group.modules()):
-        try:
-            yield
-        except BaseException:
-            for quantizer, scale in scales:
-                quantizer.pre_quant_scale = scale
-            raise
 
 
 @dataclass

@@ -12,7 +12,13 @@ from torch import Tensor
 from torchq.errors import CalibrationError
 from torchq.ptq.gptq.ranges import round_groups_, round_with_best_ranges
 from torchq.ptq.gptq.solver import Elimination, damped_, quadratic_error, ridge_regression
-from torchq.ptq.layers import check_on_grid, grid_of, weight_quantizer
+from torchq.ptq.layers import (
+    check_on_grid,
+    grid_of,
+    restored_on_error,
+    snapshot,
+    weight_quantizer,
+)
 from torchq.workflow.layer_matrices import weight_from_matrix, weight_matrix
 
 # The pull of the regression towards the float weights, as a fraction of the mean diagonal. With few
@@ -179,20 +185,16 @@ def round_layer_(
     before = error.of(grid.nearest(w0.to(moments.xx.dtype)))
     rounded = _wanted(w0, moments, max(_RIDGE, _RIDGE_OF_FEW * scarcity))
     wanted = rounded.clone()
-    quantizer, h, diagonals = weight_quantizer(layer), moments.xx, _diagonals(moments.xx).clone()
+    h, diagonals = moments.xx, _diagonals(moments.xx).clone()
     published = options.target == "weight"
     least = options.damping if published else max(options.damping, scarcity - _FEW)
-    old = quantizer.amax.detach().clone()
-    try:
+    with restored_on_error(snapshot((), [weight_quantizer(layer)])):
         used = _round_with_ranges_(layer, rounded, h, least, options)
         weight = weight_from_matrix(layer, rounded).to(layer.weight.dtype)
         check_on_grid("gptq_", name, layer, weight)
         _diagonals(h).copy_(diagonals)
         bias = _best_bias(rounded, moments).to(layer.bias.dtype) if fits_bias else None
         after = error.of(weight_matrix(layer, weight), bias)
-    except BaseException:
-        quantizer.amax.data = old
-        raise
     layer.weight.copy_(weight)
     if bias is not None:
         layer.bias.copy_(bias)

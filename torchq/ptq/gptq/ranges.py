@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchq.calib.search import least_error
 from torchq.formats import PerAxis
 from torchq.functional import amax_from_scale
 from torchq.ptq.gptq.solver import Elimination, descend, quadratic_error, round_rows_
@@ -127,13 +128,12 @@ def _weighted_search(
     """Return the range with the least error of nearest rounding, weighted by the diagonal of H."""
     granularity = weight_quantizer(layer).descriptor.granularity
     importance = h.diagonal(dim1=1, dim2=2).unsqueeze(1)
-    best, least = largest, torch.full_like(largest, torch.inf)
-    for fraction in fractions:
-        rounded = grid_of(layer, largest * fraction).nearest(weight)
+
+    def error(amax: Tensor) -> Tensor:
+        rounded = grid_of(layer, amax).nearest(weight)
         loss = ((rounded - weight).square() * importance).float()
         parts = granularity.split(loss.reshape(layer.weight.shape))
         dims = granularity.reduce_dims(parts.dim())
-        error = (parts.sum(dims) if dims else parts).view(largest.shape)
-        best = torch.where(error < least, largest * fraction, best)
-        least = torch.minimum(error, least)
-    return best
+        return (parts.sum(dims) if dims else parts).view(largest.shape)
+
+    return least_error([(largest * fraction,) for fraction in fractions], error)[0]
