@@ -11,7 +11,6 @@ On one thread the clock is CPU time, which other processes on the machine distur
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -56,19 +55,7 @@ def collecting(
         theirs = peer.HistogramCalibrator(num_bits=8, axis=None, unsigned=False, num_bins=BINS)
         candidates["ModelOpt histogram"] = lambda: theirs.collect(x)
     for row in compare(candidates, baseline="clone", **times):
-        report.timing(
-            row,
-            what="collect",
-            elements=x.numel(),
-            dtype=str(x.dtype).removeprefix("torch."),
-            **case,
-        )
-    collected = ours.batches * x.numel()
-    if (
-        int(ours.histogram().counts.sum()) != collected
-        or int(channels.histogram().counts.sum()) != channels.batches * x.numel()
-    ):
-        raise RuntimeError(f"collect: lost counts; expected {collected}")
+        report.timing(row, what="collect", elements=x.numel(), dtype="float32", **case)
 
 
 def estimating(report: Reporter, x: Tensor, peer: Any | None, times: dict[str, Any]) -> None:
@@ -106,17 +93,10 @@ def estimating_channels(report: Reporter, channels: int, times: dict[str, Any]) 
         report.timing(row, what="estimate", channels=channels, bins=BINS)
 
 
-def arguments() -> argparse.ArgumentParser:
-    """Return the parser of this benchmark."""
-    options = parser(__doc__)
-    options.add_argument(
-        "--elements", type=int, default=6_400_000, help="size of the tensor (default: %(default)s)"
-    )
-    return options
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    given = parse(arguments(), argv)
+    options = parser(__doc__)
+    options.add_argument("--elements", type=int, default=6_400_000, help="size of the tensor")
+    given = parse(options, argv)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(given.elements // 64 // 100, 64, 100, generator=generator)
     peer = modelopt()

@@ -384,28 +384,16 @@ def _placed(tasks: dict[str, Task], label: str) -> Task:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run all candidates and report their times."""
     arguments = parser(__doc__)
-    arguments.add_argument(
-        "--models",
-        nargs="+",
-        default=MODELS,
-        help="names, 'timm/NAME', or 'zoo' for 20 nets of torchvision",
-    )
+    models = "names, 'timm/NAME', or 'zoo' for 20 nets of torchvision"
+    arguments.add_argument("--models", nargs="+", default=MODELS, help=models)
     arguments.add_argument("--batch", nargs="+", type=int, default=[1])
-    arguments.add_argument(
-        "--engines",
-        nargs="+",
-        default=list(ENGINES),
-        choices=list(ENGINES),
-        help="those to time one by one, where all need more memory than there is",
-    )
-    arguments.add_argument(
-        "--makers", action="store_true", help="the quantizers of the engines' makers as well"
-    )
-    arguments.add_argument(
-        "--cpu-time",
-        action="store_true",
-        help="measure processor time, with one thread: other programs then count little",
-    )
+    engines = "those to time one by one, where all need more memory than there is"
+    names = list(ENGINES)
+    arguments.add_argument("--engines", nargs="+", default=names, choices=names, help=engines)
+    makers = "the quantizers of the engines' makers as well"
+    arguments.add_argument("--makers", action="store_true", help=makers)
+    clock = "measure processor time, with one thread: other programs then count little"
+    arguments.add_argument("--cpu-time", action="store_true", help=clock)
     options = parse(arguments, argv)
     names = [n for name in options.models for n in (ZOO if name == "zoo" else (name,))]
     key = ("model", "batch", "threads")

@@ -58,11 +58,9 @@ def engines(
         expected = logits(model, test)
         report.value(case="fp32", accuracy=accuracy(expected, test), images=len(test.labels))
         for placement, names in _PLACEMENTS.items():
-            quantized = _quantized(model, placement, batches, options.unsigned)
-            shown = (placement or "inputs") + ", unsigned" * options.unsigned
-            if options.rounded_biases:
-                torchq.onnx.round_biases_(quantized)
-                shown += ", rounded biases"
+            quantized = _quantized(model, placement, batches, unsigned=True)
+            torchq.onnx.round_biases_(quantized)
+            shown = f"{placement or 'inputs'}, unsigned, rounded biases"
             for name, fields in _agreements(quantized, test, names):
                 report.value(case=name, placement=shown, **fields)
 
@@ -218,10 +216,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments.add_argument("--data", type=Path, required=True, help=folder)
     arguments.add_argument("--images", type=int, default=10_000, help="of the test, times 50")
     arguments.add_argument("--calibration", type=int, default=500, help="images, times 50")
-    unsigned = "unsigned codes where nothing is negative, on engines"
-    arguments.add_argument("--unsigned", action="store_true", help=unsigned)
-    rounded = "torchq.onnx.round_biases_ after calibration, on engines"
-    arguments.add_argument("--rounded-biases", action="store_true", help=rounded)
     options = parse(arguments, argv)
     test = read_split(options.data, "test", _BATCH if options.quick else options.images)
     count = _BATCH if options.quick else options.calibration

@@ -82,10 +82,8 @@ def modelopt(case: Case, amax: Tensor) -> Quantize:
 
 
 def brevitas(case: Case, amax: Tensor) -> Quantize:
-    wrapper, quant = (
-        import_module("brevitas.core.function_wrapper"),
-        import_module("brevitas.core.quant"),
-    )
+    wrapper = import_module("brevitas.core.function_wrapper")
+    quant = import_module("brevitas.core.quant")
     function = quant.IntQuant(narrow_range=False, signed=True, input_view_impl=wrapper.Identity())
     step, zero, width = amax / 127, torch.tensor(0.0), torch.tensor(8.0)
     return lambda x: function(step, zero, width, x)
@@ -97,11 +95,9 @@ def torchao(case: Case, amax: Tensor) -> Quantize:
     zero = torch.zeros_like(step, dtype=torch.int32)
 
     def run(x: Tensor) -> Tensor:
-        block = [
-            1 if n != 1 else size
-            for n, size in zip(amax.shape or [1] * x.dim(), x.shape, strict=True)
-        ]
-        return function(x, tuple(block), step, zero, torch.int8, -128, 127)
+        kept = zip(amax.shape or [1] * x.dim(), x.shape, strict=True)
+        block = tuple(size if n == 1 else 1 for n, size in kept)
+        return function(x, block, step, zero, torch.int8, -128, 127)
 
     return run
 
@@ -127,9 +123,8 @@ def rivals(case: Case, amax: Tensor) -> dict[str, Quantize]:
 def candidates(case: Case, x: Tensor, compiled: bool) -> dict[str, Quantize]:
     amax = torchq.functional.reduce_amax(x, case.granularity).mul_(0.8)  # some elements clip
     found = {} if case.learned else rivals(case, amax)
-    function = (
-        torchq.functional.learned_fake_quantize if case.learned else torchq.functional.fake_quantize
-    )
+    plain, learned = torchq.functional.fake_quantize, torchq.functional.learned_fake_quantize
+    function = learned if case.learned else plain
     amax.requires_grad_(case.learned)
 
     def ours(v: Tensor) -> Tensor:
@@ -146,16 +141,11 @@ def candidates(case: Case, x: Tensor, compiled: bool) -> dict[str, Quantize]:
         try:
             difference = ((run(x).float() - ours(x).float()).abs() / amax.max()).max().item()
         except (RuntimeError, TypeError, ValueError) as error:
-            print(
-                f"left out of {case.name}: {name} ({str(error).splitlines()[0]})", file=sys.stderr
-            )
+            print(f"left out of {case.name}: {name} ({error})", file=sys.stderr)
             continue
         # 0.07 is the distance of E4M3's largest values; rivals that use 1 / scale flip ties.
         if difference > 0.07:
-            raise SystemExit(
-                f"{case.name}: {name} differs from torchq by {difference:.3g} of amax; "
-                "not the same work"
-            )
+            raise SystemExit(f"{case.name}: {name} differs by {difference:.3g} of amax")
         usable[name] = run
     return usable
 
@@ -181,24 +171,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument(
         "--modes", default="forward,training,backward", help="default: %(default)s"
     )
-    options.add_argument(
-        "--compile",
-        action="store_true",
-        help="also torch.compile of torchq's function (needs a C++ compiler)",
-    )
+    compiled = "also torch.compile of torchq's function (needs a C++ compiler)"
+    options.add_argument("--compile", action="store_true", help=compiled)
     options.add_argument("--wall", action="store_true", help="wall clock, not CPU time")
     chosen = parse(options, argv)
     clock = time.perf_counter if chosen.wall or chosen.threads > 1 else time.thread_time
-    with Reporter(
-        "fake_quant", chosen.out, packages=("nvidia-modelopt", "brevitas", "torchao")
-    ) as report:
+    packages = ("nvidia-modelopt", "brevitas", "torchao")
+    with Reporter("fake_quant", chosen.out, packages) as report:
         for case in (c for c in CASES if chosen.cases in c.name):
             x = case.tensor()
             runs = candidates(case, x, chosen.compile)
             for mode in chosen.modes.split(","):
-                for row in compare(
-                    calls(mode, runs, x), baseline="clone", clock=clock, **timing(chosen)
-                ):
+                found = calls(mode, runs, x)
+                for row in compare(found, baseline="clone", clock=clock, **timing(chosen)):
                     report.timing(row, case=case.name, mode=mode, clock=clock.__name__)
 
 

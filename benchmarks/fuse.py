@@ -32,23 +32,11 @@ _LATENCY = ("resnet50", "mobilenet_v2", "repvgg_a0")
 def main(argv: Sequence[str] | None = None) -> None:
     """Print one line for each network or candidate."""
     options = parser(__doc__)
-    options.add_argument(
-        "--parts",
-        nargs="+",
-        default=["exact", "latency"],
-        choices=["exact", "latency"],
-    )
-    options.add_argument(
-        "--networks",
-        nargs="+",
-        default=_NETWORKS,
-        help="for exact (default: all)",
-    )
-    options.add_argument(
-        "--size", type=int, default=96, help="side of the images for exact (default: %(default)s)"
-    )
-    chosen = parse(options, argv)
     parts = {"exact": _exact, "latency": _latency}
+    options.add_argument("--parts", nargs="+", default=list(parts), choices=parts)
+    options.add_argument("--networks", nargs="+", default=_NETWORKS, help="for exact")
+    options.add_argument("--size", type=int, default=96, help="side of the images for exact")
+    chosen = parse(options, argv)
     with Reporter("fuse", chosen.out) as report:
         for part in chosen.parts:
             parts[part](report, chosen)

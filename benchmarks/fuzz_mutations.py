@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["mutate_bytes", "mutate_checkpoint", "mutate_data", "mutate_json", "mutate_onnx"]
-
 # Values that a reader may not expect.
 HOSTILE: list[Any] = [
     None, True, False, 0, 1, -1, 2**31, 2**63, 2**70, -(2**70), 10**400, 0.0, -0.5, 1e39, 1e308,

@@ -41,17 +41,10 @@ from torch import Tensor
 class Timing:
     """The time that one call of one candidate needs.
 
-    Attributes:
-        candidate: its name.
-        median_s: seconds per call, median over rounds.
-        least_s: the least over rounds: what it takes where nothing interrupts.
-        spread: interquartile range of the seconds divided by their median: 0.02 is quiet, 0.3 is
-            a machine in use.
-        ratio: this candidate's time divided by the baseline's, median over the ratios inside each
-            round; below 1 is faster.
-        ratio_low, ratio_high: quartiles of that ratio.
-        baseline: name of the candidate that ``ratio`` refers to.
-        rounds, calls: samples taken, and calls in each sample.
+    ``median_s`` and ``least_s`` are seconds per call over rounds, ``spread`` is the interquartile
+    range over the median: 0.02 is quiet, 0.3 is a machine in use. ``ratio`` is the median over the
+    ratios to the ``baseline`` inside each round, below 1 is faster; ``ratio_low`` and
+    ``ratio_high`` are its quartiles. ``rounds`` samples were taken, of ``calls`` calls each.
     """
 
     candidate: str
@@ -81,16 +74,9 @@ def compare(
         candidates: name -> a call to time. They should do the same work; the benchmark checks it.
         baseline: the candidate that ratios refer to.
         rounds: samples of each candidate.
-        warmup: untimed calls of each candidate before the first sample (caches, lazy
-            initialisation, compilation).
+        warmup: untimed calls of each candidate before the first sample.
         min_time: seconds that a sample lasts at least; short calls are repeated until it does.
         clock: seconds, for tests.
-
-    Returns:
-        One :class:`Timing` per candidate, in the order given.
-
-    Raises:
-        ValueError: if ``baseline`` is none of the candidates or a count is not positive.
     """
     if baseline not in candidates:
         raise ValueError(f"baseline: got {baseline!r}; expected one of {', '.join(candidates)}")
@@ -174,9 +160,7 @@ def environment(packages: Iterable[str] = ()) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "cpu": _cpu_name(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "system": f"{platform.system()} {platform.machine()}",
@@ -268,24 +252,15 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    result.add_argument(
-        "--rounds", type=int, default=15, help="samples of each candidate (default: %(default)s)"
-    )
-    result.add_argument(
-        "--warmup",
-        type=int,
-        default=3,
-        help="untimed calls of each candidate (default: %(default)s)",
-    )
-    result.add_argument(
-        "--min-time",
-        type=float,
-        default=0.02,
-        help="seconds that a sample lasts at least (default: %(default)s)",
-    )
-    result.add_argument(
-        "--threads", type=int, default=1, help="torch threads (default: %(default)s)"
-    )
+    numbers: list[tuple[str, float, str]] = [
+        ("--rounds", 15, "samples of each candidate"),
+        ("--warmup", 3, "untimed calls of each candidate"),
+        ("--min-time", 0.02, "seconds that a sample lasts at least"),
+        ("--threads", 1, "torch threads"),
+    ]
+    for name, default, text in numbers:
+        text += " (default: %(default)s)"
+        result.add_argument(name, type=type(default), default=default, help=text)
     result.add_argument(
         "--quick",
         action="store_true",

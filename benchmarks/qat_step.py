@@ -12,7 +12,6 @@ leave the attention of a transformer float; torchao quantizes Linear layers alon
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 import warnings
@@ -145,45 +144,30 @@ def steps(name: str, tools: Sequence[str], compiled: bool) -> dict[str, Step]:
     for tool in tools:
         try:
             found[tool + " compiled" * compiled] = make_step(name, tool, compiled)
-        except ImportError as error:
-            print(f"left out: {tool} ({error})", file=sys.stderr)
-        except Exception as error:  # a rival that cannot do a model is no reason to stop
+        except Exception as error:  # a rival that is absent or cannot do a model stops nothing
             if tool in ("fp32", "torchq"):
                 raise
-            print(
-                f"left out of {name}{' compiled' * compiled}: {tool} ({type(error).__name__})",
-                file=sys.stderr,
-            )
+            print(f"left out of {name}: {tool} ({type(error).__name__})", file=sys.stderr)
     return found
-
-
-def measure(options: argparse.Namespace, name: str, report: Reporter) -> None:
-    clock = time.thread_time if options.threads == 1 else time.perf_counter
-    tools = options.tools.split(",")
-    for mode in options.modes.split(","):
-        compiled = mode == "compiled"
-        baseline = "fp32" + " compiled" * compiled
-        for row in compare(
-            steps(name, tools, compiled), baseline=baseline, clock=clock, **timing(options)
-        ):
-            report.timing(row, model=name, mode=mode, clock=clock.__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--models", default=",".join(MODELS), help="default: %(default)s")
     options.add_argument("--tools", default=",".join(TOOLS), help="default: %(default)s")
-    options.add_argument(
-        "--modes",
-        default="eager",
-        help="of eager, compiled (needs a C++ compiler); default: %(default)s",
-    )
+    modes = "of eager, compiled (needs a C++ compiler); default: %(default)s"
+    options.add_argument("--modes", default="eager", help=modes)
     chosen = parse(options, argv)
-    with Reporter(
-        "qat_step", chosen.out, packages=("nvidia-modelopt", "brevitas", "torchao")
-    ) as report:
+    clock = time.thread_time if chosen.threads == 1 else time.perf_counter
+    packages = ("nvidia-modelopt", "brevitas", "torchao")
+    with Reporter("qat_step", chosen.out, packages) as report:
         for name in chosen.models.split(","):
-            measure(chosen, name, report)
+            for mode in chosen.modes.split(","):
+                compiled = mode == "compiled"
+                found = steps(name, chosen.tools.split(","), compiled)
+                baseline = "fp32" + " compiled" * compiled
+                for row in compare(found, baseline=baseline, clock=clock, **timing(chosen)):
+                    report.timing(row, model=name, mode=mode, clock=clock.__name__)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,7 @@
 For each network: does ``plan`` leave the model alone; does ``quantize_`` work, and which products
 with weights stay float; is the disabled model float bit for bit, at another size and batch and in
 train mode; do ``restore_``, ``save`` and ``load``, ``fuse_``, the placement for a target, the
-export to ONNX Runtime and ``deploy`` work and agree; and how fast are the last two over float.
-Weights are random and inputs small, so figures of accuracy and speed show defects, not merits.
+export to ONNX Runtime and ``deploy`` work and agree. Weights are random and inputs small.
 
 Each network runs in a process of its own with limits of time and memory. Results are appended to a
 file as they come, and a second run goes on where the first one ended: it makes the checks that a
@@ -43,7 +42,6 @@ from benchmarks.zoo_models import LIBRARIES, load, names
 
 Row = dict[str, Any]
 PEERS = ("timm", "transformers", "ultralytics", "segmentation-models-pytorch", "onnxruntime")
-SPEEDS = ("export_speed", "deploy_speed")
 
 
 def run_one(name: str, checks: Sequence[str], limit: float, memory: float) -> Row:
@@ -124,16 +122,13 @@ def missing(row: Row, checks: Sequence[str], retry: bool) -> list[str]:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Return the reason of each failure, and the networks that become slower."""
+    """Return the reason of each failure."""
     lines = [
         f"{row['model']}, {key}: {row[key]}"
         for row in rows
         for key in CHECKS
         if row.get(key, "ok") != "ok"
     ]
-    for key in SPEEDS:
-        slow = [row["model"] for row in rows if row.get(key, 1) < 1]
-        lines.append(f"{key} below 1: {len(slow)} ({', '.join(slow)})")
     return "\n".join(lines)
 
 
@@ -147,13 +142,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--match", default="", help="only networks whose name contains this")
     parser.add_argument("--sample", type=int, help="only this many networks of each library")
     parser.add_argument("--checks", nargs="+", choices=CHECKS, default=list(CHECKS))
-    parser.add_argument(
-        "--limit", type=float, default=240, help="processor seconds for each network"
-    )
+    parser.add_argument("--limit", type=float, default=240, help="processor seconds of a network")
     parser.add_argument("--memory", type=float, default=8, help="GiB for each network")
-    parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="begin no network later than this"
-    )
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin none after this")
     parser.add_argument("--again", action="store_true", help="make checks with a result too")
     parser.add_argument("--retry", action="store_true", help="make checks that failed again")
     parser.add_argument("--table", action="store_true", help="print the results, run nothing")

@@ -11,7 +11,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from benchmarks.harness import compare
 from benchmarks.zoo_measures import (
     class_of_each_path,
     count,
@@ -307,21 +306,6 @@ def check_deploy(subject: Subject) -> Fields:
     return {"deploy": verdict(ratio > least, problem), "deploy_db": ratio, "rounding_db": least}
 
 
-def check_speed(subject: Subject) -> Fields:
-    """Time ONNX Runtime and the deployed model beside float; ratios above 1 are faster."""
-    example, floating = subject.entry.example, subject.fused
-    sessions = {"int8": subject.session, "float": _float_session(floating, example)}
-    feeds = {name: _feeds(session, example) for name, session in sessions.items()}
-    files = compare(
-        {n: partial(sessions[n].run, None, feeds[n]) for n in sessions}, baseline="int8"
-    )
-    models = {"int8": subject.deployed, "float": floating}
-    with torch.inference_mode():
-        calls = compare({n: partial(call, models[n], example) for n in models}, baseline="int8")
-    ratios = [round(rows[1].ratio, 2) for rows in (files, calls)]
-    return {"speed": "ok", "export_speed": ratios[0], "deploy_speed": ratios[1]}
-
-
 CHECKS: dict[str, Callable[[Subject], Fields]] = {
     "plan": check_plan,
     "quantize": check_quantize,
@@ -332,7 +316,6 @@ CHECKS: dict[str, Callable[[Subject], Fields]] = {
     "target": check_target,
     "export": check_export,
     "deploy": check_deploy,
-    "speed": check_speed,
 }
 
 

@@ -13,7 +13,7 @@ import importlib.util
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,22 +57,6 @@ DETECTORS = {
     key for key in TORCHVISION.split() if re.search("rcnn|deeplab|fc|lraspp|ssd|retina", key)
 }
 VIDEO = {"r3d_18", "mc3_18", "r2plus1d_18", "swin3d_t", "mvit_v2_s"}
-
-
-def _torchvision_names() -> Iterator[str]:
-    """Yield a network of each module file, then the other classifiers from small to large."""
-    from torchvision import models
-
-    first = TORCHVISION.split()
-    yield from first
-    rest = [name for name in models.list_models(module=models) if name not in first]
-    yield from sorted(rest, key=_parameters)
-
-
-def _parameters(name: str) -> int:
-    from torchvision import models
-
-    return int(next(iter(models.get_model_weights(name))).meta["num_params"])
 
 
 def _torchvision(key: str) -> Entry:
@@ -175,27 +159,14 @@ yolov9t yolov10n yolo11n yolo11n-seg yolo11n-cls yolo12n yolov8-world yolov8-gho
 """
 
 
-def _ultralytics_names() -> Iterator[str]:
-    yield from ULTRALYTICS.split()
-
-
 def _ultralytics(key: str) -> Entry:
     from ultralytics.nn import tasks
 
-    config = f"{key}.yaml"
-    for part, kind in (
-        ("-seg", "SegmentationModel"),
-        ("-cls", "ClassificationModel"),
-        ("-pose", "PoseModel"),
-        ("-obb", "OBBModel"),
-        ("-world", "WorldModel"),
-        ("rtdetr", "RTDETRDetectionModel"),
-    ):
-        if part in key:
-            return _images(
-                getattr(tasks, kind)(config, verbose=False), 64 if part == "-cls" else 128
-            )
-    return _images(tasks.DetectionModel(config, verbose=False), 128)
+    kinds = {"-seg": "Segmentation", "-cls": "Classification", "-pose": "Pose", "-obb": "OBB"}
+    kinds |= {"-world": "World", "rtdetr": "RTDETRDetection"}
+    kind = next((kind for part, kind in kinds.items() if part in key), "Detection")
+    model = getattr(tasks, f"{kind}Model")(f"{key}.yaml", verbose=False)
+    return _images(model, 64 if kind == "Classification" else 128)
 
 
 # --- segmentation-models-pytorch ----------------------------------------------------------------
@@ -203,10 +174,6 @@ def _ultralytics(key: str) -> Entry:
 SEGMENTERS = (
     "Unet UnetPlusPlus MAnet Linknet FPN PSPNet PAN DeepLabV3 DeepLabV3Plus UPerNet Segformer"
 )
-
-
-def _smp_names() -> Iterator[str]:
-    yield from SEGMENTERS.split()
 
 
 def _smp(key: str) -> Entry:
@@ -331,10 +298,6 @@ HubertForCTC speech
 HUGGING_FACE = {line.split()[0]: line.split()[1:] for line in ARCHITECTURES.strip().splitlines()}
 
 
-def _transformers_names() -> Iterator[str]:
-    yield from HUGGING_FACE
-
-
 def _transformers(key: str) -> Entry:
     import transformers
 
@@ -408,13 +371,14 @@ def _cut(blocks: nn.Sequential | nn.ModuleList) -> nn.Module:
 
 # --- all of them ---------------------------------------------------------------------------------
 
-Source = tuple[str, Callable[[], Iterator[str]], Callable[[str], Entry]]
+# Library -> its package, its networks and what builds one.
+Source = tuple[str, Callable[[], Iterable[str]], Callable[[str], Entry]]
 LIBRARIES: dict[str, Source] = {
-    "torchvision": ("torchvision", _torchvision_names, _torchvision),
+    "torchvision": ("torchvision", TORCHVISION.split, _torchvision),
     "timm": ("timm", _timm_names, _timm),
-    "ultralytics": ("ultralytics", _ultralytics_names, _ultralytics),
-    "smp": ("segmentation_models_pytorch", _smp_names, _smp),
-    "transformers": ("transformers", _transformers_names, _transformers),
+    "ultralytics": ("ultralytics", ULTRALYTICS.split, _ultralytics),
+    "smp": ("segmentation_models_pytorch", SEGMENTERS.split, _smp),
+    "transformers": ("transformers", HUGGING_FACE.keys, _transformers),
 }
 
 
