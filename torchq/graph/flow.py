@@ -156,12 +156,7 @@ def _layer_of(node: fx.Node, owners: Mapping[str, nn.Module]) -> nn.Module | Non
 
 
 def flow_of_graph(graph_module: fx.GraphModule, root: nn.Module) -> Flow:
-    """Return the flow of a traced model.
-
-    Args:
-        graph_module: the trace.
-        root: the model that was traced; names are paths in it.
-    """
+    """Return the flow of a traced model."""
     modules = dict(root.named_modules(remove_duplicate=False))
     owners = {f"{path}.weight" if path else "weight": module for path, module in modules.items()}
     calls: list[Call] = []

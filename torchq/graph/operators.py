@@ -90,15 +90,7 @@ ALL_KINDS = frozenset(_FUNCTIONS)
 
 
 def operator_kind(target: Any) -> str | None:
-    """Return the kind of an operator, or None if it has none.
-
-    Args:
-        target: a function, or the name of a method of tensors.
-
-    Example:
-        >>> operator_kind(torch.cat), operator_kind("add_"), operator_kind(torch.exp)
-        ('cat', 'add', None)
-    """
+    """Return the kind of an operator, or None if it has none."""
     try:
         return _KINDS.get(target)
     except TypeError:  # not hashable, so no function of torch

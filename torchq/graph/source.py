@@ -54,18 +54,11 @@ class Router(Protocol):
 def rewrite_forward(
     cls: type[nn.Module], start: Callable[[Any], Router]
 ) -> Callable[..., Any] | None:
-    """Return the forward of ``cls`` with its operators handed to a router.
+    """Return the forward of ``cls`` with its operators handed to a router, or None.
+
+    ``start`` is called with the module at the beginning of each call and returns the router.
 
     Functions and methods that the forward calls by name are followed. The signature stays.
-
-    Args:
-        cls: a class of modules.
-        start: called with the module at the beginning of each call; returns the router.
-
-    Returns:
-        The function, or None if there is no source that can be rewritten: the code was typed
-        into an interpreter, is decorated, iterates over all children of its module (which would
-        meet new ones), or has no operator.
     """
     function = inspect.getattr_static(cls, "forward", None)
     if not isinstance(function, types.FunctionType) or issubclass(cls, _CONTAINERS):

@@ -104,9 +104,6 @@ def state_kept(model: nn.Module) -> Iterator[None]:
 
     A forward may store results in its module, and while it is traced these are proxies: the first
     call of torchvision's RoI pooling notes scales, timm's LeViT fills a dictionary of biases.
-
-    Args:
-        model: the body may run or trace it.
     """
     attributes = [(module, dict(vars(module))) for module in model.modules()]
     containers: dict[int, tuple[Any, Any]] = {}
@@ -152,15 +149,6 @@ def trace_call(
     with a default of None, a number or a flag keep that default: otherwise a Proxy would stand in
     for it, and ``if mask is not None`` would take a branch that ordinary calls do not take. A call
     with another value raises an AssertionError that names the argument.
-
-    Args:
-        tracer: decides which calls stay whole.
-        module: left unchanged.
-        given: arguments by name whose values differ from their defaults. A number, a flag or None
-            is kept in place of the default; anything else becomes an argument of the graph.
-
-    Raises:
-        Exception: Whatever the forward raises when its control flow looks at a tensor.
     """
     function = getattr(type(module), tracer.traced_func_name)
     parameters = list(inspect.signature(function).parameters.values())
@@ -189,18 +177,6 @@ def trace_modules(
     """Trace ``model`` with torch.fx in eval mode, keeping calls of leaf modules whole.
 
     :func:`trace` is for models that this function cannot follow too.
-
-    Args:
-        model: left unchanged, with its training modes.
-        is_leaf: which modules stay one ``call_module`` node.
-        given: arguments whose values are not their defaults; see :func:`trace_call`.
-        record_lines: note at each node which line of the code made it.
-
-    Returns:
-        The traced model; see :func:`trace_call` for its arguments.
-
-    Raises:
-        Exception: Whatever the model raises when its control flow looks at a tensor.
     """
     tracer = ModuleTracer(is_leaf)
     tracer.record_stack_traces = record_lines
