@@ -232,7 +232,7 @@ def zoo(measured: Measured) -> str:
         merged.setdefault(row["model"], {}).update(row)
     libraries = [[r for m, r in merged.items() if m.startswith(f"{name}/")] for name in ZOO]
     rows: list[Sequence[object]] = [("networks", *map(len, libraries))]
-    checks = ("plan", "quantize", "off", "restore", "save", "fuse", "target")
+    checks = ("plan", "quantize", "off", "restore", "save", "fuse")
     for check in (*checks, "export", "deploy"):
         made = [[row[check] for row in own if check in row] for own in libraries]
         rows.append((check, *(f"{values.count('ok')} of {len(values)}" for values in made)))

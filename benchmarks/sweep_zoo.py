@@ -2,8 +2,8 @@
 
 For each network: does ``plan`` leave the model alone; does ``quantize_`` work, and which products
 with weights stay float; is the disabled model float bit for bit, at another size and batch and in
-train mode; do ``restore_``, ``save`` and ``load``, ``fuse_``, the placement for a target, the
-export to ONNX Runtime and ``deploy`` work and agree. Weights are random and inputs small.
+train mode; do ``restore_``, ``save`` and ``load``, ``fuse_``, the export to ONNX Runtime and
+``deploy`` work and agree. Weights are random and inputs small.
 
 Each network runs in a process of its own with limits of time and memory. Results are appended to a
 file as they come, and a second run goes on where the first one ended: it makes the checks that a
@@ -11,7 +11,7 @@ network has no result of. Networks come in turn from the libraries, one for each
 
 Example:
     python -m benchmarks.sweep_zoo --out benchmarks/results/sweep_zoo.jsonl --sample 3
-    python -m benchmarks.sweep_zoo --checks plan quantize off restore save fuse target
+    python -m benchmarks.sweep_zoo --checks plan quantize off restore save fuse
     python -m benchmarks.sweep_zoo --checks export deploy --retry
     python -m benchmarks.sweep_zoo --out benchmarks/results/sweep_zoo.jsonl --table
 """

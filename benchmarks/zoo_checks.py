@@ -22,8 +22,6 @@ import torchq
 from benchmarks.zoo_measures import (
     class_of_each_path,
     count,
-    enough_batches,
-    joined,
     outputs,
     same,
     state,
@@ -206,26 +204,6 @@ def check_fuse(subject: Subject) -> Fields:
     return {"fuse": verdict(ratio > 60, f"{ratio} dB"), "fused": len(report.fused)}
 
 
-def check_target(subject: Subject) -> Fields:
-    """Check that the quantizers placed for ONNX Runtime cost 3 dB at most, or leave 25 dB.
-
-    A network whose result is a few numbers is judged on many batches: by chance, the errors of four
-    numbers differ by 4 dB and more between two models that are equally good.
-    """
-    model = subject.targeted
-    batches = enough_batches(subject.entry.example, subject.expected)
-    expected = joined(subject.model, batches)
-    plain = worst_decibels(joined(subject.quantized, batches), expected)
-    placed = worst_decibels(joined(model, batches), expected)
-    left = count(model, lambda: call(model, subject.entry.example)).floating
-    good = placed > min(plain - 3, 25) - 0.5
-    return {
-        "target": verdict(good, f"{placed} dB, without {plain} dB"),
-        "target_db": placed,
-        "left_target": len(left),
-    }
-
-
 def check_export(subject: Subject) -> Fields:
     """Check that ONNX Runtime agrees with the simulation, where it can run float files."""
     try:
@@ -313,7 +291,6 @@ CHECKS: dict[str, Callable[[Subject], Fields]] = {
     "restore": check_restore,
     "save": check_save,
     "fuse": check_fuse,
-    "target": check_target,
     "export": check_export,
     "deploy": check_deploy,
 }

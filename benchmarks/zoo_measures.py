@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 
 from benchmarks.harness import decibels
 from benchmarks.zoo_models import call
@@ -25,10 +25,6 @@ from torchq.nn import QuantModule
 
 #: Relative change of results that stands for another order of additions.
 ROUNDING = 1e-6
-#: So many numbers tell two noise powers apart to about 0.6 dB (one standard deviation), if their
-#: errors are independent: 10 log10(e) * sqrt(4 / n).
-NUMBERS = 200
-MOST_BATCHES = 50
 
 
 def outputs(model: nn.Module, batch: Any) -> list[Tensor]:
@@ -41,32 +37,6 @@ def outputs(model: nn.Module, batch: Any) -> list[Tensor]:
     if not isinstance(result, Tensor | tuple | list | dict):
         result = dict(result) if hasattr(result, "keys") else vars(result)
     return [leaf.detach().clone() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-
-
-def enough_batches(example: Any, expected: list[Tensor]) -> list[Any]:
-    """Return the example, and other batches of its shapes until they give enough numbers.
-
-    Args:
-        example: A batch.
-        expected: What a model returns for it.
-    """
-    sizes = [x.numel() for x in expected if x.is_floating_point() and x.numel()]
-    count = min(MOST_BATCHES, -(-NUMBERS // min(sizes, default=NUMBERS)))
-    generator = torch.Generator().manual_seed(0)
-
-    def another(x: Tensor) -> Tensor:
-        if x.is_floating_point():
-            return torch.randn(x.shape, generator=generator)
-        order = torch.randperm(x.numel(), generator=generator)
-        return x.flatten()[order].view_as(x)
-
-    return [example, *(tree_map(another, example) for _ in range(count - 1))]
-
-
-def joined(model: nn.Module, batches: list[Any]) -> list[Tensor]:
-    """Return the outputs for several batches, each output as one vector."""
-    results = [outputs(model, batch) for batch in batches]
-    return [torch.cat([x.flatten() for x in parts]) for parts in zip(*results, strict=True)]
 
 
 def with_rounding(model: nn.Module, batch: Any, seed: int) -> list[Tensor]:
