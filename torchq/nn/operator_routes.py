@@ -8,10 +8,11 @@ second visit in one call (a loop), ``@5.2`` the third site of a function called 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from torchq.graph import operator_kind
@@ -30,19 +31,13 @@ class Visit:
     Attributes:
         name: where it is in the code.
         kind: see :func:`torchq.graph.operator_kind`.
-        operands: the tensors that it computes with, or what stands in their places.
-        plain: there is no argument that changes its meaning, such as ``alpha``.
-        function: the function that was called, or the name of a method.
-        arguments: all its positional arguments.
+        operands: see :func:`operands_of`.
         result: what it returned.
     """
 
     name: str
     kind: str
-    operands: tuple[Any, ...]
-    plain: bool
-    function: Any
-    arguments: tuple[Any, ...]
+    operands: tuple[Any, ...] | None
     result: Any
 
 
@@ -127,12 +122,26 @@ class Route:
         kind = operator_kind(function)
         if kind is None:
             return
-        rest = {key: value for key, value in kwargs.items() if key != "dim" or kind != "cat"}
-        plain = not rest or kind in ("pool", "activation", "attention")
-        operands = _operands(kind, args)
-        plain &= len(operands) == _OPERANDS.get(kind, len(operands))
-        visit = Visit(self._name(site), kind, operands, plain, function, args, result)
-        self._owner.recorder.visits.append(visit)
+        name = self._name(site)
+        operands = operands_of(kind, function, args, kwargs)
+        self._owner.recorder.visits.append(Visit(name, kind, operands, result))
+
+
+def operands_of(
+    kind: str, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, ...] | None:
+    """Return what an operator computes with, None where an argument such as ``alpha`` changes it.
+
+    A mean counts over several dimensions alone: that is global pooling.
+    """
+    if function in (torch.mean, "mean"):
+        dims = args[1] if len(args) > 1 else kwargs.get("dim")
+        if not isinstance(dims, (tuple, list)) or len(dims) < 2:
+            return None
+    operands = _operands(kind, args)
+    rest = kwargs.keys() - ({"dim"} if kind == "cat" else set())
+    is_plain = not rest or kind in ("pool", "activation", "attention")
+    return operands if is_plain and len(operands) == _OPERANDS.get(kind, len(operands)) else None
 
 
 def _operands(kind: str, args: tuple[Any, ...]) -> tuple[Any, ...]:

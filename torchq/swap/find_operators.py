@@ -30,7 +30,7 @@ from torchq.nn import (
 )
 from torchq.nn.modules.operators import stand_in
 from torchq.nn.operator_modules import recording_operators, replace_operators_, trace_forward
-from torchq.nn.operator_routes import Recorder, Visit
+from torchq.nn.operator_routes import Recorder, Visit, operands_of
 from torchq.utils import evaluating, modules_with_names
 
 #: The module that stands for each kind of operator.
@@ -43,7 +43,6 @@ MODULES: dict[str, type[nn.Module]] = {
     "activation": Tap,
     "attention": ScaledDotProductAttention,
 }
-_OPERANDS = {"add": 2, "mul": 2, "matmul": 2, "attention": 3}
 #: Operators whose results are numbers.
 _NUMBERS = SHAPE | {"device", "dtype", "stride"}
 _WRITING = frozenset(["setitem", "iadd", "isub", "imul", "itruediv"])
@@ -278,29 +277,10 @@ def _is_number(node: fx.Node, numbers: set[fx.Node]) -> bool:
 
 
 def _is_between_tensors(node: fx.Node, kind: str, numbers: set[fx.Node]) -> bool:
-    if kind == "pool" and node.target in (torch.mean, "mean") and not _is_spatial(node):
-        return False
-    rest: dict[str, Any] = {}
-    if kind in ("pool", "activation"):
-        operands = list(node.args[:1])
-    elif kind == "attention":
-        operands = list(node.args[:3])
-    elif kind == "cat":
-        first = node.args[0] if node.args else None
-        operands = list(first) if isinstance(first, (list, tuple)) else list(node.args[:1])
-        rest = {name: value for name, value in node.kwargs.items() if name != "dim"}
-    else:
-        operands, rest = list(node.args), dict(node.kwargs)
-    tensors = all(
+    operands = operands_of(kind, node.target, node.args, node.kwargs)
+    return operands is not None and all(
         isinstance(o, fx.Node) and o.op != "get_attr" and o not in numbers for o in operands
     )
-    return tensors and not rest and len(operands) == _OPERANDS.get(kind, len(operands))
-
-
-def _is_spatial(node: fx.Node) -> bool:
-    """Return True if a mean goes over several dimensions: global pooling."""
-    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    return isinstance(dims, (tuple, list)) and len(dims) > 1
 
 
 def _main_operand(module: nn.Module, node: fx.Node, kind: str) -> int | None:
@@ -357,20 +337,13 @@ def _candidates(
     found: dict[str, _Candidate] = {}
     order = list(linear)
     for v in visits:
-        between = all(isinstance(o, Tensor) and id(o) not in constants for o in v.operands)
-        if v.kind not in kinds or not between or not v.plain or not _pools_space(v):
+        if v.kind not in kinds or v.operands is None:
             continue
-        ends = [(order.index(id(o)), i) for i, o in enumerate(v.operands) if id(o) in linear]
-        main = max(ends)[1] if ends and v.kind == "add" else None
-        found.setdefault(v.name, _Candidate(v.name, v.kind, main))
+        if all(isinstance(o, Tensor) and id(o) not in constants for o in v.operands):
+            ends = [(order.index(id(o)), i) for i, o in enumerate(v.operands) if id(o) in linear]
+            main = max(ends)[1] if ends and v.kind == "add" else None
+            found.setdefault(v.name, _Candidate(v.name, v.kind, main))
     return list(found.values())
-
-
-def _pools_space(visit: Visit) -> bool:
-    if visit.function not in (torch.mean, "mean"):
-        return True
-    dims = visit.arguments[1] if len(visit.arguments) > 1 else None
-    return isinstance(dims, (tuple, list)) and len(dims) > 1
 
 
 @contextmanager
