@@ -371,92 +371,63 @@ def check_rules(d: Any) -> None:
     """Raise an error for fields that are out of range or exclude each other."""
     if d.scale_amax is not None:
         _check_scale_amax(d)
-    if d.block_size is not None and not 1 <= d.block_size <= _MAX_BLOCK:
-        raise ConfigError(
-            f"block_size: got {short_repr(d.block_size)}; expected at least 1 and at most "
-            f"{_MAX_BLOCK}"
-        )
-    if d.block_size is not None and d.axis is not None:
-        raise ConfigError(
-            f"block_size={d.block_size} with axis={d.axis}: expected one of them. "
-            "Blocks keep all other axes apart already"
-        )
-    if d.dynamic and (d.amax is not None or d.learn_amax):
-        raise ConfigError(
-            "dynamic: got amax or learn_amax too; "
-            "expected neither, the range is taken from each call's data"
-        )
-    if not isinstance(d.unsigned, bool):
-        _check_auto_unsigned(d)
     check_rounding(d.rounding)
-    _check_scale_format(d)
-    if d.symmetric and d.amin is not None:
-        raise ConfigError(
-            "amin: got symmetric=True; expected symmetric=False, the range is [-amax, amax] "
-            "otherwise"
-        )
-    if not d.symmetric:
-        _check_asymmetric(d)
-    if d.scale_range_grad and not d.learn_amax:
-        raise ConfigError(
-            "scale_range_grad: got learn_amax=False; "
-            "expected learn_amax=True, there is no gradient to scale otherwise"
-        )
-
-
-def _check_scale_format(d: Any) -> None:
-    """Raise an error for scales that cannot be rounded as the fields say."""
-    if d.scale_format is not None and d.block_size is None:
-        raise ConfigError(
-            f"scale_format={d.scale_format!r} without block_size: expected a block_size, such as 32"
-        )
     if d.scale_format is not None:
         by_name(d.scale_format)
-    if d.power_of_two and d.scale_format is not None:
-        raise ConfigError(
-            f"power_of_two: got scale_format={d.scale_format!r} too; "
-            "expected one of them, both round the scales"
-        )
+    for text, is_wrong in (_mistakes(d) | _asymmetric_mistakes(d)).items():
+        if is_wrong:
+            raise ConfigError(text)
 
 
-def _check_asymmetric(d: Any) -> None:
-    """Raise an error for fields that a range with two ends cannot have."""
-    if not isinstance(d.num_bits, int):
-        raise ConfigError(
-            f"symmetric=False: got the float format {d.num_bits}; expected an integer format, "
-            "a float format has no zero point"
-        )
-    if d.unsigned == "auto":
-        raise ConfigError(
-            "symmetric=False: got unsigned='auto'; expected True or False, "
-            "the zero point fits either sign to the data"
-        )
-    if d.scale_format is not None:
-        raise ConfigError(
-            f"symmetric=False: got scale_format={d.scale_format!r}; expected None, "
-            "block formats with rounded scales are symmetric"
-        )
-    if (d.amin is None) != (d.amax is None):
-        given, lacking = ("amax", "amin") if d.amin is None else ("amin", "amax")
-        raise ConfigError(
-            f"{lacking}: got {given} alone; expected both ends of an asymmetric range, or neither"
-        )
-    if d.amin is not None and shape_of(d.amin) != shape_of(d.amax):
-        raise ConfigError(
-            f"amin: got shape {shape_of(d.amin)} for amax of shape {shape_of(d.amax)}; "
-            "expected equal shapes"
-        )
+def _mistakes(d: Any) -> dict[str, bool]:
+    """Return what may be wrong with fields -> it is."""
+    is_float, is_auto = not isinstance(d.num_bits, int), not isinstance(d.unsigned, bool)
+    block, scales = d.block_size, d.scale_format
+    return {
+        f"block_size: got {short_repr(block)}; expected at least 1 and at most {_MAX_BLOCK}": (
+            block is not None and not 1 <= block <= _MAX_BLOCK
+        ),
+        f"block_size={block} with axis={d.axis}: expected one of them. "
+        "Blocks keep all other axes apart already": block is not None and d.axis is not None,
+        "dynamic: got amax or learn_amax too; expected neither, the range is taken from each "
+        "call's data": d.dynamic and (d.amax is not None or d.learn_amax),
+        f"unsigned: got {short_repr(d.unsigned)}; expected bool or 'auto'": (
+            is_auto and d.unsigned != "auto"
+        ),
+        "unsigned='auto': got dynamic, a fixed amax or a float format too; "
+        "expected an integer format whose range is calibrated": (
+            is_auto and (d.dynamic or d.amax is not None or is_float)
+        ),
+        f"scale_format={scales!r} without block_size: expected a block_size, such as 32": (
+            scales is not None and block is None
+        ),
+        f"power_of_two: got scale_format={scales!r} too; expected one of them, both round the "
+        "scales": d.power_of_two and scales is not None,
+        "amin: got symmetric=True; expected symmetric=False, the range is [-amax, amax] "
+        "otherwise": d.symmetric and d.amin is not None,
+        "scale_range_grad: got learn_amax=False; expected learn_amax=True, there is no gradient "
+        "to scale otherwise": d.scale_range_grad and not d.learn_amax,
+    }
 
 
-def _check_auto_unsigned(d: Any) -> None:
-    """Raise an error unless calibration can choose between signed and unsigned codes."""
-    if d.unsigned != "auto":
-        raise ConfigError(f"unsigned: got {short_repr(d.unsigned)}; expected bool or 'auto'")
-    if d.dynamic or d.amax is not None or not isinstance(d.num_bits, int):
-        raise ConfigError(
-            "unsigned='auto': got dynamic, a fixed amax or a float format too; "
-            "expected an integer format whose range is calibrated"
-        )
+def _asymmetric_mistakes(d: Any) -> dict[str, bool]:
+    """Return what may be wrong with a range of two ends -> it is."""
+    given, lacking = ("amax", "amin") if d.amin is None else ("amin", "amax")
+    is_asymmetric, scales = not d.symmetric, d.scale_format
+    return {
+        f"symmetric=False: got the float format {d.num_bits}; expected an integer format, "
+        "a float format has no zero point": is_asymmetric and not isinstance(d.num_bits, int),
+        "symmetric=False: got unsigned='auto'; expected True or False, "
+        "the zero point fits either sign to the data": is_asymmetric
+        and not isinstance(d.unsigned, bool),
+        f"symmetric=False: got scale_format={scales!r}; expected None, "
+        "block formats with rounded scales are symmetric": is_asymmetric and scales is not None,
+        f"{lacking}: got {given} alone; expected both ends of an asymmetric range, or neither": (
+            is_asymmetric and (d.amin is None) != (d.amax is None)
+        ),
+        f"amin: got shape {shape_of(d.amin)} for amax of shape {shape_of(d.amax)}; "
+        "expected equal shapes": d.amin is not None and shape_of(d.amin) != shape_of(d.amax),
+    }
 
 
 def _check_scale_amax(d: Any) -> None:
