@@ -7,7 +7,7 @@ touched, nothing in it is executed, and applying it changes all of a model or no
 from __future__ import annotations
 
 import keyword
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -318,25 +318,15 @@ class _Record:
             raise _damaged("version", version, str(_VERSION))
         if not isinstance(record["fusions"], list):
             raise _damaged("fusions", record["fusions"], "a list")
-        modules = _mapping(record["modules"], "modules")
-        return cls(
-            record["fusions"],
-            {path: _read_layer(entry, f"modules[{path!r}]") for path, entry in modules.items()},
-            {
-                path: _read_calls(entry, f"calls[{path!r}]")
-                for path, entry in _mapping(record["calls"], "calls").items()
-            },
-            {
-                path: _read_operators(entry, f"operators[{path!r}]")
-                for path, entry in _mapping(record["operators"], "operators").items()
-            },
-            {
-                path: _read_descriptor(entry, f"quantizers[{path!r}]")
-                for path, entry in _mapping(record["quantizers"], "quantizers").items()
-            },
-            _read_groups(record["shared"]),
-            _texts(record["modes"], "modes", allowed=_MODES),
-        )
+        parts: dict[str, Any] = {
+            part: {
+                path: read(entry, f"{part}[{path!r}]")
+                for path, entry in _mapping(record[part], part).items()
+            }
+            for part, read in _READERS.items()
+        }
+        shared, modes = _read_groups(record["shared"]), _texts(record["modes"], "modes", _MODES)
+        return cls(record["fusions"], **parts, shared=shared, modes=modes)
 
 
 def _damaged(where: str, got: Any, expected: str) -> ConfigError:
@@ -415,3 +405,12 @@ def _read_groups(value: Any) -> list[list[str]]:
     if not is_valid:
         raise _damaged("shared", value, "lists of two or more paths")
     return value
+
+
+#: Part of a record -> what checks and reads the entry of one path.
+_READERS: dict[str, Callable[[Any, str], Any]] = {
+    "modules": _read_layer,
+    "calls": _read_calls,
+    "operators": _read_operators,
+    "quantizers": _read_descriptor,
+}

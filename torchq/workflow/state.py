@@ -296,15 +296,12 @@ def _check_ranges(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 def _check_sign(prefix: str, state: Mapping[str, Tensor]) -> None:
     """Check the sign that a quantizer chose; a tensor without numbers has any."""
     sign = state.get(f"{prefix}unsigned")
-    if sign is None or sign.is_meta:
-        possible = True
-    else:
-        possible = sign.numel() == 1 and sign.item() in (-1, 0, 1)
-    if sign is not None and not possible:
-        raise ConfigError(
-            f"load: {prefix}unsigned: got {sign.flatten()[:3].tolist()}; expected -1, 0 or 1. "
-            "The file is damaged"
-        )
+    if sign is None or sign.is_meta or (sign.numel() == 1 and sign.item() in (-1, 0, 1)):
+        return
+    raise ConfigError(
+        f"load: {prefix}unsigned: got {sign.flatten()[:3].tolist()}; expected -1, 0 or 1. "
+        "The file is damaged"
+    )
 
 
 def _factor_problem(layer: nn.Module | None, factors: Tensor | None) -> str:
