@@ -320,14 +320,10 @@ class FileNode:
 
     def call_parts(self, count: int, function: Callable[..., Any], *args: Any) -> list[Value]:
         """Call a function that returns ``count`` tensors."""
-        return self._parts(count, self.call(function, *args))
+        return self.parts(count, self.call(function, *args))
 
-    def module_parts(self, count: int, module: nn.Module, *args: Value) -> list[Value]:
-        """Call a module that returns one tensor, or a tuple of ``count`` tensors."""
-        result = self.module(module, *args)
-        return [result] if count == 1 else self._parts(count, result)
-
-    def _parts(self, count: int, result: Any) -> list[Value]:
+    def parts(self, count: int, result: Any) -> list[Value]:
+        """Return the ``count`` tensors that a call gave as a tuple."""
         if isinstance(result, fx.Node):
             return [self.call(operator.getitem, result, index) for index in range(count)]
         return list(result)  # a tuple of constants
@@ -374,29 +370,27 @@ class FileNode:
             )
         return Constant(result)
 
-    def _has_nodes(self, value: Any) -> bool:
-        if isinstance(value, (fx.Node, Ints)):
-            return True
-        if isinstance(value, dict):
-            return any(map(self._has_nodes, value.values()))
-        return isinstance(value, (tuple, list)) and any(map(self._has_nodes, value))
+    def _has_nodes(self, arguments: Any) -> bool:
+        found: list[Any] = []
+        _nested(found.append, arguments)
+        return any(isinstance(value, (fx.Node, Ints)) for value in found)
 
-    def _as_arguments(self, value: Any) -> Any:
-        if isinstance(value, (Constant, Ints)):
-            return self.tensor(value)
-        if isinstance(value, dict):
-            return {key: self._as_arguments(item) for key, item in value.items()}
-        if isinstance(value, (tuple, list)):
-            return type(value)(self._as_arguments(item) for item in value)
-        return value
+    def _as_arguments(self, arguments: Any) -> Any:
+        return _nested(
+            lambda value: self.tensor(value) if isinstance(value, (Constant, Ints)) else value,
+            arguments,
+        )
 
 
-def _as_tensors(value: Any) -> Any:
+def _as_tensors(arguments: Any) -> Any:
     """Replace constants by their tensors, in nested arguments."""
-    if isinstance(value, Constant):
-        return value.tensor
+    return _nested(lambda value: value.tensor if isinstance(value, Constant) else value, arguments)
+
+
+def _nested(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to what dictionaries, lists and tuples hold."""
     if isinstance(value, dict):
-        return {key: _as_tensors(item) for key, item in value.items()}
+        return {key: _nested(function, item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(_as_tensors(item) for item in value)
-    return value
+        return type(value)(_nested(function, item) for item in value)
+    return function(value)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import os
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import fx
@@ -14,6 +16,27 @@ from torchq.utils import Registry
 
 #: (number of a node, number of its output).
 Output = tuple[int, int]
+
+
+def text_of(source: Any, where: str, what: str) -> str:
+    """Return the text of a description: it holds a brace, which no path does."""
+    if isinstance(source, str) and "{" in source:
+        return source
+    try:
+        return Path(os.fspath(source)).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise FrontendError(f"{where}: cannot read the {what} ({error})") from None
+
+
+def bytes_of(source: Any, where: str, what: str) -> tuple[bytes, str]:
+    """Return the bytes of a file, and how errors in them begin."""
+    if isinstance(source, bytes):
+        return source, f"{where}: the {what}"
+    path = Path(os.fspath(source))
+    try:
+        return path.read_bytes(), f"{where}: {path.name}"
+    except OSError as error:
+        raise FrontendError(f"{where}: cannot read the {what} ({error})") from None
 
 
 class NetworkImporter:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchq.errors import FrontendError
+from torchq.frontends.building.importer import bytes_of
 
 #: A number, a flag, or text; names of enumerations are text too.
 Scalar = float | bool | str
@@ -213,15 +212,9 @@ _LEGACY, _DATA, _SHAPE, _DOUBLE_DATA, _DIM = (1, 2, 3, 4), 5, 7, 8, 1
 
 def read_weights(source: Any, where: str) -> dict[str, list[Tensor]]:
     """Return the blobs of each layer that has some."""
-    if not isinstance(source, bytes):
-        path = Path(os.fspath(source))
-        try:
-            source = path.read_bytes()
-        except OSError as error:
-            raise FrontendError(f"{where}: cannot read the weights ({error})") from None
-        where = f"{where}: {path.name}"
+    data, where = bytes_of(source, where, "weights")
     result: dict[str, list[Tensor]] = {}
-    for number, value in fields(memoryview(source), where):
+    for number, value in fields(memoryview(data), where):
         if number not in _LAYER_FIELDS or isinstance(value, int):
             continue
         name, blobs = _layer(value, *_LAYER_FIELDS[number], where)

@@ -6,13 +6,11 @@ The differences between generations of the format end here: inputs of five kinds
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torchq.errors import FrontendError
-from torchq.frontends.building.importer import Output
+from torchq.frontends.building.importer import Output, text_of
 from torchq.frontends.caffe.messages import Message, parse_text
 
 #: Types of version 1 whose new name is not the old one in camel case.
@@ -64,7 +62,7 @@ class Network:
 
 def read_network(source: Any, where: str) -> Network:
     """Read the description of a network."""
-    message = parse_text(_text_of(source, where), where)
+    message = parse_text(text_of(source, where, "network"), where)
     old = message.messages("layers")
     layers = [*old, *message.messages("layer")]
     if any(layer.messages("layer") for layer in layers):
@@ -76,15 +74,6 @@ def read_network(source: Any, where: str) -> Network:
         raise FrontendError(f"{where}: got no layers; expected a network")
     typed = [(_type_of(layer, layer in old), layer) for layer in layers if _runs_in_test(layer)]
     return _Reader(message, typed, where).run()
-
-
-def _text_of(source: Any, where: str) -> str:
-    if isinstance(source, str) and "{" in source:
-        return source
-    try:
-        return Path(os.fspath(source)).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise FrontendError(f"{where}: cannot read the network ({error})") from None
 
 
 def _runs_in_test(layer: Message) -> bool:

@@ -34,10 +34,12 @@ class Settings:
 
     def number(self, name: str, default: float | None = None) -> float:
         """Return a number; without a default it is required."""
-        found = self.numbers(name)
+        return self._last(name, self.numbers(name), default)
+
+    def _last(self, name: str, found: list[Any], default: Any) -> Any:
         if not found and default is None:
             self._refuse(f"the field {name!r} is missing")
-        return found[-1] if found else float(default or 0.0)
+        return found[-1] if found else default
 
     def integers(self, name: str) -> list[int]:
         """Return the whole numbers of a field that may be repeated."""
@@ -48,10 +50,7 @@ class Settings:
 
     def integer(self, name: str, default: int | None = None) -> int:
         """Return a whole number; without a default it is required."""
-        found = self.integers(name)
-        if not found and default is None:
-            self._refuse(f"the field {name!r} is missing")
-        return found[-1] if found else int(default or 0)
+        return int(self._last(name, self.integers(name), default))
 
     def flag(self, name: str, default: bool) -> bool:
         """Return a field that is true or false."""

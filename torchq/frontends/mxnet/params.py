@@ -7,16 +7,15 @@ compared with the bytes that are left before memory is taken.
 from __future__ import annotations
 
 import math
-import os
 import struct
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchq.errors import FrontendError
+from torchq.frontends.building.importer import bytes_of
 
 _LIST = 0x112
 _V1, _V2, _V3 = 0xF993FAC8, 0xF993FAC9, 0xF993FACA
@@ -44,10 +43,8 @@ def read_params(source: Any, where: str) -> dict[str, Tensor]:
     """Return the arrays of a file by name, without the prefixes ``arg:`` and ``aux:``."""
     if isinstance(source, Mapping):
         named = {str(name): torch.as_tensor(array) for name, array in source.items()}
-    elif isinstance(source, bytes):
-        named = _Reader(source, f"{where}: the parameters").arrays()
     else:
-        named = _read_file(Path(os.fspath(source)), where)
+        named = _Reader(*bytes_of(source, where, "parameters")).arrays()
     result: dict[str, Tensor] = {}
     for name, tensor in named.items():
         key = name[4:] if name[:4] in ("arg:", "aux:") else name
@@ -55,14 +52,6 @@ def read_params(source: Any, where: str) -> dict[str, Tensor]:
             raise FrontendError(f"{where}: got two arrays {key!r}; expected one")
         result[key] = tensor
     return result
-
-
-def _read_file(path: Path, where: str) -> dict[str, Tensor]:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise FrontendError(f"{where}: cannot read the parameters ({error})") from None
-    return _Reader(data, f"{where}: {path.name}").arrays()
 
 
 class _Reader:

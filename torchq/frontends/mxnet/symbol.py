@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from torchq.errors import ConfigError, FrontendError
-from torchq.frontends.building.importer import Output
+from torchq.frontends.building.importer import Output, text_of
 from torchq.utils import parse_json, short_repr
 
 _VARIABLE = "null"
@@ -45,7 +43,7 @@ class Symbol:
 def read_symbol(source: Any, where: str) -> Symbol:
     """Read a symbol."""
     try:
-        data = parse_json(_text_of(source, where), where)
+        data = parse_json(text_of(source, where, "symbol"), where)
     except ConfigError as error:
         raise FrontendError(str(error)) from None
     if not isinstance(data, dict) or not isinstance(data.get("nodes"), list):
@@ -55,15 +53,6 @@ def read_symbol(source: Any, where: str) -> Symbol:
     if not heads:
         raise FrontendError(f"{where}: got a symbol without heads; expected an output")
     return Symbol(tuple(_with_hidden_states(nodes)), heads)
-
-
-def _text_of(source: Any, where: str) -> str:
-    if isinstance(source, str) and source.lstrip()[:1] == "{":
-        return source
-    try:
-        return Path(os.fspath(source)).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise FrontendError(f"{where}: cannot read the symbol ({error})") from None
 
 
 def _node(entry: Any, number: int, where: str) -> SymbolNode:

@@ -287,12 +287,23 @@ def converter(
     return entering(CONVERTERS, keys, lambda function: Entry(function, dtypes))
 
 
-def identity(
-    op_type: str, function: Callable[..., object], dtypes: frozenset[torch.dtype] | None = NUMBERS
+def operators(
+    rows: dict[str, tuple[Callable[..., Any], dict[str, Any]]],
+    dtypes: frozenset[torch.dtype] | None = NUMBERS,
 ) -> None:
-    """Enter an operator without attributes that one torch function computes."""
+    """Enter operators that a function or a module of all inputs computes.
+
+    Args:
+        rows: by the name of the operator the function, or the class of the module, and the
+            attributes that it takes too, with the defaults of the format.
+        dtypes: see :func:`converter`.
+    """
 
     def convert(node: NodeContext) -> Value:
-        return node.call(function, *node.inputs)
+        function, attributes = rows[node.op_type]
+        numbers = [node.attr(name, default) for name, default in attributes.items()]
+        if isinstance(function, type):
+            return node.module(function(*numbers), *node.inputs)
+        return node.call(function, *node.inputs, *numbers)
 
-    CONVERTERS.add(("", op_type), Entry(convert, dtypes))
+    converter(*rows, dtypes=dtypes)(convert)

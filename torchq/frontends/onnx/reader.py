@@ -90,22 +90,15 @@ def tensor_of(proto: Any, folder: Path | None, where: str) -> Tensor:
     shape = tuple(proto.dims)
     if any(size < 0 for size in shape):
         raise FrontendError(f"{where}: tensor {proto.name!r} has shape {shape}")
-    if proto.data_location == 1:
-        if is_four_bits(proto):
-            light = type(proto)(name=proto.name, data_type=proto.data_type, dims=proto.dims)
-            size = ((math.prod(shape) + 1) // 2,)
-            light.raw_data = _external(proto, torch.uint8, size, folder, where).numpy().tobytes()
-            return _four_bits(light, dtype, shape, where)
-        return _external(proto, dtype, shape, folder, where)
-    if is_four_bits(proto):
-        return _four_bits(proto, dtype, shape, where)
-    return _stored_tensor(proto, dtype, shape, where)
-
-
-def _stored_tensor(proto: Any, dtype: torch.dtype, shape: tuple[int, ...], where: str) -> Tensor:
-    """Return a tensor whose elements lie in the message itself."""
-    raw, rest = proto.HasField("raw_data"), len(proto.raw_data) % dtype.itemsize
-    stored = len(proto.raw_data) // dtype.itemsize if raw else _stored(proto)
+    is_narrow, size = is_four_bits(proto), math.prod(shape) * dtype.itemsize
+    data, is_outside = proto.raw_data, proto.data_location == 1
+    if is_outside:
+        data = _external(proto, (size + 1) // 2 if is_narrow else size, folder, where)
+    if is_narrow:
+        data = data or bytes(number & 255 for number in proto.int32_data)
+        return _four_bits(data, proto.name, dtype, shape, where)
+    raw, rest = is_outside or proto.HasField("raw_data"), len(data) % dtype.itemsize
+    stored = len(data) // dtype.itemsize if raw else _stored(proto)
     if stored != math.prod(shape) or rest:
         raise FrontendError(
             f"{where}: tensor {proto.name!r} holds {stored} elements"
@@ -113,27 +106,22 @@ def _stored_tensor(proto: Any, dtype: torch.dtype, shape: tuple[int, ...], where
             f"expected {math.prod(shape)} for shape {shape}"
         )
     if raw:
-        return _from_bytes(proto.raw_data, dtype, shape)
+        return _from_bytes(data, dtype, shape)
     array = import_optional("onnx.numpy_helper", "from_onnx").to_array(proto)
-    if dtype.itemsize < 4 and array.dtype.name not in (
-        "uint8",
-        "int8",
-        "int16",
-        "uint16",
-        "bool",
-        "float16",
-    ):
+    plain = ("uint8", "int8", "int16", "uint16", "bool", "float16")
+    if dtype.itemsize < 4 and array.dtype.name not in plain:
         return _from_bytes(array.tobytes(), dtype, shape)
     return torch.from_numpy(np.array(array))
 
 
-def _four_bits(proto: Any, dtype: torch.dtype, shape: tuple[int, ...], where: str) -> Tensor:
+def _four_bits(
+    data: bytes, name: str, dtype: torch.dtype, shape: tuple[int, ...], where: str
+) -> Tensor:
     """Return codes of four bits, which lie two in a byte, the first one in the lower half."""
     count = math.prod(shape)
-    data = proto.raw_data or bytes(number & 255 for number in proto.int32_data)
     if len(data) != (count + 1) // 2:
         raise FrontendError(
-            f"{where}: tensor {proto.name!r} holds {len(data)} bytes; "
+            f"{where}: tensor {name!r} holds {len(data)} bytes; "
             f"expected {(count + 1) // 2} for {count} numbers of 4 bits"
         )
     both = _from_bytes(data, torch.uint8, (len(data),))
@@ -155,16 +143,13 @@ def _from_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tens
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
 
 
-def _external(
-    proto: Any, dtype: torch.dtype, shape: tuple[int, ...], folder: Path | None, where: str
-) -> Tensor:
-    """Read a tensor that lies in a file beside the model."""
+def _external(proto: Any, size: int, folder: Path | None, where: str) -> bytes:
+    """Return the bytes of a tensor that lies in a file beside the model."""
     entries = {entry.key: entry.value for entry in proto.external_data}
     if folder is None or "location" not in entries:
         raise FrontendError(
             f"{where}: tensor {proto.name!r} lies in another file; pass the path of the model"
         )
-    size = math.prod(shape) * dtype.itemsize
     try:
         path = (folder / entries["location"]).resolve()
         if not path.is_relative_to(folder):
@@ -183,7 +168,7 @@ def _external(
             )
         with path.open("rb") as file:
             file.seek(offset)
-            return _from_bytes(file.read(size), dtype, shape)
+            return file.read(size)
     except FrontendError:
         raise
     except (OSError, ValueError, TypeError, RuntimeError) as error:  # of any name and number

@@ -36,7 +36,8 @@ def _decided_by_the_network(node: NodeContext, branches: list[Any]) -> list[Valu
     condition: Any = node.inputs[0]
     if isinstance(condition, Ints):  # sizes decide: a flag, which exporters know while they trace
         condition = condition.items[0]
-    return node.module_parts(counts[0], Conditional(*modules), condition, *arguments)
+    result = node.module(Conditional(*modules), condition, *arguments)
+    return [result] if counts[0] == 1 else node.parts(counts[0], result)
 
 
 def names_from_outside(graph: Any) -> list[str]:

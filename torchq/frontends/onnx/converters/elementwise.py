@@ -12,31 +12,9 @@ from torch import Tensor, fx, nn
 
 from torchq.frontends.building.functions import hard_sigmoid
 from torchq.frontends.building.graph import Constant, Ints, Value
-from torchq.frontends.onnx.context import NUMBERS, NodeContext, converter, identity
+from torchq.frontends.onnx.context import NUMBERS, NodeContext, converter, operators
 from torchq.frontends.onnx.reader import dtype_of
 
-#: Operators without attributes that one torch function of all inputs computes.
-_SAME: dict[str, Callable[..., Any]] = {
-    "Abs": torch.abs,
-    "And": torch.logical_and,
-    "Atan": torch.atan,
-    "Ceil": torch.ceil,
-    "Cos": torch.cos,
-    "Erf": torch.erf,
-    "Exp": torch.exp,
-    "Floor": torch.floor,
-    "IsNaN": torch.isnan,
-    "Log": torch.log,
-    "Neg": torch.neg,
-    "Or": torch.logical_or,
-    "Reciprocal": torch.reciprocal,
-    "Round": torch.round,
-    "Sign": torch.sign,
-    "Sin": torch.sin,
-    "Sqrt": torch.sqrt,
-    "Tan": torch.tan,
-    "Xor": torch.logical_xor,
-}
 #: From an operator to the functions for tensors and for numbers.
 _NUMERIC: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "Add": (torch.add, operator.add),
@@ -50,9 +28,6 @@ _NUMERIC: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "Less": (torch.lt, operator.lt),
     "LessOrEqual": (torch.le, operator.le),
 }
-
-for _name, _function in _SAME.items():
-    identity(_name, _function)
 
 
 def scalar_or_value(node: NodeContext, index: int) -> Any:
@@ -116,11 +91,6 @@ def _as_bias(node: NodeContext) -> Value:
         if isinstance(layer, fx.Node) and isinstance(other, Constant):
             return node.builder.add_bias(layer, other)
     return None
-
-
-@converter("Mod")
-def _mod(node: NodeContext) -> Value:
-    return node.call(remainder, *node.inputs, bool(node.attr("fmod", 0)))
 
 
 @converter("Pow")
@@ -205,28 +175,6 @@ def _identity(node: NodeContext) -> Value:
     if node.builder.dtypes.get(node.input_names[0], 0) is None:
         node.refuse("torch has no type for its elements")
     return node.inputs[0]
-
-
-#: Modules, and the attributes that they take with the defaults of the format.
-_MODULES: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
-    "Elu": (nn.ELU, {"alpha": 1.0}),
-    "Gelu": (nn.GELU, {"approximate": "none"}),
-    "HardSwish": (nn.Hardswish, {}),
-    "LeakyRelu": (nn.LeakyReLU, {"alpha": 0.01}),
-    "Mish": (nn.Mish, {}),
-    "Relu": (nn.ReLU, {}),
-    "Sigmoid": (nn.Sigmoid, {}),
-    "Softplus": (nn.Softplus, {}),
-    "Softsign": (nn.Softsign, {}),
-    "Tanh": (nn.Tanh, {}),
-}
-
-
-@converter(*_MODULES)
-def _module(node: NodeContext) -> Value:
-    make, attributes = _MODULES[node.op_type]
-    module = make(*(node.attr(name, default) for name, default in attributes.items()))
-    return node.module(module, node.inputs[0])
 
 
 @converter("Selu")
@@ -314,7 +262,7 @@ def divide(a: Tensor, b: Tensor) -> Tensor:
     return torch.div(a, b, rounding_mode="trunc")
 
 
-def remainder(a: Tensor, b: Tensor, fmod: bool) -> Tensor:
+def remainder(a: Tensor, b: Tensor, fmod: int) -> Tensor:
     """Return the remainder with the sign of ``b``, or of ``a`` where ``fmod`` is set."""
     return torch.fmod(a, b) if fmod else torch.remainder(a, b)
 
@@ -344,3 +292,39 @@ def prelu(x: Tensor, slope: Tensor) -> Tensor:
     The slope broadcasts from the right.
     """
     return torch.where(x < 0, slope * x, x)
+
+
+operators(
+    {
+        "Abs": (torch.abs, {}),
+        "And": (torch.logical_and, {}),
+        "Atan": (torch.atan, {}),
+        "Ceil": (torch.ceil, {}),
+        "Cos": (torch.cos, {}),
+        "Elu": (nn.ELU, {"alpha": 1.0}),
+        "Erf": (torch.erf, {}),
+        "Exp": (torch.exp, {}),
+        "Floor": (torch.floor, {}),
+        "Gelu": (nn.GELU, {"approximate": "none"}),
+        "HardSwish": (nn.Hardswish, {}),
+        "IsNaN": (torch.isnan, {}),
+        "LeakyRelu": (nn.LeakyReLU, {"alpha": 0.01}),
+        "Log": (torch.log, {}),
+        "Mish": (nn.Mish, {}),
+        "Mod": (remainder, {"fmod": 0}),
+        "Neg": (torch.neg, {}),
+        "Or": (torch.logical_or, {}),
+        "Reciprocal": (torch.reciprocal, {}),
+        "Relu": (nn.ReLU, {}),
+        "Round": (torch.round, {}),
+        "Sigmoid": (nn.Sigmoid, {}),
+        "Sign": (torch.sign, {}),
+        "Sin": (torch.sin, {}),
+        "Softplus": (nn.Softplus, {}),
+        "Softsign": (nn.Softsign, {}),
+        "Sqrt": (torch.sqrt, {}),
+        "Tan": (torch.tan, {}),
+        "Tanh": (nn.Tanh, {}),
+        "Xor": (torch.logical_xor, {}),
+    }
+)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor, fx, nn
 
 from torchq.frontends.building.graph import Constant, Ints, Value
-from torchq.frontends.onnx.context import NodeContext, converter
+from torchq.frontends.onnx.context import NodeContext, converter, operators
 from torchq.frontends.onnx.converters import movement
 from torchq.frontends.onnx.converters.quantization import module_name
 
@@ -137,23 +134,18 @@ def _is_table(node: NodeContext, axis: int) -> bool:
     return value.tensor.is_floating_point() and dtype in (torch.int64, torch.int32)
 
 
-#: Functions of all inputs, and the attributes that they take with the defaults of the format.
-_FUNCTIONS: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
-    "GatherElements": (movement.gather_elements, {"axis": 0}),
-    "GatherND": (movement.gather_nd, {"batch_dims": 0}),
-    "NonZero": (non_zero, {}),
-    "OneHot": (movement.one_hot, {"axis": -1}),
-    "Scatter": (movement.scatter_elements, {"axis": 0, "reduction": "none"}),
-    "ScatterElements": (movement.scatter_elements, {"axis": 0, "reduction": "none"}),
-    "ScatterND": (movement.scatter_nd, {"reduction": "none"}),
-}
-
-
-@converter(*_FUNCTIONS, dtypes=None)
-def _function(node: NodeContext) -> Value:
-    function, attributes = _FUNCTIONS[node.op_type]
-    numbers = [node.attr(name, default) for name, default in attributes.items()]
-    return node.call(function, *node.inputs, *numbers)
+operators(
+    {
+        "GatherElements": (movement.gather_elements, {"axis": 0}),
+        "GatherND": (movement.gather_nd, {"batch_dims": 0}),
+        "NonZero": (non_zero, {}),
+        "OneHot": (movement.one_hot, {"axis": -1}),
+        "Scatter": (movement.scatter_elements, {"axis": 0, "reduction": "none"}),
+        "ScatterElements": (movement.scatter_elements, {"axis": 0, "reduction": "none"}),
+        "ScatterND": (movement.scatter_nd, {"reduction": "none"}),
+    },
+    dtypes=None,
+)
 
 
 @converter("ArgMax", "ArgMin")
