@@ -47,8 +47,9 @@ _MAX_FP16 = 65504.0
 TINY = 2.0**-24
 
 
-def live_range(amax: Tensor) -> Tensor:
+def live_range(amax: Tensor | float) -> Tensor:
     """Return ``amax`` with the ranges that are dead in the original set to 0."""
+    amax = torch.as_tensor(amax)
     return torch.where(amax <= TINY, 0.0, amax)
 
 
@@ -202,13 +203,14 @@ class ScaledE4M3Function(_StraightThrough):
         """Write FP8 operators for the TorchScript exporter; the range must be a constant."""
         if amax is None:
             return _write_float8(g, inputs, 1.0)
-        if amax.node().kind() != "onnx::Constant":
-            raise ExportError(
-                "ScaledE4M3Function: got a range that is no constant of the graph; "
-                "expected a number. Call scaled_e4m3(), which writes one"
-            )
-        constant = amax.node().t("value").float()
-        return _write_float8(g, inputs, float(scale_from_amax(live_range(constant), E4M3)))
+        if not isinstance(amax, float):
+            if amax.node().kind() != "onnx::Constant":
+                raise ExportError(
+                    "ScaledE4M3Function: got a range that is no constant of the graph; "
+                    "expected a number. Call scaled_e4m3(), which writes one"
+                )
+            amax = amax.node().t("value").float()
+        return _write_float8(g, inputs, float(scale_from_amax(live_range(amax), E4M3)))
 
 
 class FakeAffineTensorQuantFunction(torch.autograd.Function):
@@ -357,22 +359,10 @@ def _export_float8(inputs: Tensor, amax: Tensor) -> Tensor:
     if not torch.jit.is_tracing():
         return fake_quantize(inputs, amax, E4M3)
     with constant_while_tracing():
-        scale = float(scale_from_amax(amax.float(), E4M3))
+        constant = float(amax)
     if inputs.dtype is torch.float32:
-        return _TorchScriptFloat8.apply(inputs, scale)
-    return _TorchScriptFloat8.apply(inputs.float(), scale).to(inputs.dtype)
-
-
-class _TorchScriptFloat8(torch.autograd.Function):
-    """FP8 for the TorchScript exporter; see :func:`_write_float8`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def symbolic(g: Any, x: Any, scale: float) -> Any:
-        return _write_float8(g, x, scale)
+        return ScaledE4M3Function.apply(inputs, constant)
+    return ScaledE4M3Function.apply(inputs.float(), constant).to(inputs.dtype)
 
 
 def _write_float8(g: Any, inputs: Any, scale: float) -> Any:
