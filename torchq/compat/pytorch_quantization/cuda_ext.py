@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from torchq.compat.pytorch_quantization.tensor_quant import fake_tensor_quant, scaled_e4m3
 from torchq.formats import PerAxis
 
 
-def fake_tensor_quant_(
-    inputs: Tensor,
-    amax: Tensor,
-    num_bits: int = 8,
-    unsigned: bool = False,
-    narrow_range: bool = True,
-) -> Tensor:
+def fake_tensor_quant_(inputs: Tensor, amax: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Do what :func:`fake_tensor_quant` does, in place."""
-    return inputs.copy_(fake_tensor_quant(inputs, amax, num_bits, unsigned, narrow_range))
+    return inputs.copy_(fake_tensor_quant(inputs, amax, *args, **kwargs))
 
 
 def fake_tensor_quant_with_axis(
-    inputs: Tensor,
-    amax: Tensor,
-    axis: int,
-    num_bits: int = 8,
-    unsigned: bool = False,
-    narrow_range: bool = True,
+    inputs: Tensor, amax: Tensor, axis: int, *args: Any, **kwargs: Any
 ) -> Tensor:
     """Do what :func:`fake_tensor_quant` does, with one amax for each index of ``axis``.
 
     ``amax`` has one element for each index, in any shape.
     """
     amax = PerAxis((axis,)).align(amax.reshape(-1), inputs.shape)
-    return fake_tensor_quant(inputs, amax, num_bits, unsigned, narrow_range)
+    return fake_tensor_quant(inputs, amax, *args, **kwargs)
 
 
 def fake_e4m3fy(inputs: Tensor) -> Tensor:

@@ -83,6 +83,11 @@ def _encode(inputs: Tensor, amax: Tensor, format: Format) -> tuple[Tensor, Tenso
     return codes, torch.where(is_dead, 1.0, scale)
 
 
+def _format(num_bits: int = 8, unsigned: bool = False, narrow_range: bool = True) -> Format | None:
+    """Return the format of integers; None for 0 bits, which quantize everything to 0."""
+    return by_bits(num_bits, unsigned=unsigned, narrow=narrow_range) if num_bits else None
+
+
 class _StraightThrough(torch.autograd.Function):
     """Base with the gradient 1 where ``|x| <= amax`` and 0 elsewhere; amax has no gradient."""
 
@@ -105,17 +110,11 @@ class FakeTensorQuantFunction(_StraightThrough):
     """``apply(inputs, amax, num_bits, unsigned, narrow_range)``; see :func:`fake_tensor_quant`."""
 
     @staticmethod
-    def forward(
-        inputs: Tensor,
-        amax: Tensor | float,
-        num_bits: int = 8,
-        unsigned: bool = False,
-        narrow_range: bool = True,
-    ) -> Tensor:
+    def forward(inputs: Tensor, amax: Tensor | float, *options: Any) -> Tensor:
         """Return dequantized values in the dtype of ``inputs``."""
-        if num_bits == 0:
+        format = _format(*options)
+        if format is None:
             return torch.zeros_like(inputs)
-        format = by_bits(num_bits, unsigned=unsigned, narrow=narrow_range)
         codes, scale = _encode(inputs, _range(inputs, amax), format)
         return codes.div_(scale).to(inputs.dtype)
 
@@ -128,15 +127,9 @@ class TensorQuantFunction(_StraightThrough):
     """``apply(inputs, amax, num_bits, unsigned, narrow_range)``; see :func:`tensor_quant`."""
 
     @staticmethod
-    def forward(
-        inputs: Tensor,
-        amax: Tensor | float,
-        num_bits: int = 8,
-        unsigned: bool = False,
-        narrow_range: bool = True,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(inputs: Tensor, amax: Tensor | float, *options: Any) -> tuple[Tensor, Tensor]:
         """Return codes and scale in the dtype of ``inputs``."""
-        codes, scale = _tensor_quant(inputs, amax, num_bits, unsigned, narrow_range)
+        codes, scale = _tensor_quant(inputs, amax, *options)
         if inputs.dtype is torch.float16 and bool((scale > _MAX_FP16).any()):
             amax = torch.as_tensor(amax)
             raise ConfigError(
@@ -170,9 +163,9 @@ def _tensor_quant(
             "expected values >= 0. Clamp them, or quantize signed"
         )
     _check_range("tensor_quant", amax)
-    if num_bits == 0:
+    format = _format(num_bits, unsigned, narrow_range)
+    if format is None:
         return torch.zeros_like(inputs), torch.ones_like(amax)
-    format = by_bits(num_bits, unsigned=unsigned, narrow=narrow_range)
     codes, scale = _encode(inputs, amax, format)
     return codes.to(inputs.dtype), scale
 
@@ -346,9 +339,9 @@ def _export_quantize_dequantize(
                 "expected a scalar. Quantize per tensor"
             )
         return _export_float8(inputs, amax.reshape(()))
-    if num_bits == 0:
+    format = _format(num_bits, unsigned, narrow_range)
+    if format is None:
         return torch.zeros_like(inputs)
-    format = by_bits(num_bits, unsigned=unsigned, narrow=narrow_range)
     if axes:
         return fake_quantize(inputs, amax, format, PerAxis(axes))
     return fake_quantize(inputs, amax.reshape(()), format, PerTensor())
