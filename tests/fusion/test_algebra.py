@@ -38,15 +38,6 @@ def channelwise(x: Tensor, scale: float, shift: Any) -> Any:
     return x * scale.view(view) + shift.view(view)
 
 
-def test_batch_norm_affine_equals_eval_batch_norm() -> None:
-    x, mean, var, weight, bias = randn(3, 5, 4), randn(5), randn(5).abs(), randn(5), randn(5)
-    for w, b in ((weight, bias), (None, None), (weight, None), (None, bias)):
-        scale, shift = al.batch_norm_affine(mean, var, w, b, 1e-3)
-        assert close(
-            channelwise(x, scale, shift), F.batch_norm(x, mean, var, w, b, False, 0.0, 1e-3)
-        )
-
-
 @pytest.mark.parametrize("rank", [1, 2, 3])
 @pytest.mark.parametrize("groups", [1, 2, 6])
 @pytest.mark.parametrize("has_bias", [True, False])
@@ -70,54 +61,6 @@ def test_fold_after_transposed_conv(rank: int, groups: int, per_group: int, has_
     )
     got = al.fold_affine_after(kernel, bias, scale, shift, groups=groups, transposed=True)
     assert close(TRANSPOSED[rank](x, *got, stride=2, padding=1, groups=groups), want)
-
-
-def test_fold_after_linear() -> None:
-    x, weight, scale, shift = randn(7, 5), randn(4, 5), randn(4), randn(4)
-    assert close(
-        F.linear(x, *al.fold_affine_after(weight, None, scale, shift)),
-        channelwise(F.linear(x, weight), scale, shift),
-    )
-
-
-@pytest.mark.parametrize("rank", [1, 2, 3])
-@pytest.mark.parametrize("groups", [1, 2, 6])
-def test_fold_before_unpadded_conv(rank: int, groups: int) -> None:
-    x, kernel, scale, shift = (
-        randn(2, 6, *[5] * rank),
-        randn(12, 6 // groups, *[3] * rank),
-        randn(6),
-        randn(6),
-    )
-    want = CONV[rank](channelwise(x, scale, shift), kernel, groups=groups)
-    assert close(
-        CONV[rank](
-            x, *al.fold_affine_before(kernel, None, scale, shift, groups=groups), groups=groups
-        ),
-        want,
-    )
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-def test_fold_before_pointwise_transposed_conv(groups: int) -> None:
-    x, kernel, bias, scale, shift = (
-        randn(2, 6, 4, 4),
-        randn(6, 3, 1, 1),
-        randn(3 * groups),
-        randn(6),
-        randn(6),
-    )
-    want = F.conv_transpose2d(channelwise(x, scale, shift), kernel, bias, groups=groups)
-    got = al.fold_affine_before(kernel, bias, scale, shift, groups=groups, transposed=True)
-    assert close(F.conv_transpose2d(x, *got, groups=groups), want)
-
-
-def test_fold_before_linear() -> None:
-    x, weight, scale, shift = randn(7, 5), randn(4, 5), randn(5), randn(5)
-    assert close(
-        F.linear(x, *al.fold_affine_before(weight, None, scale, shift)),
-        F.linear(channelwise(x, scale, shift), weight),
-    )
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
@@ -151,13 +94,6 @@ def test_pad_kernel_aligns_any_padding(window: Any, padding: Any) -> None:
     # common ones, from the same corner.
     assert close(
         wide[..., : want.shape[2], : want.shape[3]], want[..., : wide.shape[2], : wide.shape[3]]
-    )
-
-
-def test_dilate_kernel() -> None:
-    x, kernel = randn(1, 2, 12, 12), randn(3, 2, 3, 2)
-    assert close(
-        F.conv2d(x, al.dilate_kernel(kernel, (3, 2))), F.conv2d(x, kernel, dilation=(3, 2))
     )
 
 
@@ -199,22 +135,8 @@ def test_compose(groups: int, one: Any, two: Any, stride: int) -> None:
     assert close(F.conv2d(x, *got, stride=stride, groups=groups), want)
 
 
-def test_compose_linear() -> None:
-    x = randn(3, 5)
-    first, second = al.KernelBias(randn(7, 5), randn(7)), al.KernelBias(randn(2, 7), randn(2))
-    assert close(F.linear(x, *al.compose(first, second)), F.linear(F.linear(x, *first), *second))
-
-
 def test_channel_counts_are_checked() -> None:
     with pytest.raises(FuseError, match="got 3 scales for 4 output channels"):
         al.fold_affine_after(randn(4, 2, 1, 1), None, randn(3), randn(3))
     with pytest.raises(FuseError, match="got 3 scales for 2 input channels"):
         al.fold_affine_before(randn(4, 2, 1, 1), None, randn(3), randn(3))
-
-
-def test_low_precision_kernels_are_folded_in_float64() -> None:
-    kernel = torch.randn(4, 3, 1, 1).half()
-    got = al.fold_affine_after(kernel, None, torch.full((4,), 1 / 3), torch.zeros(4))
-    assert got.kernel.dtype is torch.float64 and torch.equal(
-        got.kernel, kernel.double() * torch.tensor(1 / 3).double()
-    )

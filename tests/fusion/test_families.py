@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,13 +12,11 @@ import torch
 from torch import nn
 
 from tests.fusion.blocks import all_cases
-from tests.fusion.blocks.repvgg import CustomL2Block
-from tests.fusion.blocks.repvit import Classifier
-from tests.fusion.blocks.timm_levit import DistilledClassifier
-from tests.fusion.blocks.vanillanet import VanillaNet
-from tests.fusion.blocks.yolov7 import ImplicitHead
+from tests.fusion.blocks.kernels import VanillaNet
+from tests.fusion.blocks.mobile import Classifier, DistilledClassifier
+from tests.fusion.blocks.repvgg import CustomL2Block, ImplicitHead
 from tests.fusion.common import error, norms, outputs, randomized
-from torchq.fusion import fuse_, linear_map
+from torchq.fusion import FAMILIES, fuse_, linear_map
 from torchq.fusion.linear_map import NotAffine
 
 TOL64, TOL32 = 1e-10, 1e-5  # what the project promises; rounding alone gives about 1e-14 and 1e-6
@@ -228,3 +227,23 @@ def test_a_residual_block_with_the_names_of_branches_stays_and_its_norms_are_fol
     fuse_(model)
     assert not norms(model)
     assert error(outputs(model, x), wanted) < TOL64
+
+
+def test_every_family_has_a_row_and_no_row_is_left_over() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "fuse.md").read_text(encoding="utf-8")
+    rows = [line.split("|") for line in text.splitlines() if line.startswith("|")]
+    table = [row for row in rows if len(row) == 6 and "`" in row[2]]
+    listed = [name for row in table for name in re.findall(r"`([^`]+)`", row[2])]
+    assert sorted(listed) == sorted(rule.name for rule in FAMILIES)
+
+
+def test_every_family_is_merged_by_a_test() -> None:
+    """The others have tests of their own: their blocks are no maps of one feature map."""
+    tested = {case.family for case in CASES.values()}
+    others = {
+        "repvgg-custom-l2",
+        "repvit-classifier",
+        "timm-distilled-classifier",
+        "yolov7-implicit",
+    }
+    assert {rule.name for rule in FAMILIES} - tested == others

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.fusion.blocks.levit import LinearNorm
+from tests.fusion.blocks.mobile import LinearNorm
 from tests.fusion.common import Net, data_dependent, error, outputs, randomized
 from torchq.fusion import fuse_
 

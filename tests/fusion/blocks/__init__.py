@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from tests.fusion.blocks.case import Case
+from tests.fusion.blocks.layers import Case
 
 __all__ = ["all_cases"]
 
