@@ -101,11 +101,7 @@ MODELS = {
         "1",
         "has its weight on the meta device; load the weights first",
     ),
-    "sparse": (
-        sparse,
-        "1",
-        "has a weight stored as torch.sparse_csr; make it dense with to_dense()",
-    ),
+    "sparse": (sparse, "2", "has a weight stored as torch.sparse_csr; make it dense with to_d"),
     "integer": (integer, "1", "has a weight of torch.int8; expected a floating-point one"),
     "not finite": (not_finite, "1", "has a weight that is not finite"),
     "own forward": (
