@@ -33,47 +33,18 @@ class UNet(nn.Module):
         return self.last(torch.cat([skip, deep], 1))
 
 
-class Attention(nn.Module):
-    """Self-attention with three projections of one tensor. Input (N, L, width)."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
-        self.out = nn.Linear(width, width)
-        self.drop = nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights = (self.query(x) @ self.key(x).transpose(1, 2)).softmax(-1)
-        return self.drop(self.out(weights @ self.value(x)))
-
-
-class Block(nn.Module):
-    """One layer of an encoder, with its norms first."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 48), nn.GELU(), nn.Linear(48, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-
 class TextEncoder(nn.Module):
     """A classifier of texts that is called with keywords, as in Hugging Face's library."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(50, 24)
-        self.blocks = nn.ModuleList([Block(24), Block(24)])
+        layers = (nn.TransformerEncoderLayer(24, 2, 48, batch_first=True) for _ in range(2))
+        self.blocks = nn.Sequential(*layers)
         self.head = nn.Linear(24, 5)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> dict[str, Tensor]:
-        x = self.embedding(input_ids)
-        for block in self.blocks:
-            x = block(x)
+        x = self.blocks(self.embedding(input_ids))
         if attention_mask is not None:
             x = x * attention_mask.unsqueeze(-1)
         return {"logits": self.head(x.mean(1))}
