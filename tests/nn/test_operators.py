@@ -155,7 +155,7 @@ def test_wiring_needs_the_operator() -> None:
     module = Gate()
     with pytest.raises(
         QuantizationError,
-        match=r"Gate: its forward has no operator sub; expected the code that was traced",
+        match=r"Gate: its forward has no operator sub; expected the code that was quantized",
     ):
         wired(module, sub=torchq.nn.Add())
     assert type(module) is Gate

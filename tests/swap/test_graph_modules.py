@@ -103,7 +103,7 @@ def test_the_graph_is_unchanged_where_a_node_is_missing() -> None:
     model = fx.symbolic_trace(Block().eval())
     model.add_module("sum", torchq.nn.Add())
     before = model.code
-    with pytest.raises(QuantizationError, match="its graph has no node nothing; expected"):
+    with pytest.raises(QuantizationError, match="its forward has no operator nothing; expected"):
         replace_operators_(model, {"add": "sum", "nothing": "sum"})
     assert model.code == before
 

@@ -291,14 +291,8 @@ def _rewritten(
     finally:
         for name, child in children.items():
             module.add_module(name, child)
-    nodes = {node.name: node for node in graph.nodes}
     where = qualified_name(type(module))
-    for node, name in replacements.items():
-        if node not in nodes:
-            raise QuantizationError(
-                f"{where}: its forward has no operator {node}; expected the code that was traced"
-            )
-        _substitute(graph, nodes[node], name, isinstance(children[name], Tap))
+    _call_children(graph, replacements, children, where)
     code = graph.python_code("self")
     namespace = dict(code.globals)
     exec(compile(code.src, f"<rewritten forward of {where}>", "exec"), namespace)
@@ -306,16 +300,27 @@ def _rewritten(
     return function
 
 
-def _substitute(graph: fx.Graph, node: fx.Node, child: str, before: bool) -> None:
-    """Call ``child`` instead of ``node``, or, for a tap, on the first operand of ``node``."""
-    with graph.inserting_before(node):
-        if before:
-            first = node.args[0]
-            node.args = (graph.call_module(child, (first,)), *node.args[1:])
-            return
-        new = graph.call_module(child, node.args, dict(node.kwargs))
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
+def _call_children(
+    graph: fx.Graph,
+    replacements: Mapping[str, str],
+    children: Mapping[str, nn.Module],
+    where: str,
+) -> None:
+    """Call children in the place of nodes, or, for taps, on the first operands of nodes."""
+    nodes = {node.name: node for node in graph.nodes}
+    for name in replacements:
+        if name not in nodes:
+            raise QuantizationError(
+                f"{where}: its forward has no operator {name}; expected the code that was quantized"
+            )
+    for name, child in replacements.items():
+        node = nodes[name]
+        if isinstance(children[child], Tap):
+            with graph.inserting_before(node):
+                first = graph.call_module(child, (node.args[0],))
+            node.args = (first, *node.args[1:])
+        else:
+            node.op, node.target = "call_module", child
 
 
 def replace_operators_(module: nn.Module, replacements: Mapping[str, str]) -> nn.Module:
@@ -449,15 +454,8 @@ def replace_nodes_(module: fx.GraphModule, replacements: Mapping[str, str]) -> f
     """Make nodes of the module's graph call its children, in place, and return the module."""
     # A copy is changed, so that an error further on leaves the module with the graph that it had.
     graph, cls = copy.deepcopy(module.graph), _float_class(module)
-    nodes = {node.name: node for node in graph.nodes}
-    for name in replacements:
-        if name not in nodes:
-            raise QuantizationError(
-                f"{qualified_name(cls)}: its graph has no node {name}; expected the graph that was "
-                "quantized"
-            )
-    for name, child in replacements.items():
-        _call_child(nodes[name], child, isinstance(module.get_submodule(child), Tap))
+    children = {name: module.get_submodule(name) for name in replacements.values()}
+    _call_children(graph, replacements, children, qualified_name(cls))
     # The class that the module had keeps the code of the graph that it had.
     change_class(module, _graph_class(cls))  # type: ignore[arg-type]
     module.graph = graph
@@ -469,12 +467,3 @@ def _float_class(module: fx.GraphModule) -> type[Any]:
     """Return the class of a graph module without the layer that torch adds for each object."""
     blank = type(module).__new__(type(module))
     return type(blank).__bases__[0]
-
-
-def _call_child(node: fx.Node, child: str, before: bool) -> None:
-    if before:
-        with node.graph.inserting_before(node):
-            first = node.graph.call_module(child, (node.args[0],))
-        node.args = (first, *node.args[1:])
-    else:
-        node.op, node.target = "call_module", child

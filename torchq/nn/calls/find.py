@@ -97,18 +97,14 @@ class _Recorder(TorchFunctionMode):
                 stack.callback(leave.remove)
             yield
 
-    def start(self, module: nn.Module, inputs: Any) -> None:
-        """Note that the forward of ``module`` begins, and that ``inputs`` are data."""
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._stack:
-            for tensor in tensors_in(inputs):
+            for tensor in tensors_in((args, kwargs)):
                 self._alive.append(tensor)
                 self._data.add(id(tensor))
         self._stack.append(module)
         self._counts.append(Counter())
         self.found.setdefault(id(module), FoundCalls()).forwards.append(self._counts[-1])
-
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.start(module, (args, kwargs))
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         if self._stack and self._stack[-1] is module:
