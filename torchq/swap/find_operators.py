@@ -57,16 +57,11 @@ _NOTHING = (nn.Identity, nn.Dropout, nn.Dropout2d, nn.Dropout3d)
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator in the forward of one module.
+    """One operator in the forward of ``owner``, where its ``child`` will stand.
 
-    Attributes:
-        owner: the module.
-        owner_names: its dotted paths.
-        site: where in the forward the operator is; see :mod:`torchq.nn.operator_routes`.
-        kind: see :func:`torchq.graph.operator_kind`.
-        child: the name of the child that will stand there.
-        main: for "add", which operand (0 or 1) comes straight from a convolution, linear layer or
-            BatchNorm; the later one of two.
+    ``site`` says where it is; see :mod:`torchq.nn.operator_routes`. Of an addition, ``main`` is the
+    operand (0 or 1) that comes straight from a convolution, linear layer or BatchNorm; the later
+    one of two.
     """
 
     owner: nn.Module
@@ -96,13 +91,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class Untraceable:
-    """A module whose operators cannot be found.
-
-    Attributes:
-        owner: the module.
-        owner_names: its dotted paths.
-        reason: why not.
-    """
+    """A module whose operators cannot be found, and why not."""
 
     owner: nn.Module
     owner_names: tuple[str, ...]

@@ -36,13 +36,7 @@ from torchq.utils import Pattern, matches, qualified_name
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """What a target adds to a plan.
-
-    Attributes:
-        config: the rules, with the target's in front.
-        operators: what becomes a quantized child of its module, with the decision about it.
-        skipped: modules whose operators are out of reach, and operators that a rule excludes.
-    """
+    """What a target adds to a plan: rules in front, operators, and what it leaves float."""
 
     config: QuantConfig
     operators: tuple[tuple[Operator, Decision], ...]
