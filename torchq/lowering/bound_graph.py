@@ -1,16 +1,8 @@
 """Graphs whose kernels are bound: what a call of a deployed model costs besides its kernels.
 
-In a network of small layers, finding a layer in the tree of modules, calling it, and looking up
-the kernel for the shape of its input takes a third as long as the kernels. All of that is the same
-at every call with inputs of the same shapes. A bound graph is the graph of a model in which each
-integer layer stands as its kernel, found and bound before, so that a call is a sequence of kernels.
-
-A bound graph holds as long as nothing that it was made from has changed: no layer was replaced,
-none was given another attribute, tensor or dtype, and none has a hook. This is looked at in each
-call; where something has changed, the model's own forward runs and the graph is bound once more.
-
-Without gradients a bound graph runs in inference mode, which makes each call of an operator about a
-microsecond shorter. The caller gets ordinary tensors all the same, copies of small results.
+Looking up layers and kernels takes a third as long as the kernels of small layers. A bound graph is
+a sequence of kernels, which holds until a layer is replaced, changed or hooked; each call looks.
+Without gradients it runs in inference mode; the caller gets ordinary tensors, copies of small ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""A product with a weight that a forward of somebody else's class computes by a function call."""
+"""From quantized function calls in forwards of foreign classes to integer kernels.
+
+The forward keeps running. What kernels need beside the weight, such as the stride of a convolution,
+is recorded in one run on the example.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Comparison of a deployed model with the simulation that it was made from.
 
-Float32 rounds differently next to a tie, and a deep network may amplify a single code that falls
-the other way until nothing of the result agrees. Therefore a result that differs is not enough to
-call a deployed model wrong: :func:`differing_layer` gives every layer the inputs that it has in the
-simulation, so that nothing can add up, and tells the two apart.
+A deep network may amplify one code that falls the other way at a tie until no result agrees. Giving
+every layer the inputs that it has in the simulation tells that from a wrong layer.
 """
 
 from __future__ import annotations
@@ -30,12 +28,7 @@ LAYER_TOLERANCE = 0.01
 
 
 class Verdict(NamedTuple):
-    """The outcome of a comparison.
-
-    Attributes:
-        problem: what is wrong with the results; empty if they agree.
-        note: what is suspicious about results that agree; may be empty.
-    """
+    """The outcome of a comparison: what is wrong with results, or suspicious where they agree."""
 
     problem: str = ""
     note: str = ""
@@ -74,18 +67,12 @@ class ReferenceCheck:
     def difference(self, model: nn.Module) -> str:
         """Return which result of ``model`` differs by more than is allowed; "" if none does."""
         results = _results(model, self._example)
-        return self._shape_difference(results) or self._value_difference(results)
-
-    def _shape_difference(self, results: list[Tensor]) -> str:
         if len(results) != len(self._expected):
             return f"the model returns {len(results)} tensors; expected {len(self._expected)}"
         for number, (expected, got) in enumerate(zip(self._expected, results, strict=True)):
             if got.shape != expected.shape:
                 shapes = f"{tuple(got.shape)}; expected {tuple(expected.shape)}"
                 return f"result {number} has shape {shapes}"
-        return ""
-
-    def _value_difference(self, results: list[Tensor]) -> str:
         pairs = zip(self._expected, self._allowed, results, strict=True)
         for number, (expected, allowed, got) in enumerate(pairs):
             error = _distance(got, expected)
@@ -129,9 +116,6 @@ def _allowed_error(expected: Tensor, exact: Tensor) -> float:
     return max(usual, 2**0.5 * _distance(expected, exact))
 
 
-# --- layer by layer -------------------------------------------------------------------------------
-
-
 def differing_layer(model: nn.Module, simulated: nn.Module, example: Any) -> str | None:
     """Return which layer of a deployed model computes something else than the simulation.
 
@@ -141,14 +125,32 @@ def differing_layer(model: nn.Module, simulated: nn.Module, example: Any) -> str
     """
     layers = {path: m for path, m in model.named_modules() if isinstance(m, Int8Layer)}
     inputs, expected = _record_inputs(simulated, example, {_original(path) for path in layers})
-    forced = _ForcedInputs(inputs)
+    differences: list[str] = []
+    given: list[Tensor] = []
+
+    def hook_of(path: str) -> Callable[[nn.Module, tuple[Any, ...]], Any]:
+        def force(layer: nn.Module, args: tuple[Any, ...]) -> Any:
+            assert isinstance(layer, Int8Layer)
+            left = inputs.get(_original(path))
+            # A layer may hand its input to a twin, which calls this hook once more.
+            if not left or not args or any(args[0] is x for x in given):
+                return None
+            want = left.pop(0)
+            if args[0].dtype is torch.uint8:
+                want = layer.input_qparams.quantize(want)
+            if args[0].shape != want.shape or not _agree(args[0], want):
+                differences.append(f"the input of {path} differs")
+            given.append(want)
+            return (want, *args[1:])
+
+        return force
+
     with ExitStack() as stack:
         for path, layer in layers.items():
-            hook = forced.hook_of(path)
-            stack.callback(layer.register_forward_pre_hook(hook).remove)
+            stack.callback(layer.register_forward_pre_hook(hook_of(path)).remove)
         results = _results(model, example)
-    if forced.differences:
-        return forced.differences[0]
+    if differences:
+        return differences[0]
     if len(results) != len(expected):
         return "the number of results differs"
     for number, (got, want) in enumerate(zip(results, expected, strict=True)):
@@ -179,38 +181,6 @@ def _record_inputs(
             if path in paths:
                 stack.callback(module.register_forward_pre_hook(recorder(path)).remove)
         return inputs, _results(simulated, example)
-
-
-class _ForcedInputs:
-    """Hooks that give integer layers the inputs of the simulation and note what differs.
-
-    Attributes:
-        differences: one description for each layer whose input differed.
-    """
-
-    def __init__(self, inputs: dict[str, list[Tensor]]) -> None:
-        self.differences: list[str] = []
-        self._inputs = {path: list(tensors) for path, tensors in inputs.items()}
-        self._given: list[Tensor] = []
-
-    def hook_of(self, path: str) -> Callable[[nn.Module, tuple[Any, ...]], Any]:
-        """Return the forward pre-hook of the layer at ``path``."""
-
-        def force(layer: nn.Module, args: tuple[Any, ...]) -> Any:
-            assert isinstance(layer, Int8Layer)
-            left = self._inputs.get(_original(path))
-            # A layer may hand its input to a twin, which calls this hook once more.
-            if not left or not args or any(args[0] is given for given in self._given):
-                return None
-            want = left.pop(0)
-            if args[0].dtype is torch.uint8:
-                want = layer.input_qparams.quantize(want)
-            if args[0].shape != want.shape or not _agree(args[0], want):
-                self.differences.append(f"the input of {path} differs")
-            self._given.append(want)
-            return (want, *args[1:])
-
-        return force
 
 
 def _agree(got: Tensor, want: Tensor) -> bool:

@@ -225,10 +225,9 @@ class DeployedLayer(KernelCacheMixin, Float32ParamsMixin):
     @property
     def weight(self) -> Tensor:
         """A new tensor with the weight as floating point, for code that reads a layer's weight."""
-        return self._dequantized_weight().to(self.dtype)
-
-    def _dequantized_weight(self) -> Tensor:
-        return dequantized(self.weight_codes, self.weight_scale)
+        codes = self.weight_codes
+        scale = self.weight_scale.view(-1, *[1] * (codes.dim() - 1))
+        return (codes * scale).to(self.dtype)
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
@@ -383,7 +382,10 @@ class Int8Layer(ReleasableWeightMixin, DeployedLayer, QParamsStateMixin, Integer
         qparams = self.output_qparams
         if qparams is None:
             return self.dtype is torch.float32
-        return qparams.saturates_by_itself or self._activation_bounds(qparams)
+        if self.activation == "clamp" and not qparams.saturates_by_itself:
+            low, high = qparams.bounds
+            return self.arguments[0] >= low and self.arguments[1] <= high
+        return qparams.saturates_by_itself
 
     def finish(self, y: Tensor) -> Tensor:
         """Give floating-point results their dtype, and codes the bounds that no kernel knows."""
@@ -393,13 +395,6 @@ class Int8Layer(ReleasableWeightMixin, DeployedLayer, QParamsStateMixin, Integer
         if qparams is None:
             return y.to(self.dtype)
         return y.clamp_(qparams.quant_min, qparams.quant_max)
-
-    def _activation_bounds(self, qparams: QParams) -> bool:
-        """Return True if the activation keeps results inside the bounds of ``qparams``."""
-        if self.activation != "clamp":
-            return False
-        low, high = qparams.bounds
-        return self.arguments[0] >= low and self.arguments[1] <= high
 
     def variant(self) -> Int8Layer:
         """Return a second layer on the same tensors, for another place in a model."""
@@ -436,8 +431,3 @@ class Int8Layer(ReleasableWeightMixin, DeployedLayer, QParamsStateMixin, Integer
         out = self.dtype if self.output_qparams is None else self.output_qparams
         activation = f"{self.activation}{self.arguments or ''}"
         return f"weight={shape}, input={self.input_qparams}, output={out}, activation={activation}"
-
-
-def dequantized(codes: Tensor, scale: Tensor) -> Tensor:
-    """Return integer weights times the scale of each output, float32."""
-    return codes * scale.view(-1, *[1] * (codes.dim() - 1))

@@ -1,8 +1,7 @@
 """The integer operators on the oneDNN kernels that torch ships for x86 CPUs.
 
-A kernel is *bound* once: everything but the codes is looked up, converted and packed, and what
-remains is a function of the codes. In networks of small layers, collecting arguments takes longer
-than computing.
+A kernel is bound once: all but the codes is looked up, converted and packed before, as collecting
+arguments takes longer than computing in small layers.
 """
 
 from __future__ import annotations

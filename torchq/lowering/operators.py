@@ -1,11 +1,7 @@
-"""The integer operators in torch's own registry: ``torch.ops.torchq.int8_conv``, ``int8_linear``.
+"""The integer operators in torch's registry, for compiled and exported programs, and copies.
 
-They take plain tensors and numbers, so that ``torch.compile``, ``torch.export`` with save and load,
-and copies of models all work. Which kernel runs is decided inside: oneDNN's on a CPU that has it,
-plain torch otherwise.
-
-This is the one place where the arguments of kernels (:mod:`torchq.lowering.definition`) are taken
-apart and put together.
+They take plain tensors and numbers; here alone the arguments of kernels are taken apart and put
+together. They run oneDNN on a CPU that has it, plain torch otherwise.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
-"""Kernels made from a weight: packed copies of it, and functions with such a copy bound.
+"""Packed copies of weights and functions that hold one, under a weak reference to the plain weight.
 
-Packed tensors are opaque: they can be neither copied nor saved. Modules therefore hold plain int8
-weights, and what is derived from these is kept here, under a weak reference to the plain tensor.
-Copies, files and exported programs then need no special case.
-
-One rule says how long an entry holds: as long as everything that it was made from. The weight and
-its companions (scales, bias) are compared by identity, numbers are part of the key, and who changes
-the values of a weight in place calls :meth:`KernelCache.forget`.
+Packed tensors can be neither copied nor saved. An entry holds as long as all that it was made from:
+tensors are compared by identity, and who changes a weight in place calls ``KernelCache.forget``.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
 """Traced models that stay what the code around them expects.
 
-Why these classes exist: a :class:`torch.fx.GraphModule` is pickled as its generated code, and
-unpickling traces that code once more with the plain tracer of torch.fx. That second trace keeps
-calls of modules and of importable functions, and loses everything else: plain attributes of the
-model, the check that an argument is None, and the type of a returned dictionary. Therefore
-
-* :class:`TracedModel` carries the plain attributes through copies and files itself,
-* :class:`AssertNone` and :class:`BuildDict` are modules, so that their calls survive,
-* :func:`nth_chunk` is an importable function.
+A :class:`torch.fx.GraphModule` is pickled as code that unpickling traces with torch's own tracer.
+That keeps calls of modules and of importable functions alone, so what else there is are such.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import Argument
 
 from torchq.graph import forward_hook_kind, trace_or_none
 from torchq.lowering.layer import Int8Layer
@@ -119,11 +120,8 @@ def select_chunk(editor: GraphEditor, node: fx.Node) -> bool:
     if split is None or not isinstance(chunks, fx.Node) or not isinstance(index, int):
         return False
     source, method, rest = split
-    with editor.graph.inserting_before(node):
-        arguments = (source, method, index, *rest)
-        chunk = editor.graph.call_function(nth_chunk, arguments, dict(chunks.kwargs))
-    editor.bypass(node, chunk)
-    return True
+    arguments = (source, method, index, *rest)
+    return _call_instead(editor, node, nth_chunk, *arguments, **chunks.kwargs)
 
 
 _OPERATORS: dict[type, Callable[..., Any]] = {
@@ -150,15 +148,9 @@ def open_quantized_operator(editor: GraphEditor, node: fx.Node) -> bool:
     module = editor.module(node)
     if not isinstance(module, (QuantAdd, QuantMul, QuantMatMul)) or node.kwargs:
         return False
-    values = _quantized_values(
-        editor, node, node.args, [module.input_quantizer, module.other_quantizer]
-    )
-    if values is None:
-        return False
-    with editor.graph.inserting_before(node):
-        new = editor.graph.call_function(_OPERATORS[type(module)], tuple(values))
-    editor.bypass(node, new)
-    return True
+    quantizers = [module.input_quantizer, module.other_quantizer]
+    values = _quantized_values(editor, node, node.args, quantizers)
+    return values is not None and _call_instead(editor, node, _OPERATORS[type(module)], *values)
 
 
 def open_quantized_concat(editor: GraphEditor, node: fx.Node) -> bool:
@@ -177,12 +169,17 @@ def open_quantized_concat(editor: GraphEditor, node: fx.Node) -> bool:
         return False
     quantizers = [module.quantizer_of(index) for index in range(len(tensors))]
     values = _quantized_values(editor, node, tensors, quantizers)
-    if values is None:
-        return False
-    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    dim: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    dim = module.dim if dim is None else dim
+    return values is not None and _call_instead(editor, node, torch.cat, values, dim)
+
+
+def _call_instead(
+    editor: GraphEditor, node: fx.Node, function: Callable[..., Any], *args: Argument, **kwargs: Any
+) -> bool:
+    """Replace a node by the call of a function."""
     with editor.graph.inserting_before(node):
-        arguments = (values, module.dim if dim is None else dim)
-        new = editor.graph.call_function(torch.cat, arguments)
+        new = editor.graph.call_function(function, args, kwargs)
     editor.bypass(node, new)
     return True
 
@@ -247,15 +244,10 @@ def expose_input_quantizer(editor: GraphEditor, node: fx.Node) -> bool:
     if qparams is None:
         return False
     values = _insert_qdq(editor, node, source, qparams)
-    editor.replace(node, "float", _without_input_quantizer(module), values)
-    return True
-
-
-def _without_input_quantizer(module: InputQuantized) -> nn.Module:
-    """Return a float copy of ``module``."""
     plain = revert_(copy_module(module))
     vars(plain).pop("deploy_note", None)
-    return plain
+    editor.replace(node, "float", plain, values)
+    return True
 
 
 def quantize_layer_input(editor: GraphEditor, node: fx.Node) -> bool:
