@@ -126,7 +126,7 @@ def test_what_has_no_kernel_keeps_simulating_and_says_why() -> None:
 def deployed(model: nn.Module, given: Any) -> tuple[nn.Module, nn.Module]:
     torchq.quantize_(model.eval())
     torchq.calibrate(model, [given], progress=False)
-    return model, torchq.deploy(model, given, engine=torchq.engines.TorchEngine(measured=False))
+    return model, torchq.deploy(model, given)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")

@@ -69,11 +69,6 @@ def test_the_second_call_binds_and_the_third_calls_no_module(
     assert torch.equal(first, int8(x))
 
 
-def test_other_shapes_are_bound_besides(int8: TracedModel, x: Tensor) -> None:
-    for images in (x, x[:1], x[..., :12], x[:, :, :13], x) * 3:
-        assert torch.equal(int8(images), plain(int8, images))
-
-
 @pytest.mark.parametrize("change", ["scale", "state", "dtype", "replaced", "hook", "forward"])
 def test_a_change_of_a_layer_is_noticed(int8: TracedModel, x: Tensor, change: str) -> None:
     for _ in range(3):

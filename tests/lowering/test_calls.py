@@ -80,15 +80,6 @@ def test_a_call_with_other_options_is_simulated() -> None:
     assert_agree(deployed, model, image)
 
 
-def test_deploying_leaves_the_model_alone() -> None:
-    model = quantized(Products(), X)
-    before = {name: type(m) for name, m in model.named_modules()}
-    expected = model(X)
-    torchq.deploy(model, X)
-    assert {name: type(m) for name, m in model.named_modules()} == before
-    assert torch.equal(model(X), expected)
-
-
 def whole(model: nn.Module) -> nn.Module:
     file = io.BytesIO()
     torch.save(model, file)

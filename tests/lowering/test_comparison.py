@@ -145,26 +145,6 @@ def test_a_part_that_its_parent_needs_as_it_is_keeps_its_code(images: Tensor, fl
     assert type(int8.encoder) is Encoder
 
 
-class Selecting(nn.Module):
-    """Returns as many values as quantization leaves above a threshold."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 3, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv(x).flatten()
-        return y[y > 0.1]
-
-
-def test_results_may_have_another_size_without_quantization(images: Tensor) -> None:
-    model = calibrated(Selecting(), images)
-    expected = model(images)
-    with torchq.disabled(model):
-        assert model(images).shape != expected.shape
-    torch.testing.assert_close(torchq.deploy(model, images)(images), expected)
-
-
 class Faking(nn.Module):
     """Returns zeros, and one more of them while it is traced, or as many tensors."""
 

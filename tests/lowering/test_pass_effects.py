@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+import torchq
+from tests.lowering.common import calibrated
 from tests.lowering.pass_graphs import (
     CLAMPED,
     OTHER,
@@ -80,16 +82,6 @@ def test_foreign_code_that_does_nothing_is_dropped() -> None:
     editor = edit(modules, lambda m, x, y: m.c(m.b(m.a(x))))
     assert apply(editor, "drop_identity")
     assert picture(editor.root) == "Half(x)"
-
-
-def test_equal_quantizations_of_one_tensor_are_merged() -> None:
-    modules = {"a": quantize(), "b": quantize(), "c": quantize(OTHER)}
-    editor = edit(modules, lambda m, x, y: (m.a(x), m.b(x), m.c(x)))
-    assert apply(editor, "merge_quantize")
-    assert [str(node.target) for node in editor.graph.nodes if node.op == "call_module"] == [
-        "a",
-        "c",
-    ]
 
 
 @pytest.mark.parametrize("with_neighbour", [False, True])
@@ -251,3 +243,31 @@ def test_of_two_convolutions_the_pointwise_one_adds() -> None:
         (node,) = [n for n in editor.graph.nodes if n.op == "call_module" and len(n.args) == 2]
         layer = editor.layer(node)
         assert isinstance(layer, Int8Conv) and layer.is_pointwise
+
+
+def stochastic_depth(input: Tensor, p: float, mode: str, training: bool = True) -> Tensor:
+    return input * torch.bernoulli(torch.tensor(1 - p)) if training else input
+
+
+fx.wrap("stochastic_depth")
+
+
+class Dropping(nn.Module):
+    def __init__(self, training: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
+        self.active = training
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.first(x), 0.5, self.active)
+        return self.last(
+            stochastic_depth(F.dropout2d(x, training=self.active), 0.5, "row", self.active)
+        )
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_functions_that_drop_nothing_do_not_part_layers(training: bool) -> None:
+    int8 = torchq.deploy(calibrated(Dropping(training), torch.randn(2, 3, 9, 9)))
+    assert isinstance(int8, fx.GraphModule)
+    assert (int8.get_submodule("first").output_qparams is None) == training
+    assert sum("drop" in str(node.target) for node in int8.graph.nodes) == 2 * training

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import torchq
 from tests.lowering.common import Residual, calibrated, stored_state
 from torchq.lowering import Int8Layer, onednn
-from torchq.lowering.packed import KERNELS, KernelCache
+from torchq.lowering.packed import KERNELS
 from torchq.lowering.release_weights import release_weights_, restore_weights_
 
 pytestmark = pytest.mark.skipif(not onednn.available(), reason="needs torch's oneDNN operators")
@@ -76,20 +76,6 @@ def test_a_plain_weight_that_is_changed_in_place_is_packed_anew() -> None:
         for c in (codes, fresh)
     )
     assert torch.equal(got, expected)
-
-
-def test_a_changed_weight_that_is_dropped_comes_back_changed() -> None:
-    model, images = convolution()
-    model(images[0])
-    old = vars(model)["_packed_weight"]  # as another thread that still computes would hold it
-    restore_weights_(model)
-    with torch.no_grad():
-        model.weight_codes.neg_()
-    changed = model.weight_codes.clone()
-    model.eval()  # drops the kernels
-    model(images[0])
-    assert model.released_bytes() and vars(model)["_packed_weight"] is not old
-    assert torch.equal(model.weight_codes, changed)
 
 
 def int8_layers(model: nn.Module) -> list[Int8Layer]:
@@ -266,16 +252,6 @@ def test_packed_weights_go_with_the_model() -> None:
     gc.collect()
     assert [ref() for ref in packed] == [None] * len(packed)
     assert len(KERNELS) == before
-
-
-def test_the_oldest_of_many_sizes_goes() -> None:
-    cache, weight, built = KernelCache(most=3), torch.ones(4), list[int]()
-
-    def get(key: int) -> int:
-        return cache.get(weight, ("kind", key), (), lambda: built.append(key) or key)  # type: ignore[func-returns-value]
-
-    assert [get(key) for key in (1, 2, 3, 1, 4, 2, 3, 4, 1)] == [1, 2, 3, 1, 4, 2, 3, 4, 1]
-    assert built == [1, 2, 3, 4, 1]
 
 
 def compare(model: nn.Module, x: Tensor, expected: Tensor) -> None:

@@ -222,25 +222,6 @@ def test_a_model_that_calls_what_is_not_its_own_keeps_its_code(
     assert sqnr(int8(images), model(images)) > 40
 
 
-class NormReLU(nn.BatchNorm2d):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input).relu()
-
-
-class PoolSame(nn.MaxPool2d):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(F.pad(input, [0, 1, 0, 1]))
-
-
-@pytest.mark.parametrize("layer", [NormReLU(4), PoolSame(2)], ids=["norm", "pool"])
-def test_subclasses_with_a_forward_of_their_own_are_called(
-    images: Tensor, layer: nn.Module
-) -> None:
-    model = calibrated(nn.Sequential(nn.Conv2d(3, 4, 3), layer, nn.Conv2d(4, 4, 1)), images)
-    int8 = torchq.deploy(model)
-    assert sqnr(int8(images), model(images)) > 40
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated")
 def test_deployed_models_are_traced_by_torch_jit(images: Tensor) -> None:
     """A trace holds the operators of torch's registry, for every batch size and value."""

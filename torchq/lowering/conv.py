@@ -191,10 +191,15 @@ class _Axis:
 
 
 class Int8ConvTranspose(Int8Conv):
-    """An integer transposed convolution in 1, 2 or 3 dimensions.
+    """An integer transposed convolution in 1, 2 or 3 dimensions: an ordinary one, interleaved.
 
-    Its weight, scales and bias are those of the ordinary convolution that computes all phases,
-    (groups * phases * out / groups, ...).
+    With stride s the results at positions o = s m + r are, for each of the s phases r, an ordinary
+    convolution with every s-th tap of the kernel. All phases together are one convolution with s
+    times as many channels (in d dimensions s ** d times), whose weight, scales and bias the layer
+    has: (groups * phases * out / groups, ...).
+
+    Source: Shi et al., "Is the deconvolution layer the same as a convolutional layer?", 2016,
+    https://arxiv.org/abs/1609.07009.
 
     Args:
         conv: a transposed convolution that says everything but the weight and the bias.

@@ -65,8 +65,11 @@ def _operator(name: str, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def operator(x: Tensor, *flat: Any) -> Tensor:
         weights, rest, params = Int8Weights(*flat[:5]), flat[5:], list[ConvParams]()
         if name == "conv":
-            params, rest = [ConvParams(*map(tuple, rest[:3]), rest[3])], rest[4:]
-        epilogue = Epilogue(*rest[:4], tuple(rest[4]), *rest[6:])
+            stride, padding, dilation = map(tuple, rest[:3])
+            params, rest = [ConvParams(stride, padding, dilation, rest[3])], rest[4:]
+        scale, zero_point, dtype, activation, arguments = rest[:5]
+        output = (scale, zero_point, dtype, activation, tuple(arguments))
+        epilogue = Epilogue(*output, *rest[6:])
         return run(x, weights, *params, epilogue, *rest[5:6])
 
     return operator
