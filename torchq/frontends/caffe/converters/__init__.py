@@ -1,8 +1,3 @@
 """The converters: importing this package enters them into the registry."""
 
-from torchq.frontends.caffe.converters import (  # noqa: F401
-    arithmetic,
-    detection,
-    layers,
-    movement,
-)
+from torchq.frontends.caffe.converters import detection, layers, operators  # noqa: F401

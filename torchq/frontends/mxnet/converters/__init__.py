@@ -1,7 +1,3 @@
 """The converters: importing this package enters them into the registry."""
 
-from torchq.frontends.mxnet.converters import (  # noqa: F401
-    arithmetic,
-    layers,
-    movement,
-)
+from torchq.frontends.mxnet.converters import layers, operators  # noqa: F401

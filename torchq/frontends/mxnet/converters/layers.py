@@ -20,7 +20,7 @@ from torchq.frontends.building.layers import (
     convolution,
     filled,
 )
-from torchq.frontends.mxnet.converters import arithmetic, movement
+from torchq.frontends.mxnet.converters import operators
 from torchq.frontends.mxnet.node import SymbolContext, converter, operator
 
 
@@ -91,7 +91,7 @@ def _embedding(node: SymbolContext) -> Value:
     if tuple(weight.tensor.shape) != sizes:
         node.refuse(f"its weight has shape {tuple(weight.tensor.shape)}; expected {sizes}")
     module = filled(node.builder, nn.Embedding(*sizes, device="meta"), weight)
-    indices = node.call(movement.rows, node.inputs[0], sizes[0])
+    indices = node.call(operators.rows, node.inputs[0], sizes[0])
     return node.module(module, indices, name=node.layer_name())
 
 
@@ -200,7 +200,7 @@ def _batch_norm(node: SymbolContext) -> Value:
     if ndim is None or ndim not in BATCH_NORMS or axis not in (1, 1 - ndim):
         scale = node.call(torch.ones_like, gamma) if fixed else gamma
         states = (scale, beta, mean, variance)
-        return node.call(arithmetic.batch_norm, node.inputs[0], *states, eps, axis)
+        return node.call(operators.batch_norm, node.inputs[0], *states, eps, axis)
     module = BATCH_NORMS[ndim](len(ones), eps, 1 - momentum)
     weight = node.builder.parameter(gamma, "fixed", ones) if fixed else None
     module.weight = node.builder.parameter(gamma) if weight is None else weight
@@ -247,7 +247,7 @@ def _l2_normalization(node: SymbolContext) -> Value:
     mode, eps = node.text("mode", "instance"), node.number("eps", 1e-10)
     if mode not in ("instance", "channel", "spatial"):
         node.refuse(f"mode is {mode!r}; expected instance, channel or spatial")
-    return node.call(arithmetic.l2_normalize, node.inputs[0], mode, eps)
+    return node.call(operators.l2_normalize, node.inputs[0], mode, eps)
 
 
 _ACTIVATIONS = {
@@ -336,7 +336,7 @@ def _softmax_output(node: SymbolContext) -> Value:
     channels, last = node.flag("multi_output", False), node.flag("preserve_shape", False)
     if channels or last or node.ndim(0) == 2:
         return node.module(nn.Softmax(-1 if last and not channels else 1), node.inputs[0])
-    return node.call(arithmetic.softmax_rows, node.inputs[0])
+    return node.call(operators.softmax_rows, node.inputs[0])
 
 
 @converter("LogisticRegressionOutput")

@@ -2,9 +2,7 @@
 
 from torchq.frontends.onnx.converters import (  # noqa: F401
     control,
-    convolutions,
     elementwise,
-    indexing,
     layers,
     movement,
     quantization,
