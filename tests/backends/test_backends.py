@@ -1,9 +1,12 @@
-"""Backends: handlers in a graph, and the three that come with torchq, in Python integers."""
+"""Backends: handlers in a graph, and the integer arithmetic of torchq's own, in Python integers."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import threading
+from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -11,20 +14,24 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.backends.test_fixed_point import tflite_multiply
 from tests.reference import rounded
 from torchq import QuantConfig, QuantDescriptor, Rule
 from torchq.backends import (
+    GEMMLOWP,
     SINGLE_ROUNDING,
     Backend,
     Call,
+    FixedPoint,
     fixed_point,
     integer_average_pooling,
+    quantize_multiplier,
     register_delegate,
     register_handler,
     shift_leaky_relu,
+    shift_right,
 )
 from torchq.errors import ConfigError, GraphError
+from torchq.formats import ROUNDINGS
 from torchq.graph import GraphRunner, trace
 from torchq.nn import TensorQuantizer
 
@@ -122,15 +129,6 @@ def test_wrong_arguments_are_refused() -> None:
         register_delegate(nn.ReLU(), lambda x, quantizer: x)  # type: ignore[arg-type]
 
 
-def test_errors_of_handlers_name_the_node() -> None:
-    def broken(call: Call, x: Tensor) -> Tensor:
-        raise ValueError("no such chip")
-
-    run = runner(nn.Sequential(nn.ReLU()), torch.ones(1))
-    with pytest.raises(GraphError, match=r"0 \(node _0\).*ValueError: no such chip"):
-        run.run(torch.ones(1), backend=Backend().register("relu", broken))
-
-
 def test_delegates(generator: torch.Generator) -> None:
     x = torch.randn(4, 3, generator=generator)
     model = quantized(nn.Linear(3, 2), x=x)
@@ -223,18 +221,6 @@ def test_layers_are_those_of_integer_chips(
 def linear_input(run: GraphRunner) -> str:
     """Return the node of the last activation quantizer."""
     return [name for name in run.node_names if name.endswith("input_quantizer")][-1]
-
-
-def test_arithmetics_differ(generator: torch.Generator) -> None:
-    x = torch.randn(8, 4, 9, 9, generator=generator)
-    model = quantized(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), x=x)
-    run = runner(model, x)
-    results = [run.run(x, backend=fixed_point(a)) for a in (SINGLE_ROUNDING, _SHORT)]
-    assert not torch.equal(*results)
-    assert torch.allclose(*results, atol=0.2)
-
-
-_SHORT = torchq.backends.FixedPoint("single", 7, "half_even")
 
 
 def test_sums_beyond_int32_are_an_error() -> None:
@@ -343,3 +329,207 @@ def test_operations_in_place_write_what_their_handlers_compute() -> None:
             return y
 
     assert runner(Sums(), torch.ones(1)).run(torch.ones(1), backend=backend).item() == 10.0
+
+
+def tflite_multiplier(real: float) -> tuple[int, int]:
+    """``QuantizeMultiplier`` of tensorflow/lite/kernels/internal/quantization_util.cc."""
+    if real == 0.0:
+        return 0, 0
+    mantissa, shift = math.frexp(real)
+    fixed = math.floor(Fraction(mantissa) * 2**31 + Fraction(1, 2))  # std::round of a positive
+    if fixed == 2**31:
+        fixed, shift = fixed // 2, shift + 1
+    return (0, 0) if shift < -31 else (fixed, shift)
+
+
+def doubling_high_multiply(a: int, b: int) -> int:
+    """``SaturatingRoundingDoublingHighMul`` of gemmlowp/fixedpoint/fixedpoint.h."""
+    product = a * b
+    nudge = (1 << 30) if product >= 0 else 1 - (1 << 30)
+    total = product + nudge
+    return total // 2**31 if total >= 0 else -(-total // 2**31)  # C divides towards zero.
+
+
+def divide_by_power(x: int, exponent: int) -> int:
+    """``RoundingDivideByPOT`` of gemmlowp/fixedpoint/fixedpoint.h."""
+    mask = (1 << exponent) - 1
+    remainder, threshold = x & mask, (mask >> 1) + (1 if x < 0 else 0)
+    return (x >> exponent) + (1 if remainder > threshold else 0)
+
+
+def tflite_multiply(x: int, real: float) -> int:
+    """``MultiplyByQuantizedMultiplier`` with double rounding."""
+    multiplier, shift = tflite_multiplier(real)
+    left, right = max(shift, 0), max(-shift, 0)
+    return divide_by_power(doubling_high_multiply(x * (1 << left), multiplier), right)
+
+
+def sample(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    real = torch.rand(400, generator=generator, dtype=torch.float64)
+    exponents = torch.randint(-18, 3, (400,), generator=generator)
+    real = real * 2.0**exponents
+    real[:4] = torch.tensor([0.5, 0.25, 2.0**-31, 1 - 2.0**-40])
+    accumulators = torch.randint(-(2**24), 2**24, (400,), generator=generator)
+    accumulators[:6] = torch.tensor([0, 1, -1, 3, -3, -6])
+    return accumulators, real
+
+
+def test_multipliers(generator: torch.Generator) -> None:
+    _, real = sample(generator)
+    multiplier, shift = quantize_multiplier(real)
+    assert list(zip(multiplier.tolist(), shift.tolist(), strict=True)) == [
+        tflite_multiplier(value) for value in real.tolist()
+    ]
+    assert quantize_multiplier(torch.tensor(0.0, dtype=torch.float64))[0] == 0
+    few, places = quantize_multiplier(real, bits=7)
+    assert ((few >= 64) & (few <= 127)).all()
+    nearest = few * 2.0 ** (places - 7)
+    assert ((nearest - real).abs() <= real / 128).all()
+
+
+def test_doubling_is_that_of_gemmlowp(generator: torch.Generator) -> None:
+    accumulators, real = sample(generator)
+    expected = [
+        tflite_multiply(x, value)
+        for x, value in zip(accumulators.tolist(), real.tolist(), strict=True)
+    ]
+    assert GEMMLOWP.multiply(accumulators, real).tolist() == expected
+
+
+def test_single_rounding(generator: torch.Generator) -> None:
+    accumulators, real = sample(generator)
+    found = SINGLE_ROUNDING.multiply(accumulators, real).tolist()
+    for x, value, result in zip(accumulators.tolist(), real.tolist(), found, strict=True):
+        multiplier, shift = tflite_multiplier(value)
+        exact = Fraction(x * multiplier, 2**31) * Fraction(2) ** shift
+        assert result == math.floor(exact + Fraction(1, 2))
+    # The two ways differ, or there would be no choice.
+    assert found != GEMMLOWP.multiply(accumulators, real).tolist()
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_shifts(rounding: str, generator: torch.Generator) -> None:
+    numbers = torch.cat([torch.arange(-40, 41), torch.tensor([2**40 + 4, -(2**40) - 4, 2**61])])
+    for bits in (0, 1, 3, 5):
+        expected = [_shifted(int(n), bits, rounding) for n in numbers]
+        assert shift_right(numbers, bits, rounding).tolist() == expected
+    assert shift_right(torch.tensor([3]), -2, rounding).tolist() == [12]
+    tiny = shift_right(torch.tensor([1, -1]), 63, rounding).tolist()
+    assert tiny == [int(rounding == "up"), -int(rounding == "down")]
+
+
+def _shifted(number: int, bits: int, rounding: str) -> int:
+    """Round exactly; float64 holds these numbers."""
+    exact = Fraction(number, 2**bits)
+    if exact.denominator <= 2 or abs(exact) < 2**50:
+        return rounded(float(exact), rounding)
+    return number >> bits
+
+
+def test_errors() -> None:
+    with pytest.raises(ConfigError, match="got scheme 'triple'; expected 'doubling' or"):
+        FixedPoint("triple")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="got bits=32; expected 1 to 31"):
+        FixedPoint("single", 32)
+    with pytest.raises(ConfigError, match="for 'doubling'; expected 31 bits and 'half_away'"):
+        FixedPoint("doubling", 15)
+    with pytest.raises(ConfigError, match="rounding: got 'nearest'"):
+        FixedPoint("single", 15, "nearest")
+
+
+class Between(nn.Module):
+    """An operator between quantizers of both operands and of the result."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor], ends: bool = True) -> None:
+        super().__init__()
+        self.first, self.second = TensorQuantizer(AFFINE), TensorQuantizer(QuantDescriptor())
+        self.last = TensorQuantizer(AFFINE) if ends else nn.Identity()
+        self.function = function
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.last(self.function(self.first(a), self.second(b)))
+
+
+def calibrated(
+    function: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor, ends: bool = True
+) -> Between:
+    model = Between(function, ends).eval()
+    torchq.calibrate(model, [(a, b)], progress=False)
+    return model
+
+
+def grid(quantizer: TensorQuantizer, x: Tensor) -> tuple[Tensor, float, int]:
+    """Return centred codes, the scale and the zero point."""
+    scale, zero_point = quantizer.calculate_qparams()
+    whole = torch.tensor(codes(quantizer(x), quantizer)).view(x.shape)
+    return whole - int(zero_point), float(scale), int(zero_point)
+
+
+def clamped(code: int) -> int:
+    return max(-128, min(127, code))
+
+
+def test_additions_are_those_of_tensorflow_lite(generator: torch.Generator) -> None:
+    a, b = torch.randn(5, 40, generator=generator), 3 * torch.randn(40, generator=generator)
+    model = calibrated(torch.add, a, b)
+    (first, s1, _), (second, s2, _) = grid(model.first, a), grid(model.second, b)
+    s_out, z_out = (float(part) for part in model.last.calculate_qparams())
+    widest = 2 * max(s1, s2)
+    wanted = []
+    others = second.expand(5, 40).flatten().tolist()
+    for one, other in zip(first.flatten().tolist(), others, strict=True):
+        parts = tflite_multiply(one << 20, s1 / widest), tflite_multiply(other << 20, s2 / widest)
+        wanted.append(clamped(tflite_multiply(sum(parts), widest / 2**20 / s_out) + int(z_out)))
+    result = runner(model, (a, b)).run((a, b), backend=fixed_point())
+    assert codes(result, model.last) == wanted
+    assert torch.allclose(result, model(a, b), atol=1.01 * s_out)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_products_of_two_tensors(ends: bool, generator: torch.Generator) -> None:
+    a, b = torch.randn(2, 3, 7, generator=generator), torch.randn(2, 7, 4, generator=generator)
+    model = calibrated(torch.matmul, a, b, ends)
+    (first, s1, _), (second, s2, _) = grid(model.first, a), grid(model.second, b)
+    sums = [
+        int(sum(int(first[n, i, k]) * int(second[n, k, j]) for k in range(7)))
+        for n, i, j in itertools.product(range(2), range(3), range(4))
+    ]
+    result = runner(model, (a, b)).run((a, b), backend=fixed_point())
+    if not ends:
+        exact = (torch.tensor(sums).double() * (s1 * s2)).float()
+        assert torch.equal(result.flatten(), exact)
+        return
+    s_out, z_out = (float(part) for part in model.last.calculate_qparams())
+    wanted = [clamped(tflite_multiply(total, s1 * s2 / s_out) + int(z_out)) for total in sums]
+    assert codes(result, model.last) == wanted
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_transposed_convolutions(groups: int, generator: torch.Generator) -> None:
+    x = torch.randn(1, 4, 3, 3, generator=generator)
+    layer = nn.ConvTranspose2d(4, 6, 2, stride=2, groups=groups)
+    model = nn.Sequential(layer, nn.ReLU(), nn.Conv2d(6, 2, 1)).eval()
+    weights = Rule("type:ConvTranspose2d", input=AFFINE, weight=QuantDescriptor(axis=1))
+    others = Rule("type:Conv2d", input=AFFINE, weight=QuantDescriptor(axis=0))
+    torchq.quantize_(model, QuantConfig((weights, others)))
+    torchq.calibrate(model, [x], progress=False)
+    conv, reader = model[0], model[2].input_quantizer
+    image, s_in, _ = grid(conv.input_quantizer, x)
+    s_w = conv.weight_quantizer.scale.flatten().tolist()
+    weight = (conv.weight / conv.weight_quantizer.scale).round().long()
+    s_out, z_out = (float(part) for part in reader.calculate_qparams())
+    per_group = 6 // groups
+    wanted = []
+    for o, i, j in itertools.product(range(6), range(6), range(6)):
+        sources = range(o // per_group * (4 // groups), (o // per_group + 1) * (4 // groups))
+        total = sum(
+            int(image[0, c, i // 2, j // 2]) * int(weight[c, o % per_group, i % 2, j % 2])
+            for c in sources
+        )
+        real = s_in * s_w[o % per_group]
+        total += rounded(float(conv.bias[o].detach().double() / real), "half_away")
+        code = clamped(tflite_multiply(total, real / s_out) + int(z_out))
+        wanted.append(max(code, int(z_out)))  # ReLU ends at zero
+    run = runner(model, x)
+    name = [name for name in run.node_names if name.endswith("input_quantizer")][-1]
+    assert codes(run.run(x, outputs=name, backend=fixed_point()), reader) == wanted

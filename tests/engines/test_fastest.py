@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 import warnings
 import weakref
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 import torchq
 from tests.contracts.engine_contract import calibrated_detector, images
 from torchq.engines import Engine, FastestReport, OnnxRuntime, TorchEngine, fastest
-from torchq.errors import ConfigError, ExportError
+from torchq.errors import ExportError
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -193,17 +192,6 @@ def test_the_clock_decides_without_a_fake() -> None:
     assert result.report.chosen == best.engine.label
     assert set(best.seconds) == {1, 2} and all(s > 0 for s in best.seconds.values())
     assert {c.engine.label for c in (best, *rest) if not c.problem} == set(TIMES)
-
-
-def test_the_report_survives_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed(monkeypatch, TIMES)
-    result = deploy()
-    assert copy.deepcopy(result).report == result.report
-
-
-def test_it_needs_an_example() -> None:
-    with pytest.raises(ConfigError, match="engine 'fastest' without an example"):
-        torchq.deploy(calibrated_detector(), engine="fastest")
 
 
 class OfADictionary(nn.Module):

@@ -14,8 +14,8 @@ from tests.fusion.blocks.repvgg import RepVGGBlock
 from tests.fusion.common import error, outputs, randomized
 from torchq.descriptor import QuantDescriptor
 from torchq.functional import quantize
-from torchq.fusion import RescalesOutput, fuse_
-from torchq.nn import QuantConv2d, QuantLinear, convert_
+from torchq.fusion import fuse_
+from torchq.nn import QuantConv2d, convert_
 from torchq.swap import quantize_
 from torchq.workflow import calibrate
 
@@ -251,9 +251,3 @@ def test_a_trained_net_keeps_its_accuracy_in_the_right_order_only() -> None:
     assert ["is a repvgg block; holds quantizers" in report.reason(str(i)) for i in range(3)] == [
         True
     ] * 3
-
-
-def test_layers_follow_the_protocol() -> None:
-    assert isinstance(QuantConv2d(3, 8, 3), RescalesOutput)
-    assert isinstance(QuantLinear(3, 8), RescalesOutput)
-    assert not isinstance(nn.Conv2d(3, 8, 3), RescalesOutput)

@@ -95,13 +95,6 @@ def test_all_but_forwards_with_item_assignment_are_followed_symbolically(
     assert report.refused == ()
 
 
-def test_custom_l2_block_is_followed_symbolically(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_map, "extract", no_gradients)
-    torch.manual_seed(0)
-    model = randomized(nn.ModuleDict({"block": CustomL2Block(8, 8)}).double())
-    assert fuse_(model).fused[0].kind == "repvgg-custom-l2"
-
-
 def test_conv_of_deployed_repvgg_has_upstream_keys() -> None:
     model, *_ = build("repvgg-groups")
     fuse_(model)

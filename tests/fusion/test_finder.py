@@ -65,38 +65,6 @@ def test_traceable_parts_of_an_untraceable_model_are_folded_without_an_example()
     assert error(outputs(model, x), want) <= 1e-10
 
 
-def test_optional_arguments_keep_their_default() -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.bn = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
-
-        def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Any:
-            y = self.conv(x)
-            if mask is not None:
-                y = y * mask
-            return self.bn(y) * scale
-
-    torch.manual_seed(0)
-    assert len(fuse_(randomized(Masked())).fused) == 1
-
-
-def test_linear_after_flatten_needs_no_example() -> None:
-    torch.manual_seed(0)
-    model = randomized(
-        nn.Sequential(
-            nn.Conv2d(3, 2, 1),
-            nn.Flatten(),
-            nn.Linear(8, 4),
-            nn.BatchNorm1d(4),
-            nn.ReLU(),
-            nn.Linear(4, 4),
-            nn.BatchNorm1d(4),
-        )
-    )
-    assert len(fuse_(model).fused) == 2
-
-
 @pytest.mark.parametrize("shape", [(2, 5, 6), (2, 3, 5, 6)])
 def test_linear_and_batchnorm_with_the_features_moved(shape: tuple[int, ...]) -> None:
     class Moved(nn.Module):

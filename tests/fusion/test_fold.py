@@ -301,14 +301,6 @@ def test_dry_run_changes_nothing() -> None:
     assert report.error <= TOL64
 
 
-def test_without_verification_the_result_is_the_same() -> None:
-    model = build(AFTER["conv2d"][0])
-    other = copy.deepcopy(model)
-    fuse_(model, verify=False)
-    fuse_(other)
-    assert torch.equal(model[0].weight, other[0].weight)
-
-
 def test_report_reads_as_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     model = nn.Sequential(

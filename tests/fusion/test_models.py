@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.fusion.blocks.layers import conv_bn
-from tests.fusion.blocks.repvgg import RepVGGBlock
 from tests.fusion.common import error, norms, outputs, randomized
 from torchq.fusion import fuse_
 from torchq.graph import tensors_in
@@ -58,17 +56,6 @@ def test_torchvision_network(name: str) -> None:
     assert error(outputs(exact, x.double()), want) <= 1e-10
 
 
-def test_detection_backbone_with_frozen_batchnorm() -> None:
-    torch.manual_seed(0)
-    layer = torchvision.ops.misc.FrozenBatchNorm2d
-    model = randomized(torchvision.models.resnet18(weights=None, norm_layer=layer).double())
-    x = torch.randn(1, 3, 64, 64, dtype=torch.float64)
-    want = outputs(model, x)
-    assert len(fuse_(model, x).fused) == 20
-    assert not any(isinstance(m, layer) for m in model.modules())
-    assert error(outputs(model, x), want) <= 1e-10
-
-
 def test_a_detector_whose_forward_cannot_be_traced() -> None:
     torch.manual_seed(0)
     name, sizes = "fasterrcnn_mobilenet_v3_large_320_fpn", {"min_size": 64, "max_size": 96}
@@ -90,20 +77,6 @@ def test_a_detector_whose_forward_cannot_be_traced() -> None:
         )
         <= 1e-10
     )
-
-
-def test_a_wrapped_model_keeps_its_wrapper() -> None:
-    torch.manual_seed(0)
-    model = nn.DataParallel(
-        randomized(nn.Sequential(conv_bn(3, 8, 3), nn.ReLU(), RepVGGBlock(8, 8)).double())
-    )
-    x = torch.randn(1, 3, 12, 12, dtype=torch.float64)
-    want = outputs(model, x)
-    assert [fusion.name for fusion in fuse_(model, x).fused] == [
-        "module.2.rbr_reparam",
-        "module.0.conv",
-    ]
-    assert error(outputs(model, x), want) <= 1e-10
 
 
 def test_widely_dilated_convolutions_cost_no_memory() -> None:

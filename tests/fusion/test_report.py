@@ -33,18 +33,6 @@ def test_reports_are_wrapped_to_the_terminal(monkeypatch: pytest.MonkeyPatch) ->
     assert " ".join(reason.split()) in " ".join(text.split())
 
 
-def test_the_report_names_each_fusion_and_refusal_in_one_row(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    lines = str(fuse_(net(), torch.randn(1, 3, 8, 8))).splitlines()
-    assert lines[0].startswith("2 fused, 1 refused, applied, whole model off by ")
-    assert lines[1].startswith("  2.rbr_reparam  <- 2.rbr_dense, 2.rbr_1x1, 2.rbr_identity")
-    assert "[repvgg, names, error " in lines[1]
-    assert lines[2].startswith("  0  <- 1  [norm after layer, fx, error ")
-    assert lines[3].startswith("  4  refused: its input comes from 3, not from a convolution")
-
-
 @pytest.mark.parametrize("enabled", [True, False])
 def test_each_pass_shows_progress(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[tuple[str, int]] = []

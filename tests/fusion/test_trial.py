@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import prune
 
 from tests.fusion.blocks.layers import conv_bn
 from tests.fusion.blocks.repvgg import RepVGGBlock
@@ -74,18 +73,6 @@ def test_attributes_that_cannot_be_copied_are_shared_with_the_trial_copy() -> No
     assert len(report.fused) == 2
     assert model[0].library is math
     assert error(outputs(model, x), want) <= 1e-5
-
-
-def test_a_pruned_layer_is_refused_and_keeps_its_mask() -> None:
-    """Its weight is the result of a computation with a history, which Python does not copy."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).eval()
-    prune.l1_unstructured(model[0], "weight", 0.5)
-    state = copy.deepcopy(model.state_dict())
-    reason = fuse_(model).reason("1")
-    assert reason is not None
-    assert "computes its weight (weight_norm, spectral_norm or pruning)" in reason
-    assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items())
 
 
 def interrupted(times: int) -> Callable[..., None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -76,29 +75,6 @@ def test_networks_give_the_values_of_the_eager_model(name: str) -> None:
     together = runner.run(x, outputs=names)
     alone = [runner.run(x, outputs=name) for name in names]
     assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
-
-
-def test_a_model_from_a_file_gives_its_values(tmp_path: Path) -> None:
-    onnx = pytest.importorskip("onnx")
-    weight = onnx.numpy_helper.from_array(torch.randn(4, 3, 3, 3).numpy(), "w")
-    graph = onnx.helper.make_graph(
-        [
-            onnx.helper.make_node("Conv", ["x", "w"], ["c"], name="stem"),
-            onnx.helper.make_node("Relu", ["c"], ["r"], name="act"),
-            onnx.helper.make_node("GlobalAveragePool", ["r"], ["y"], name="pool"),
-        ],
-        "small",
-        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1, 3, 8, 8])],
-        [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)],
-        [weight],
-    )
-    path = tmp_path / "small.onnx"
-    onnx.save(onnx.helper.make_model(graph, ir_version=8), path)
-    model = torchq.from_onnx(path)
-    x = torch.randn(1, 3, 8, 8)
-    runner = GraphRunner(model)
-    assert torch.equal(runner.run(x), model(x))
-    assert torch.equal(runner.run(x, outputs="stem").relu(), runner.run(x, outputs="act"))
 
 
 def test_the_structure_of_the_result_is_that_of_the_model(net: Net, runner: GraphRunner) -> None:
@@ -275,20 +251,6 @@ def test_values_are_freed_after_an_error() -> None:
     del caught
     gc.collect()
     assert [ref() for ref in alive] == [None] * 6
-
-
-def test_values_that_wait_for_a_reader_are_freed_after_an_error() -> None:
-    class Waiting(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            early = x.sin()
-            return early.cos().reshape(3, 8) + early.reshape(3, 8)
-
-    runner = GraphRunner(trace(Waiting(), X).graph_module)
-    alive: list[weakref.ref] = []
-    note = {"sin": lambda value: alive.append(weakref.ref(value))}
-    with pytest.raises(GraphError, match="node reshape") as caught:
-        runner.run(X[:, :5], hooks=note)
-    assert caught.value.__cause__ is not None and alive[0]() is None
 
 
 # --- ranges and figures -------------------------------------------------------------------------
