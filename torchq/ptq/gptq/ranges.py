@@ -67,14 +67,16 @@ def _best_of_candidates(
     scales = torch.stack([grid.scale[..., :1] for grid in grids], 1)
     divisors = torch.stack([grid.divisor[..., :1] for grid in grids], 1)
     columns, q, best = weight.shape[2], torch.empty_like(weight), []
-    for rows in torch.arange(weight.shape[1]).split(max(1, _MEMORY // (columns * 8))):
+    step = max(1, _MEMORY // (columns * 8))
+    for start in range(0, weight.shape[1], step):
+        rows = slice(start, start + step)
         part = weight[:, rows]
         tried = part.repeat(1, len(grids), 1)
         scale, divisor = (
             t[:, :, rows].flatten(1, 2).expand(-1, -1, columns) for t in (scales, divisors)
         )
         round_groups_(tried, solved, Grid(scale, divisor, grids[0].format))
-        tried = tried.unflatten(1, (len(grids), len(rows)))
+        tried = tried.unflatten(1, (len(grids), -1))
         errors = [quadratic_error(one - part, h) for one in tried.unbind(1)]
         best.append(torch.stack(errors, 1).argmin(1))  # (groups, rows)
         index = best[-1].unsqueeze(1).unsqueeze(3).expand(-1, 1, -1, columns)
