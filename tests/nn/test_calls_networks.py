@@ -15,7 +15,7 @@ import torchq
 from tests.models import Conv1D, Projection
 from torchq import QuantDescriptor
 from torchq.errors import QuantizationError
-from torchq.nn import QuantLinear, revert_
+from torchq.nn import QuantLinear
 from torchq.nn.calls.functions import CallSite
 from torchq.nn.calls.routed import route_calls_
 
@@ -209,24 +209,6 @@ def test_calls_whose_number_changes_are_reported() -> None:
     assert any(text in d.reason for d in report.skipped), str(report)
 
 
-def test_attention_where_a_rule_asks_for_it() -> None:
-    class Own(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(x, x if x.sum() > 1e9 else 2 * x, x)
-
-    model, x = nn.Sequential(nn.Linear(4, 4), Own()), torch.randn(1, 2, 3, 4)
-    rule = torchq.Rule("type:*ScaledDotProductAttention", input=QuantDescriptor())
-    report = torchq.quantize_(model, torchq.recipes.int8().with_rules(rule), example=x)
-    assert "1.attention_call_0" in {d.name for d in report.replaced}
-    y = model[0](x)
-    torchq.calibrate(model, [x], progress=False)
-    call: Any = model[1].attention_call_0
-    assert torch.equal(model(x), call(model[0](x), 2 * model[0](x), model[0](x)))
-    assert call.key_quantizer.calibrated and not torch.equal(model(x), Own()(y))
-    torchq.restore_(model)
-    assert torch.equal(model[1](y), Own()(y))
-
-
 @pytest.mark.parametrize(
     ("sites", "text"),
     [
@@ -243,12 +225,6 @@ def test_refusals_change_nothing(sites: list[CallSite], text: str) -> None:
     with pytest.raises(QuantizationError, match=text):
         route_calls_(module, sites)
     assert type(module) is Projection and vars(module) == before
-
-
-def test_revert_is_the_inverse() -> None:
-    module = route_calls_(Projection(), [CallSite("matmul", "kernel", "kernel_call")])
-    assert [name for name, _ in module.named_children()] == ["kernel_call"]
-    assert type(revert_(module)) is Projection and not list(module.children())  # type: ignore[arg-type]
 
 
 def test_sites_are_read_strictly() -> None:
@@ -276,30 +252,6 @@ def test_parameters_outside_of_products_are_no_candidates() -> None:
     assert [d.name for d in torchq.plan(model, example=torch.ones(2, 4)).decisions] == ["0.linear"]
     (skipped,) = torchq.plan(model).skipped
     assert "pass example= to find function calls with them" in skipped.reason
-
-
-class Biased(nn.Module):
-    """Attention with a learned bias, and a checkpoint elsewhere in its class.
-
-    No call has a weight.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.bias = nn.Linear(4, 4), nn.Parameter(torch.zeros(3, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        return F.scaled_dot_product_attention(y, y, y, self.bias)
-
-    def slow(self, x: Tensor) -> Any:
-        return torch.utils.checkpoint.checkpoint(self.linear, x, use_reentrant=False)
-
-
-def test_learned_biases_are_no_candidates() -> None:
-    model = nn.Sequential(Biased())
-    report = torchq.plan(model, example=torch.ones(2, 3, 4))
-    assert [d.name for d in report.decisions] == ["0.linear"]
 
 
 class Mixer(nn.Module):

@@ -46,10 +46,9 @@ def decide_calls(
     for names, module in modules_with_names(model):
         if id(module) in inside or not _is_candidate(module):
             continue
-        if found is None:
-            calls = _calls_without_example(module, quantized)
-        else:
-            calls = found.get(id(module))
+        calls = (
+            _calls_without_example(module, quantized) if found is None else found.get(id(module))
+        )
         if calls is None:
             continue
         if isinstance(module, fx.GraphModule):
