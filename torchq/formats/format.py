@@ -313,6 +313,10 @@ def integer(
     """
     narrow = narrow and not unsigned
     name = f"{'u' if unsigned else ''}int{bits}{'_narrow' if narrow else ''}"
+    # Dynamo of torch 2.9 cannot build a format in compiled code; the usual ones are there already.
+    known = CATALOG.get(name) if rounding == "half_even" else None
+    if isinstance(known, IntFormat):
+        return known
     return IntFormat(name, not unsigned, bits, narrow, rounding=rounding)
 
 
