@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from torchq.fusion import FuseReport, fuse_
+
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -36,6 +38,14 @@ def error(got: Any, want: Any) -> float:
     if isinstance(got, (tuple, list)):
         return max(error(g, w) for g, w in zip(got, want, strict=True))
     return ((got.double() - want.double()).abs().max() / want.double().abs().max()).item()
+
+
+def fused_exactly(model: nn.Module, x: Any, *example: Any, **options: Any) -> FuseReport:
+    """Fuse a float64 model, which has to compute the same for ``x`` as before."""
+    want = outputs(model, x)
+    report = fuse_(model, *example, **options)
+    assert error(outputs(model, x), want) <= 1e-10  # rounding alone gives about 1e-14
+    return report
 
 
 def norms(model: nn.Module) -> list[nn.Module]:

@@ -91,7 +91,6 @@ CASES = {
 @pytest.mark.parametrize("zero_gamma", [False, True])
 def test_codes_keep_their_magnitude_and_take_the_sign(name: str, zero_gamma: bool) -> None:
     make, norm, weight, shape, view = CASES[name]
-    torch.manual_seed(0)
     x = torch.randn(shape)
     model = quantized(make(), copy.deepcopy(norm), weight, x)
     if zero_gamma:
@@ -115,7 +114,6 @@ def test_codes_keep_their_magnitude_and_take_the_sign(name: str, zero_gamma: boo
 
 
 def test_learned_range_keeps_its_parameter() -> None:
-    torch.manual_seed(0)
     x = torch.randn(4, 3, 8, 8)
     model = randomized(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
     model[1].weight.data.fill_(-0.5)
@@ -159,7 +157,6 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_change_codes_is_refused_with_the_order(name: str) -> None:
     make, weight, method, reason = REFUSED[name]
-    torch.manual_seed(0)
     layer = make()
     x = torch.randn(4, layer.in_channels, 8, 8)
     model = quantized(layer, nn.BatchNorm2d(layer.out_channels), weight, x)
@@ -175,7 +172,6 @@ def test_what_would_change_codes_is_refused_with_the_order(name: str) -> None:
 
 
 def test_a_running_calibration_is_not_disturbed() -> None:
-    torch.manual_seed(0)
     model = randomized(nn.Sequential(QuantConv2d(3, 8, 3), nn.BatchNorm2d(8)))
     model[0].input_quantizer.start_calibration()
     assert "is being calibrated; finish the calibration first" in fuse_(model).reason("1")
@@ -183,7 +179,6 @@ def test_a_running_calibration_is_not_disturbed() -> None:
 
 
 def test_before_calibration_there_is_nothing_to_rescale() -> None:
-    torch.manual_seed(0)
     x = torch.randn(4, 3, 8, 8)
     model = randomized(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
     convert_(model[0], input=PER_TENSOR, weight=PER_TENSOR)
@@ -195,7 +190,6 @@ def test_before_calibration_there_is_nothing_to_rescale() -> None:
 
 
 def test_an_unquantized_weight_needs_no_range() -> None:
-    torch.manual_seed(0)
     model = randomized(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
     convert_(model[0], input=QuantDescriptor(amax=3.0), weight=None)
     x = torch.randn(2, 3, 6, 6)
@@ -205,7 +199,6 @@ def test_an_unquantized_weight_needs_no_range() -> None:
 
 
 def test_batchnorm_before_a_quantized_layer_is_refused() -> None:
-    torch.manual_seed(0)
     model = randomized(nn.Sequential(nn.BatchNorm2d(3), QuantConv2d(3, 8, 3)))
     assert "1 after it is quantized per output channel; fuse before quantizing" in fuse_(
         model
@@ -214,7 +207,6 @@ def test_batchnorm_before_a_quantized_layer_is_refused() -> None:
 
 def test_a_trained_net_keeps_its_accuracy_in_the_right_order_only() -> None:
     """Merged, then quantized to 8 bits, a trained RepVGG loses next to nothing."""
-    torch.manual_seed(0)
     model = nn.Sequential(
         RepVGGBlock(1, 8, 2),
         RepVGGBlock(8, 8),

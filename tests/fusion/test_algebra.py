@@ -20,11 +20,6 @@ CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> Any:
-    torch.manual_seed(0)
-
-
 def randn(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 

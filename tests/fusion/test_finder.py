@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.fusion.blocks.mobile import LinearNorm
-from tests.fusion.common import Net, data_dependent, error, outputs, randomized
+from tests.fusion.common import Net, data_dependent, error, fused_exactly, outputs, randomized
 from torchq.fusion import fuse_
 
 
@@ -22,7 +22,6 @@ def test_models_that_cannot_be_traced_are_recorded(functional: bool) -> None:
         y = m.bn(y)
         return y * y.shape[0] if x.abs().max() > 0.1 else y
 
-    torch.manual_seed(0)
     model = randomized(Net(forward).double())
     x = torch.randn(2, 4, 6, 6, dtype=torch.float64)
     want = outputs(model, x)
@@ -40,12 +39,9 @@ def test_asking_for_the_type_of_a_weight_is_not_reading_it(traceable: bool) -> N
     def forward(m: Any, x: Tensor) -> Any:
         return m.bn(m.conv(x.to(m.conv.weight.dtype).to(m.conv.bias))) * m.conv.weight.shape[0]
 
-    torch.manual_seed(0)
     model = randomized(Net(forward if traceable else data_dependent(forward)).double())
     x = torch.randn(2, 4, 6, 6, dtype=torch.float64)
-    want = outputs(model, x)
-    assert len(fuse_(model, x).fused) == 1
-    assert error(outputs(model, x), want) <= 1e-10
+    assert len(fused_exactly(model, x, x).fused) == 1
 
 
 def test_traceable_parts_of_an_untraceable_model_are_folded_without_an_example() -> None:
@@ -57,12 +53,9 @@ def test_traceable_parts_of_an_untraceable_model_are_folded_without_an_example()
         def forward(self, x: Tensor) -> Any:
             return self.body(x) if x.sum() < 1e9 else x
 
-    torch.manual_seed(0)
     model = randomized(Outer().double())
     x = torch.randn(2, 4, 6, 6, dtype=torch.float64)
-    want = outputs(model, x)
-    assert fuse_(model).fused[0].name == "body.0"
-    assert error(outputs(model, x), want) <= 1e-10
+    assert fused_exactly(model, x).fused[0].name == "body.0"
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 6), (2, 3, 5, 6)])
@@ -79,12 +72,9 @@ def test_linear_and_batchnorm_with_the_features_moved(shape: tuple[int, ...]) ->
             y = self.linear(x)
             return self.bn(y.permute(0, 3, 1, 2) if len(shape) == 4 else y.flatten(0, 1))
 
-    torch.manual_seed(0)
     model = randomized(Moved().double())
     x = torch.randn(*shape, dtype=torch.float64)
-    want = outputs(model, x)
-    assert fuse_(model, x).applied
-    assert error(outputs(model, x), want) <= 1e-10
+    assert fused_exactly(model, x, x).applied
 
 
 @pytest.mark.parametrize("like", ["reshape_as", "view_as", "zeros_like"])
@@ -100,12 +90,9 @@ def test_reading_only_the_shape_of_a_result_is_not_using_it(like: str, traceable
                 y.view(torch.zeros_like(x).shape) if like == "zeros_like" else getattr(y, like)(x)
             )
 
-    torch.manual_seed(0)
     model = randomized(Tokens(6, 4).double())
     x = torch.randn(2, 5, 6, dtype=torch.float64)
-    want = outputs(model, x)
-    assert fuse_(model, x).require_all().applied
-    assert error(outputs(model, x), want) <= 1e-10
+    assert fused_exactly(model, x, x).require_all().applied
 
 
 def test_layer_with_its_norm_inside() -> None:
@@ -122,12 +109,9 @@ def test_layer_with_its_norm_inside() -> None:
             )
             return self.activation(self.norm(x))
 
-    torch.manual_seed(0)
     model = randomized(nn.Sequential(Wrapper(), nn.MaxPool2d(2)).double())
     x = torch.randn(2, 4, 6, 6, dtype=torch.float64)
-    want = outputs(model, x)
-    assert fuse_(model, x).fused[0].parts == ("0.norm",)
-    assert error(outputs(model, x), want) <= 1e-10
+    assert fused_exactly(model, x, x).fused[0].parts == ("0.norm",)
 
 
 def test_convolution_with_a_forward_of_its_own_is_folded_only_if_that_is_right() -> None:
@@ -141,7 +125,6 @@ def test_convolution_with_a_forward_of_its_own_is_folded_only_if_that_is_right()
                 x, (self.weight - self.weight.mean()) / self.weight.std(), self.bias
             )
 
-    torch.manual_seed(0)
     for cls, fused in ((Same, 1), (Standardized, 0)):
         model = randomized(nn.Sequential(cls(4, 6, 2), nn.BatchNorm2d(6)).double())
         report = fuse_(model, verify=False)
@@ -193,7 +176,6 @@ class Transposes(nn.ReLU):
 
 
 def test_a_subclass_without_a_forward_of_its_own_is_its_base() -> None:
-    torch.manual_seed(0)
     model = randomized(
         nn.Sequential(
             PlainConv(3, 4, 3),
@@ -209,15 +191,12 @@ def test_a_subclass_without_a_forward_of_its_own_is_its_base() -> None:
         ).double()
     )
     x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
-    want = outputs(model, x)
-    report = fuse_(model).require_all()
+    report = fused_exactly(model, x).require_all()
     assert len(report.fused) == 3
-    assert error(outputs(model, x), want) <= 1e-10
 
 
 @pytest.mark.parametrize("between", [Doubles, Shifts])
 def test_a_subclass_with_a_forward_of_its_own_is_not_its_base(between: type[nn.Module]) -> None:
-    torch.manual_seed(0)
     model = randomized(nn.Sequential(nn.Conv2d(3, 4, 3), between(), nn.BatchNorm2d(4)).double())
     x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
     want = outputs(model, x)
@@ -228,7 +207,6 @@ def test_a_subclass_with_a_forward_of_its_own_is_not_its_base(between: type[nn.M
 
 
 def test_an_activation_with_a_forward_of_its_own_may_change_the_dimensions() -> None:
-    torch.manual_seed(0)
     layers = [nn.Flatten(), Transposes(), nn.Linear(4, 4), nn.BatchNorm1d(4)]
     model = randomized(nn.Sequential(*layers).double())
     x = torch.randn(2, 4, dtype=torch.float64)

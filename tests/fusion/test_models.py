@@ -41,7 +41,6 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_torchvision_network(name: str) -> None:
     left, size = MODELS[name]
-    torch.manual_seed(0)
     model = randomized(torchvision.models.get_model(name, weights=None))
     exact, x = copy.deepcopy(model).double(), torch.randn(1, 3, size, size + 3)
     want = outputs(exact, x.double())
@@ -57,7 +56,6 @@ def test_torchvision_network(name: str) -> None:
 
 
 def test_a_detector_whose_forward_cannot_be_traced() -> None:
-    torch.manual_seed(0)
     name, sizes = "fasterrcnn_mobilenet_v3_large_320_fpn", {"min_size": 64, "max_size": 96}
     model = randomized(
         torchvision.models.get_model(
@@ -93,7 +91,6 @@ def test_widely_dilated_convolutions_cost_no_memory() -> None:
         def forward(self, x: Tensor) -> Any:
             return torch.relu(self.norm_a(self.a(x)) + self.norm_b(self.b(x)))
 
-    torch.manual_seed(0)
     model = randomized(nn.Sequential(Pyramid()))
     with Allocations() as allocations:
         report = fuse_(model)

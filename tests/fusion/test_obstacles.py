@@ -173,7 +173,6 @@ def test_a_model_in_training_mode_is_an_error() -> None:
 
 
 def test_linear_and_batchnorm_on_tokens_of_the_same_number_as_features() -> None:
-    torch.manual_seed(0)
     model = randomized(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double())
     tokens, rows = torch.randn(2, 4, 4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
     report = fuse_(model, tokens)
@@ -197,7 +196,6 @@ def test_failed_whole_model_check_leaves_everything_as_it_was() -> None:
         def forward(self, x: Tensor) -> Any:
             return self.bn(self.conv(x)) * (2 if type(self.bn) is nn.Identity else 1)
 
-    torch.manual_seed(0)
     model = randomized(Watching())
     conv, norm, weight = model.conv, model.bn, model.conv.weight
     state = copy.deepcopy(model.state_dict())
@@ -222,7 +220,6 @@ def test_a_model_that_fails_without_its_batchnorm_is_left_as_it_was() -> None:
         def forward(self, x: Tensor) -> Any:
             return self.bn(self.conv(x)) / self.bn.num_features
 
-    torch.manual_seed(0)
     model = randomized(Asks())
     with pytest.warns(
         UserWarning,
@@ -255,7 +252,6 @@ class Ranked(nn.Module):
 
 
 def test_results_in_another_order_are_the_same_results() -> None:
-    torch.manual_seed(0)
     x = torch.randn(1, 4, 5, 5)
     report = fuse_(randomized(Ranked()), x)
     assert report.applied
@@ -268,7 +264,6 @@ def test_results_in_another_order_are_the_same_results() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_scripted_models_are_an_error_and_scripted_parts_are_left_alone() -> None:
-    torch.manual_seed(0)
     body = randomized(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)))
     scripted = torch.jit.script(copy.deepcopy(body))
     with pytest.raises(
@@ -298,7 +293,6 @@ class Masked(nn.Module):
 
 
 def test_infinities_and_integers_in_the_output_do_not_disturb_the_comparison() -> None:
-    torch.manual_seed(0)
     x = torch.randn(1, 3, 5, 5, dtype=torch.float64)
     kept = x.clone()
     report = fuse_(randomized(Masked().double()), x)
@@ -343,7 +337,6 @@ BLOCKS = {
 
 @pytest.mark.parametrize("reason", BLOCKS)
 def test_blocks_are_refused_with_the_reason(reason: str) -> None:
-    torch.manual_seed(0)
     model = randomized(nn.Sequential(RepVGGBlock(4, 4)))
     BLOCKS[reason](model[0])
     report = fuse_(model)
@@ -357,7 +350,6 @@ def test_a_block_whose_forward_does_more_is_refused_with_the_size_of_the_error()
         def forward(self, x: Tensor) -> Any:
             return super().forward(x) + (0 if hasattr(self, "rbr_reparam") else 0.25)
 
-    torch.manual_seed(0)
     x = torch.randn(1, 4, 6, 6)
     model = randomized(nn.Sequential(Strange(4, 4)))
     want = outputs(model, x)
@@ -398,7 +390,6 @@ HOOKS_AROUND = {
 @pytest.mark.parametrize("recorded", [False, True])
 def test_hooks_of_containers_see_what_they_saw(name: str, recorded: bool) -> None:
     norm_first, path, kind, refused = HOOKS_AROUND[name]
-    torch.manual_seed(0)
     model = randomized(Outside(norm_first).double())
     x, seen = torch.randn(2, 4, 5, 5, dtype=torch.float64), []
     getattr(model.get_submodule(path), kind)(lambda *args: seen.append(args[-1]))
@@ -416,7 +407,6 @@ def test_hooks_of_containers_see_what_they_saw(name: str, recorded: bool) -> Non
 
 
 def test_a_forward_set_on_the_layer_object_is_not_folded_through() -> None:
-    torch.manual_seed(0)
     model = randomized(nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)).double())
     original = model[0].forward
     model[0].forward = lambda x: 2 * original(x)
@@ -441,6 +431,5 @@ def test_a_layer_that_cannot_run_on_one_tensor_is_refused() -> None:
         def forward(self, x: Tensor) -> Any:
             return self.bn(self.conv(x, 2.0))
 
-    torch.manual_seed(0)
     report = fuse_(randomized(Calls()))
     assert "folding it into conv cannot be checked (TypeError: " in report.reason("bn")

@@ -109,7 +109,6 @@ FORWARDS = {
 @pytest.mark.parametrize("traceable", [True, False], ids=["traced", "recorded"])
 def test_use_of_the_output_is_respected(name: str, traceable: bool) -> None:
     forward, reason = FORWARDS[name]
-    torch.manual_seed(0)
     model = randomized(Net(forward if traceable else data_dependent(forward)).double())
     x = torch.randn(2, 4, 6, 6, dtype=torch.float64)
     want, state = outputs(model, x), copy.deepcopy(model.state_dict())
@@ -123,7 +122,6 @@ def test_use_of_the_output_is_respected(name: str, traceable: bool) -> None:
 
 
 def test_even_the_type_of_a_batchnorm_is_not_there_without_it() -> None:
-    torch.manual_seed(0)
     model = randomized(Net(lambda m, x: m.bn(m.conv(x.to(m.bn.weight.dtype)))))
     assert "has parameters that are also read outside its own forward" in fuse_(model).reason("bn")
 
@@ -159,7 +157,6 @@ BEFORE = {
 @pytest.mark.parametrize("name", BEFORE)
 def test_what_does_not_pass_through_the_layer_behind(name: str) -> None:
     make, reason = BEFORE[name]
-    torch.manual_seed(0)
     model = randomized(make().double())
     x = torch.randn(2, 4, 6, 6, dtype=torch.float64)
     want = outputs(model, x)

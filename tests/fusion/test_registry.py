@@ -153,7 +153,6 @@ def test_what_is_one_convolution_collapses(name: str) -> None:
 
 
 def test_linear_layers_are_maps_without_window() -> None:
-    torch.manual_seed(0)
     model = randomized(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double())
     features = Geometry(4, 3, 1, (), (), (), ())
     for geometry, value in (collapse(model, 4, 0), extract(model, features)):

@@ -1,35 +1,26 @@
-"""fuse_ works on a copy first, and a call that does not end leaves the model as it was."""
+"""A call of fuse_ works on a copy first, shows progress, reports, and is undone where it fails."""
 
 from __future__ import annotations
 
 import copy
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.fusion.blocks.layers import conv_bn
+import torchq.fusion.passes
 from tests.fusion.blocks.repvgg import RepVGGBlock
 from tests.fusion.common import error, outputs, randomized
-from torchq.errors import FuseError
+from tests.fusion.test_record import IMAGE, small
+from torchq.errors import ConfigError, FuseError
 from torchq.fusion import fuse_, fusion_record
 from torchq.fusion.fold import FoldEdit
 from torchq.swap import quantize_
 from torchq.workflow import calibrate
-
-IMAGE = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(3))
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    body = nn.Sequential(conv_bn(3, 8, 3, bias=False), nn.ReLU(), RepVGGBlock(8, 8))
-    model = nn.Sequential(body, nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))
-    randomized(model)
-    return model
 
 
 class Refuses(nn.Module):
@@ -62,7 +53,6 @@ def test_attributes_that_cannot_be_copied_are_shared_with_the_trial_copy() -> No
             assert isinstance(out, Tensor)
             return out
 
-    torch.manual_seed(0)
     model = nn.Sequential(Holds(), RepVGGBlock(4, 4))
     randomized(model)
     model[1].rbr_dense.conv.backend = math
@@ -92,7 +82,7 @@ def interrupted(times: int) -> Callable[..., None]:
 def test_an_interrupted_fuse_leaves_the_model_as_it_was(
     quantized: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = net()
+    model = small()
     if quantized:
         restored = nn.Sequential(model[1], model[2])
         quantize_(restored)
@@ -110,3 +100,70 @@ def test_an_interrupted_fuse_leaves_the_model_as_it_was(
     assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items())
     assert fusion_record(model) == []
     assert len(fuse_(model, IMAGE).fused) == 3
+
+
+def reported() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), RepVGGBlock(8, 8), nn.ReLU())
+    return randomized(nn.Sequential(*layers, nn.BatchNorm2d(8)))
+
+
+def test_reports_are_wrapped_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    model = reported()
+    report = fuse_(model)
+    text = str(report)
+    assert max(map(len, text.splitlines())) <= 60
+    reason = report.reason("4")
+    assert reason is not None
+    assert " ".join(reason.split()) in " ".join(text.split())
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_each_pass_shows_progress(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[str, int]] = []
+
+    def bar(items: Sequence[Any], **options: Any) -> Iterator[Any]:
+        assert options["enabled"] is enabled
+        shown.append((options["description"], len(items)))
+        yield from items
+
+    monkeypatch.setattr(torchq.fusion.passes, "progress_bar", bar)
+    fuse_(reported(), progress=enabled)
+    modules = len(list(reported().modules()))
+    assert shown[0] == ("merge blocks", modules)
+    assert {description for description, _ in shown} == {
+        "merge blocks",
+        "fold BatchNorm",
+    }
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        out = self.bn(self.conv(x)) + shift
+        assert isinstance(out, Tensor)
+        return out
+
+
+class Optional(TwoInputs):
+    def forward(self, x: Tensor, shift: float = 0.0) -> Tensor:  # type: ignore[override]
+        out = self.bn(self.conv(x)) + shift
+        assert isinstance(out, Tensor)
+        return out
+
+
+def test_a_batch_with_labels_is_an_example() -> None:
+    """As a loader yields it: the label is no argument, and the second input of a model is one."""
+    x, labels, shift = torch.randn(2, 3, 4, 4), torch.tensor([0, 1]), torch.ones(4, 1, 1)
+    assert fuse_(reported(), (torch.randn(2, 3, 8, 8), labels)).applied
+    for example in ((x, shift), [x, shift, labels], {"x": x, "shift": shift}):
+        torch.manual_seed(0)
+        report = fuse_(randomized(TwoInputs()), example)
+        assert report.applied
+        assert report.error is not None
+    with pytest.raises(ConfigError, match="an optional argument and a label look the same"):
+        fuse_(randomized(Optional()), (x, labels))
