@@ -197,7 +197,6 @@ def resolve_positions(
     config: QuantConfig,
     *,
     example: Any = None,
-    merged: Mapping[str, str] | None = None,
 ) -> QuantConfig:
     """Return ``config`` with the path of a layer as the pattern of each rule with a position.
 
@@ -218,21 +217,13 @@ def resolve_positions(
         if rule.position is None:
             rules.append(rule)
         elif layer is not None and _selects(rule.pattern, layer):
-            rules.append(replace(rule, pattern=_exactly(_after_merge(layer.name, merged or {}))))
+            rules.append(replace(rule, pattern=_exactly(layer.name)))
         elif not rule.optional:
             raise ConfigError(
                 f"rule {rule}: the {rule.position} layer is "
                 f"{layer.name or '(root)' if layer else 'none'}; expected one that it matches"
             )
     return replace(config, rules=tuple(rules))
-
-
-def _after_merge(name: str, merged: Mapping[str, str]) -> str:
-    """Return the path of the layer that the layer ``name`` becomes a part of, or ``name``."""
-    for block, layer in merged.items():
-        if not block or name == block or name.startswith(f"{block}."):
-            return layer
-    return name
 
 
 def _exactly(name: str) -> str:

@@ -293,9 +293,9 @@ def _unexpected(
     return set() if weights_alone else done
 
 
-def _listed(names: Iterable[str], most: int = 4) -> str:
+def _listed(names: Iterable[str]) -> str:
     ordered = sorted(names)
-    return ", ".join(ordered[:most]) + (", ..." if len(ordered) > most else "")
+    return ", ".join(ordered[:4]) + (", ..." if len(ordered) > 4 else "")
 
 
 @contextmanager
