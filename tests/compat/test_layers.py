@@ -61,13 +61,8 @@ def test_weighted_layers(
     assert layer(x).equal(function(x, weight, layer.bias))
     layer.input_quantizer.enable()
     assert layer(x).equal(function(quantized[1], weight, layer.bias))
-    flat = make(
-        name,
-        arguments,
-        bias=bias,
-        quant_desc_weight=QuantDescriptor(num_bits=3),
-        quant_desc_input=QuantDescriptor(num_bits=4),
-    )
+    descriptors = {"quant_desc_weight": QuantDescriptor(3), "quant_desc_input": QuantDescriptor(4)}
+    flat = make(name, arguments, bias=bias, **descriptors)
     flat.load_state_dict(layer.state_dict())
     assert flat(x).equal(
         function(quantize(x, x.abs().max(), 4), quantize(weight, weight.abs().max(), 3), layer.bias)
@@ -92,29 +87,13 @@ def test_input_layers(
     )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "Conv2d",
-        "ConvTranspose1d",
-        "Linear",
-        "MaxPool1d",
-        "AdaptiveAvgPool3d",
-        "InstanceNorm2d",
-        "LSTM",
-        "LSTMCell",
-    ],
-)
-def test_errors(name: str) -> None:
-    arguments = {
-        "Linear": (7, 9),
-        "MaxPool1d": (3,),
-        "AdaptiveAvgPool3d": (3,),
-        "InstanceNorm2d": (3,),
-        "LSTM": (3, 4),
-        "LSTMCell": (3, 4),
-    }
-    given = arguments.get(name, (3, 4, 3))
+REFUSING: dict[str, tuple[int, ...]] = {"Conv2d": (3, 4, 3), "ConvTranspose1d": (3, 4, 3)}
+REFUSING |= {"Linear": (7, 9), "MaxPool1d": (3,), "AdaptiveAvgPool3d": (3,)}
+REFUSING |= {"InstanceNorm2d": (3,), "LSTM": (3, 4), "LSTMCell": (3, 4)}
+
+
+@pytest.mark.parametrize(("name", "given"), REFUSING.items())
+def test_errors(name: str, given: tuple[int, ...]) -> None:
     with pytest.raises(TypeError, match=r"Unused keys: got \['descriptor'\]"):
         make(name, given, descriptor="oops")
     with pytest.raises(ValueError, match="Only fake quantization is supported"):
