@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,12 +111,10 @@ def network() -> nn.Module:
 
 
 def test_functions_show_a_bar_unless_told_not_to(
-    shown: list[tuple[str, int | None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shown: list[tuple[str, int | None]], tmp_path: Path
 ) -> None:
     pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
-    monkeypatch.setattr("torchq.engines.torch_engine._WORTH_MEASURING", 0.0)
-    monkeypatch.setattr("torchq.engines.torch_engine._WORTH_PARTS", math.inf)
     x, path = torch.randn(2, 3, 8, 8), tmp_path / "model.onnx"
     for progress in (False, True):
         model = network().eval()
@@ -130,7 +127,7 @@ def test_functions_show_a_bar_unless_told_not_to(
         torchq.verify_onnx(model, path, [x] * 3, **options)
         assert bool(shown) == progress
     expected = [("fuse: merge", 2), ("quantize: plan", 2), ("quantize: swap", 2)]
-    expected += [("calibrate", 1), ("deploy: replace layers", 3), ("measure", 7)]
+    expected += [("calibrate", 1), ("deploy: replace layers", 3)]
     expected += [("export: write", 3), ("verify", 3)]
     assert set(expected) <= set(shown)
     shown.clear()
