@@ -14,8 +14,7 @@ from torchq.errors import ConfigError
 from torchq.ptq import gptq_
 from torchq.ptq.blocks import find_blocks
 from torchq.ptq.layers import find_layers
-from torchq.ptq.replay import OutputWatch, Replay
-from torchq.ptq.store import TensorStore
+from torchq.ptq.replay import OutputWatch, Replay, TensorStore
 from torchq.workflow.layer_matrices import (
     input_matrix,
     output_matrix,

@@ -24,8 +24,7 @@ from torchq.graph import tensors_in
 from torchq.nn import TensorQuantizer
 from torchq.ptq.blocks import Block
 from torchq.ptq.layers import check_on_grid, grid_of, weight_quantizer
-from torchq.ptq.replay import replaced_forward
-from torchq.ptq.store import map_tensors
+from torchq.ptq.replay import map_tensors, replaced_forward
 from torchq.workflow.layer_matrices import weight_from_matrix
 
 # Learning rates of Adam and the weight of the penalty, as in BRECQ, but for the first one: 0.02

@@ -14,11 +14,7 @@ def report_text(
 ) -> str:
     """Return a table of what was treated and of what was left alone, and a last line.
 
-    Args:
-        header: the titles of the columns.
-        rows: the cells of what was treated.
-        skipped: path of each layer that was left alone -> the reason, in the last column.
-        last: the line below.
+    The reason for each layer in ``skipped`` stands in the last column.
     """
     empty = [""] * (len(header) - 2)
     left = [(name, *empty, f"SKIPPED: {reason}") for name, reason in skipped.items()]
