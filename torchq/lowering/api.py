@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -163,13 +162,10 @@ def _replace_layers(model: nn.Module, example: Any, reduce_range: bool) -> nn.Mo
         if not isinstance(module, QuantModule) or module.is_container:
             continue
         remove_weight_hooks(module)
-        hook = forward_hook_kind(module)
-        if hook:
+        if hook := forward_hook_kind(module):
             new: nn.Module | str = f"it has {hook}"
-        elif id(module) in calls:
-            new = calls[id(module)]
         else:
-            new = lower(module, reduce_range)
+            new = calls[id(module)] if id(module) in calls else lower(module, reduce_range)
         if new == "":
             continue  # Kernels compute its calls.
         if isinstance(new, str):
@@ -185,19 +181,14 @@ def _replace_layers(model: nn.Module, example: Any, reduce_range: bool) -> nn.Mo
                 set_submodule(model, name, new)
             else:
                 model = new
-    _warn_of_float_inputs(float_inputs)
-    return model
-
-
-def _warn_of_float_inputs(names: Sequence[str]) -> None:
-    """Warn about layers that run in float because their weight alone is quantized."""
-    if names:
+    if float_inputs:
         warnings.warn(
-            f"deploy: the weight of {', '.join(names)} is quantized, but the input is not, so "
-            "nothing there runs on integers. A target without an integer kernel for a layer "
+            f"deploy: the weight of {', '.join(float_inputs)} is quantized, but the input is not, "
+            "so nothing there runs on integers. A target without an integer kernel for a layer "
             "leaves its input float. Call torchq.quantize_ without a target for torchq.deploy",
-            stacklevel=6,
+            stacklevel=5,
         )
+    return model
 
 
 def _round_weights(module: QuantModule, reason: str) -> None:
@@ -222,8 +213,7 @@ def _may_overflow(model: nn.Module) -> bool:
 
 
 def _overflows(layer: Any) -> bool:
-    weight = layer.weight_codes.int().abs()
-    largest = int(weight.max()) if weight.numel() else 0
+    largest = int(layer.weight_codes.int().abs().amax()) if layer.weight_codes.numel() else 0
     return 2 * _largest_code(layer) * largest > torch.iinfo(torch.int16).max
 
 
