@@ -35,67 +35,29 @@ def codes(layer: Any) -> Tensor:
 
 
 CASES = {
-    "conv2d": (
-        lambda: nn.Conv2d(3, 64, 3),
-        nn.BatchNorm2d(64),
-        PER_CHANNEL,
-        (4, 3, 8, 8),
-        lambda s: s.view(-1, 1, 1, 1),
-    ),
-    "groups": (
-        lambda: nn.Conv2d(4, 64, 3, groups=2, bias=False),
-        nn.BatchNorm2d(64),
-        PER_CHANNEL,
-        (4, 4, 8, 8),
-        lambda s: s.view(-1, 1, 1, 1),
-    ),
-    "conv1d": (
-        lambda: nn.Conv1d(3, 64, 3),
-        nn.BatchNorm1d(64),
-        PER_CHANNEL,
-        (4, 3, 8),
-        lambda s: s.view(-1, 1, 1),
-    ),
-    "linear": (
-        lambda: nn.Linear(32, 64),
-        nn.BatchNorm1d(64),
-        PER_CHANNEL,
-        (8, 32),
-        lambda s: s.view(-1, 1),
-    ),
-    "transposed": (
-        lambda: nn.ConvTranspose2d(3, 64, 3),
-        nn.BatchNorm2d(64),
-        QuantDescriptor(axis=1),
-        (4, 3, 8, 8),
-        lambda s: s.view(1, -1, 1, 1),
-    ),
-    "rows and columns": (
-        lambda: nn.Conv2d(3, 64, 3),
-        nn.BatchNorm2d(64),
-        QuantDescriptor(axis=(0, 1)),
-        (4, 3, 8, 8),
-        lambda s: s.view(-1, 1, 1, 1),
-    ),
-    "int4": (
-        lambda: nn.Conv2d(3, 64, 3),
-        nn.BatchNorm2d(64),
-        QuantDescriptor(num_bits=4, axis=0),
-        (4, 3, 8, 8),
-        lambda s: s.view(-1, 1, 1, 1),
-    ),
+    "conv2d": (lambda: nn.Conv2d(3, 64, 3), PER_CHANNEL, (4, 3, 8, 8)),
+    "groups": (lambda: nn.Conv2d(4, 64, 3, groups=2, bias=False), PER_CHANNEL, (4, 4, 8, 8)),
+    "conv1d": (lambda: nn.Conv1d(3, 64, 3), PER_CHANNEL, (4, 3, 8)),
+    "linear": (lambda: nn.Linear(32, 64), PER_CHANNEL, (8, 32)),
+    "transposed": (lambda: nn.ConvTranspose2d(3, 64, 3), QuantDescriptor(axis=1), (4, 3, 8, 8)),
+    "rows and columns": (lambda: nn.Conv2d(3, 64, 3), QuantDescriptor(axis=(0, 1)), (4, 3, 8, 8)),
+    "int4": (lambda: nn.Conv2d(3, 64, 3), QuantDescriptor(num_bits=4, axis=0), (4, 3, 8, 8)),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("zero_gamma", [False, True])
 def test_codes_keep_their_magnitude_and_take_the_sign(name: str, zero_gamma: bool) -> None:
-    make, norm, weight, shape, view = CASES[name]
+    make, weight, shape = CASES[name]
     x = torch.randn(shape)
-    model = quantized(make(), copy.deepcopy(norm), weight, x)
+    model = quantized(
+        make(), (nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d)(64), weight, x
+    )
     if zero_gamma:
         model[1].weight.data[1] = 0.0
     layer, bn = model[0], model[1]
+    sides = [1] * layer.weight.dim()
+    sides[name == "transposed"] = -1
     scale = bn.weight.detach().double() / (bn.running_var.double() + bn.eps).sqrt()
     assert bool((scale < 0).any())
     before, amax, want = codes(layer), layer.weight_quantizer.amax.clone(), outputs(model, x)
@@ -103,12 +65,11 @@ def test_codes_keep_their_magnitude_and_take_the_sign(name: str, zero_gamma: boo
     assert report.applied
     assert model[0] is layer
     assert type(model[1]) is nn.Identity
-    expected = before * view(scale.sign().float())
+    expected = before * scale.sign().float().view(sides)
     assert (codes(layer) != expected).float().mean().item() <= 1e-4
     # one rounding to float32
-    assert torch.allclose(
-        layer.weight_quantizer.amax.double(), amax.double() * view(scale.abs()), rtol=1e-6, atol=0
-    )
+    wanted = amax.double() * scale.abs().view(sides)
+    assert torch.allclose(layer.weight_quantizer.amax.double(), wanted, rtol=1e-6, atol=0)
     # codes of the same magnitude compute the same up to rounding in float32
     assert error(outputs(model, x), want) <= 1e-5
 
