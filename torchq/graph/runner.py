@@ -14,8 +14,7 @@ from torch import Tensor, fx
 
 from torchq.errors import ConfigError, GraphError
 from torchq.graph.calling import tensors_in
-from torchq.graph.effects import may_alias, may_write, writes
-from torchq.graph.operators import operator_name
+from torchq.graph.operators import may_alias, may_write, operator_name, writes
 
 #: Called with the arguments of a node; returns None or the pair to use instead.
 PreHook = Callable[
