@@ -64,9 +64,8 @@ def test_old_keys_load_strictly_in_both(
             {k: v.clone() for k, v in state.items()}, strict=True, assign=assign
         )
         assert (missing, unexpected) == ([], [])
-        assert model[0].input_quantizer.amax.equal(input_amax) and model[
-            0
-        ].weight_quantizer.amax.equal(weight_amax)
+        assert model[0].input_quantizer.amax.equal(input_amax)
+        assert model[0].weight_quantizer.amax.equal(weight_amax)
     x = torch.randn(2, 3, 4, 4)
     # q / (127 / amax) and q * (amax / 127) differ by a rounding, so a sum of 27 products may
     # differ by a few.
@@ -105,27 +104,19 @@ def test_learned_and_scaled_quantizers_round_trip(tmp_path: Path) -> None:
     first = quant_nn.TensorQuantizer(QuantDescriptor(learn_amax=True, amax=0.5))
     first.pre_quant_scale = [1.0, 2.0]
     torch.save(first.state_dict(), tmp_path / "q.pth")
-    assert set(first.state_dict()) == {
-        "_amax",
-        "_pre_quant_scale",
-        "clip.clip_value_min",
-        "clip.clip_value_max",
-    }
+    clip = {"clip.clip_value_min", "clip.clip_value_max"}
+    assert set(first.state_dict()) == {"_amax", "_pre_quant_scale", *clip}
     second = quant_nn.TensorQuantizer(QuantDescriptor(learn_amax=True))
     second.load_state_dict(torch.load(tmp_path / "q.pth", weights_only=True), strict=True)
-    assert (
-        second.clip.clip_value_max == 0.5
-        and second.pre_quant_scale.tolist() == [1, 2]
-        and second.amax == 0.5
-    )
+    assert second.clip.clip_value_max == second.amax == 0.5
+    assert second.pre_quant_scale.tolist() == [1, 2]
 
 
 def test_half_precision_ranges_become_float32() -> None:
     quantizer = quant_nn.TensorQuantizer()
     quantizer.load_state_dict({"_amax": torch.tensor(0.1).half()})
-    assert (
-        quantizer.amax.dtype is torch.float32 and quantizer.amax == torch.tensor(0.1).half().float()
-    )
+    assert quantizer.amax.dtype is torch.float32
+    assert quantizer.amax == torch.tensor(0.1).half().float()
 
 
 # Whole modules as the original pickled them have the same class names, and only its attributes.
