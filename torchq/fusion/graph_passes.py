@@ -20,13 +20,8 @@ def _fused(graph: Graph, reparameterize: bool) -> Graph:
 def fold_bn(graph: Graph) -> Graph:
     """Fold each BatchNorm into the layer before it, or behind it, where that is exact.
 
-    Before::
-
-        x -> Conv -> BatchNorm -> reader
-
-    After::
-
-        x -> Conv -> Identity -> reader
+    Before: ``x -> Conv -> BatchNorm -> reader``.
+    After: ``x -> Conv -> Identity -> reader``.
     """
     return _fused(graph, reparameterize=False)
 
@@ -35,12 +30,7 @@ def fold_bn(graph: Graph) -> Graph:
 def merge_branches(graph: Graph) -> Graph:
     """Merge parallel linear branches into one layer, and fold BatchNorms.
 
-    Before::
-
-        x -> Conv3x3 + Conv1x1 + x -> reader
-
-    After::
-
-        x -> Conv3x3 -> reader
+    Before: ``x -> Conv3x3 + Conv1x1 + x -> reader``.
+    After: ``x -> Conv3x3 -> reader``.
     """
     return _fused(graph, reparameterize=True)

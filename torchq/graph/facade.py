@@ -268,13 +268,8 @@ def _called(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
 def remove_identity(graph: Graph) -> Graph:
     """Remove calls of nn.Identity.
 
-    Before::
-
-        x -> Identity -> reader
-
-    After::
-
-        x -> reader
+    Before: ``x -> Identity -> reader``.
+    After: ``x -> reader``.
     """
 
     def rewrite(module: fx.GraphModule) -> None:
@@ -287,13 +282,8 @@ def remove_identity(graph: Graph) -> Graph:
 def simplify_inference(graph: Graph) -> Graph:
     """Remove dropout, and write each BatchNorm with fixed statistics as its scale and shift.
 
-    Before::
-
-        x -> Dropout -> BatchNorm -> reader
-
-    After::
-
-        x -> mul(scale) -> add(shift) -> reader
+    Before: ``x -> Dropout -> BatchNorm -> reader``.
+    After: ``x -> mul(scale) -> add(shift) -> reader``.
     """
 
     def rewrite(module: fx.GraphModule) -> None:
@@ -348,13 +338,8 @@ def _constant(module: fx.GraphModule, name: str, value: Tensor) -> fx.Node:
 def constant_fold(graph: Graph) -> Graph:
     """Compute once what depends on no input. Parameters count as constants.
 
-    Before::
-
-        weight -> transpose -> reader
-
-    After::
-
-        constant -> reader
+    Before: ``weight -> transpose -> reader``.
+    After: ``constant -> reader``.
     """
 
     def rewrite(module: fx.GraphModule) -> None:
