@@ -1,15 +1,18 @@
-"""The contents of files: types, sizes, shapes, names. ONNX Runtime and onnx.checker are oracles."""
+"""Files of both exporters: arguments, names and results of models, and types of weights."""
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import torchq
+from tests.frontends.onnx_writer import Writer
 from tests.onnx.exported import Layers, Residual, calibrated, ends, run_file
 from torchq import QuantConfig, QuantDescriptor, Rule
 from torchq.errors import ConfigError, ExportError
@@ -389,3 +392,242 @@ def test_jit_trace_needs_no_flag(tmp_path: Path) -> None:
     x = torch.randn(2, 3, 9, 9)
     for found, expected in zip(loaded(x), model(x), strict=True):
         assert torch.equal(found, expected)
+
+
+class Base(nn.Module):
+    """One quantized layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+
+class OfMapping(Base):
+    def forward(self, features: dict[str, Tensor]) -> Tensor:
+        return self.linear(features["x"]) + features["y"]
+
+
+class OfPair(Base):
+    def forward(self, pair: tuple[Tensor, Tensor], rest: Tensor) -> Tensor:
+        return self.linear(pair[0]) + 2 * pair[1] + 3 * rest
+
+
+class WithInput(Base):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, self.linear(x)
+
+
+class Silent(Base):
+    def forward(self, x: Tensor) -> None:
+        self.linear(x)
+
+
+def ready(model: nn.Module, example: Any) -> nn.Module:
+    torchq.quantize_(model.eval())
+    torchq.calibrate(model, [example], progress=False)
+    return model
+
+
+def of_mapping() -> tuple[Any, ...]:
+    return ({"x": torch.randn(4, 6), "y": torch.randn(4, 6)},)
+
+
+def of_pair() -> tuple[Any, ...]:
+    return (torch.randn(4, 6), torch.randn(4, 6)), torch.randn(4, 6)
+
+
+CONTAINERS = pytest.mark.parametrize(
+    ("kind", "example", "names"),
+    [(OfMapping, of_mapping, ["features_0", "features_1"]),
+     (OfPair, of_pair, ["pair_0", "pair_1", "rest"])],
+)  # fmt: skip
+
+
+@CONTAINERS
+def test_tensors_in_containers_are_inputs(
+    kind: Any, example: Any, names: list[str], tmp_path: Path
+) -> None:
+    model, path = ready(kind(), example()), tmp_path / "m.onnx"
+    torchq.export_onnx(model, example(), path, dynamic_batch=False)
+    assert [value.name for value in onnx.load(path).graph.input] == names
+    assert torchq.verify_onnx(model, path, [example()]).ok
+
+
+@CONTAINERS
+def test_tensors_in_containers_are_not_stored_as_constants(
+    kind: Any, example: Any, names: list[str], tmp_path: Path
+) -> None:
+    model = ready(kind(), example())
+    message = rf"got the tensors {', '.join(names[:2])} inside a container.*dynamo=True"
+    with pytest.raises(ExportError, match=message):
+        torchq.export_onnx(model, example(), tmp_path / "m.onnx", dynamo=False)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dynamo", [False, True])
+def test_an_input_that_is_an_output_keeps_its_name(tmp_path: Path, dynamo: bool) -> None:
+    x = torch.randn(4, 6)
+    model, path = ready(WithInput(), x), tmp_path / "m.onnx"
+    torchq.export_onnx(model, x, path, dynamo=dynamo)
+    graph = onnx.load(path).graph
+    assert [value.name for value in graph.input] == ["x"]
+    assert len({value.name for value in (*graph.input, *graph.output)}) == 3
+    assert torchq.verify_onnx(model, path, [torch.randn(3, 6)]).ok
+
+
+@pytest.mark.parametrize("dynamo", [False, True])
+def test_a_model_without_results_is_refused(tmp_path: Path, dynamo: bool) -> None:
+    model = ready(Silent(), torch.randn(4, 6))
+    with pytest.raises(ExportError, match="Silent returns no tensor; expected one at least"):
+        torchq.export_onnx(model, torch.randn(4, 6), tmp_path / "m.onnx", dynamo=dynamo)
+
+
+BOTH = pytest.mark.parametrize("dynamo", [False, True])
+
+
+def two_inputs(scores: str = "scores") -> fx.GraphModule:
+    """Return what was read of a file whose names are no names of Python, two of them alike."""
+    w = Writer(17)
+    first, second = w.input("in.1", [None, 3, None, 8]), w.input("in/1", [None, 4, None, 6])
+    h = w.node("Conv", first, w.random(4, 3, 3, 3), w.random(4))
+    total = w.node("Add", w.node("Relu", h), second)
+    file = w.model(w.node("Conv", total, w.random(5, 4, 3, 3), w.random(5)), total)
+    for old, new in zip([v.name for v in file.graph.output], (scores, "sum:0"), strict=True):
+        for node in file.graph.node:
+            for names in (node.input, node.output):
+                names[:] = [new if name == old else name for name in names]
+    for value, name in zip(file.graph.output, (scores, "sum:0"), strict=True):
+        value.name = name
+    return torchq.from_onnx(file)
+
+
+def batch(count: int = 2) -> tuple[Tensor, Tensor]:
+    return torch.randn(count, 3, 8, 8), torch.randn(count, 4, 6, 6)
+
+
+def interface(path: Path) -> tuple[list[str], list[str]]:
+    graph = onnx.load(str(path)).graph
+    return [value.name for value in graph.input], [value.name for value in graph.output]
+
+
+def calibrated_on(model: nn.Module, *examples: Tensor) -> Any:
+    torchq.quantize_(model)
+    torchq.calibrate(model, [examples], progress=False)
+    return model
+
+
+@BOTH
+def test_a_model_that_was_read_keeps_the_names_of_its_file(tmp_path: Path, dynamo: bool) -> None:
+    model, path = calibrated_on(two_inputs(), *batch()), tmp_path / "m.onnx"
+    for each in (model, copy.deepcopy(model)):
+        torchq.export_onnx(each, batch(), path, dynamo=dynamo)
+        assert interface(path) == (["in.1", "in/1"], ["scores", "sum:0"])
+    assert torchq.verify_onnx(model, path, [batch(3)]).ok
+    # Keyword arguments in another order than the inputs of the file.
+    arguments = list(torch.fx.symbolic_trace(model).graph.find_nodes(op="placeholder"))
+    first, second = batch(3)
+    swapped = {arguments[1].name: second, arguments[0].name: first}
+    assert torchq.verify_onnx(model, path, [swapped]).ok
+
+
+def test_names_that_are_given_win_over_those_of_the_file(tmp_path: Path) -> None:
+    model, path = calibrated_on(two_inputs(), *batch()), tmp_path / "m.onnx"
+    names = {"input_names": ["image"], "output_names": ["out", "side"]}
+    torchq.export_onnx(model, batch(), path, **names)
+    assert interface(path) == (["image", "in/1"], ["out", "side"])
+
+
+def test_a_changed_model_has_the_names_of_its_exporter(tmp_path: Path) -> None:
+    """An output that is taken away leaves no name for another one."""
+    model = two_inputs()
+    (results,) = model.graph.output_node().args
+    assert isinstance(results, (tuple, list))
+    model.graph.output_node().args = (results[1],)
+    model.recompile()
+    calibrated_on(model, *batch())
+    torchq.export_onnx(model, batch(), tmp_path / "m.onnx")
+    inputs, (output,) = interface(tmp_path / "m.onnx")
+    assert inputs == ["in.1", "in/1"]
+    assert output != "scores"
+
+
+def test_open_dimensions_may_be_named_as_in_the_file(tmp_path: Path) -> None:
+    model, path = calibrated_on(two_inputs(), *batch()), tmp_path / "m.onnx"
+    shapes = {"in.1": {2: "height"}, "in/1": {2: "lower"}}
+    torchq.export_onnx(model, batch(), path, dynamic_shapes=shapes, dynamo=False)
+    taller = torch.randn(2, 3, 9, 8), torch.randn(2, 4, 7, 6)
+    assert torchq.verify_onnx(model, path, [taller]).ok
+
+
+def test_a_batch_that_the_file_fixes_stays_fixed_without_a_warning(tmp_path: Path) -> None:
+    w = Writer(17)
+    x = w.input("x", [2, 6])
+    model = calibrated_on(
+        torchq.from_onnx(w.model(w.node("MatMul", x, w.random(6, 4)))), torch.ones(2, 6)
+    )
+    torchq.export_onnx(model, torch.ones(2, 6), tmp_path / "m.onnx")
+    (value,) = onnx.load(tmp_path / "m.onnx").graph.input
+    assert [size.dim_value for size in value.type.tensor_type.shape.dim] == [2, 6]
+
+
+LINEAR = nn.Sequential(nn.Linear(6, 6))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dynamic_shapes": ({1: "h"},)}, r"got dynamic_shapes=\(.*; expected a mapping from the"),
+        ({"dynamic_shapes": {"input": "h"}}, "expected a mapping from the name of an input"),
+        ({"dynamic_shapes": {"input": {1: 6}}}, "expected a mapping from the name of an input"),
+        ({"dynamic_shapes": {"input": {1: ""}}}, "expected a mapping from the name of an input"),
+        ({"dynamic_shapes": {3: {1: "h"}}}, r"names \['3'\]; expected some of .* \['input'\]"),
+        ({"dynamic_shapes": {"input": {2: "h"}}}, "opens dimension 2 of 'input'; expected 0 to 1"),
+        ({"dynamic_shapes": {"input": {-1: "h"}}}, "opens dimension -1 .*; expected 0 to 1"),
+        ({"input_names": "x"}, r"got input_names='x'; expected a list of names"),
+        ({"input_names": ["x", "y"]}, r"got input_names=\['x', 'y'\]; expected at most 1"),
+        ({"output_names": [3]}, r"got output_names=\[3\]; expected a list of names"),
+        ({"output_names": ["y", "y"]}, r"output_names=\['y', 'y'\]; expected different names"),
+        ({"output_names": ["input"]}, "input as the name of an input and of an output"),
+        ({"opset": 20.0}, r"got opset 20\.0; expected 10 to 23"),
+        ({"opset": "20"}, r"got opset '20'; expected 10 to 23"),
+    ],
+)
+def test_names_and_shapes_that_fit_no_file_are_refused(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    model = calibrated(copy.deepcopy(LINEAR), torch.randn(4, 6))
+    with pytest.raises(ExportError, match=message):
+        torchq.export_onnx(model, torch.randn(2, 6), tmp_path / "m.onnx", **options)
+    assert not list(tmp_path.iterdir())
+
+
+class Cache:
+    """An object that a language model returns beside its result."""
+
+
+class Caches(nn.Module):
+    """Returns a dictionary with such an object in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, object]:
+        y = self.layer(x)
+        return {"logits": y, "cache": Cache(), "more": (y + 1, None)}
+
+
+@pytest.mark.parametrize("dynamo", [True, False])
+def test_what_onnx_has_no_type_for_is_left_out(tmp_path: Path, dynamo: bool) -> None:
+    x = torch.randn(3, 4)
+    model = calibrated(Caches(), [x])
+    with pytest.warns(
+        UserWarning, match=r"returns tests\.onnx\.test_unknown_outputs\.Cache, which ONNX"
+    ):
+        torchq.export_onnx(model, x, tmp_path / "m.onnx", dynamo=dynamo)
+    found, more = run_file(tmp_path / "m.onnx", x)
+    result = model(x)
+    assert isinstance(result["cache"], Cache)
+    # Two float32 orders of the same sums.
+    torch.testing.assert_close(torch.as_tensor(found), result["logits"])
+    torch.testing.assert_close(torch.as_tensor(more), result["logits"] + 1)

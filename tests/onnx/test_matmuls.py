@@ -1,8 +1,9 @@
-"""Matrix multiplications stay on integers in ONNX Runtime; known shapes are constants."""
+"""Matrix products, attention and recurrent layers in files."""
 
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchq
-from tests.onnx.exported import calibrated, run_file
+from tests.onnx.exported import calibrated, ends, run_file
+from torchq import QuantDescriptor, Rule
+from torchq.errors import ExportError
 from torchq.onnx.ir import nodes_of, onnx_ir, value_of
 from torchq.onnx.passes.shapes import fold_shapes
+from torchq.workflow import quantizers
 
 onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
 
-EXPORTERS = [
-    False,
-    True,
-]
+EXPORTERS = [False, True]
 SHAPES = [(2, 16), (2, 5, 16)]
 
 
@@ -246,3 +247,115 @@ def test_shapes_without_copied_lengths_and_casts_to_bfloat16(tmp_path: Path) -> 
     (reshape,) = nodes_of(graph, "Reshape")
     assert value_of(reshape.inputs[1]).tolist() == [-1, 6]
     assert [node.op_type for node in graph.graph] == ["Reshape", "Cast", "Cast"]
+
+
+@pytest.mark.parametrize("dynamo", EXPORTERS)
+@pytest.mark.parametrize("target", [None, "onnxruntime", "openvino", "tensorrt"])
+def test_attention_exports(target: str | None, dynamo: bool, tmp_path: Path) -> None:
+    model, x = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval(), torch.randn(3, 6, 16)
+    calibrated(model, x, target=target)
+    path = tmp_path / "m.onnx"
+    report = torchq.export_onnx(
+        model, x[:1], path, target=target, dynamo=dynamo, dynamic_shapes={"src": {1: "length"}}
+    )
+    parts = ("weight", "key_weight", "value_weight", "out_weight")
+    assert {f"self_attn.{part}_quantizer" for part in parts} < set(report.weights)
+    assert report.merged == {
+        f"self_attn.{part}_quantizer": "self_attn.input_quantizer" for part in ("key", "value")
+    }
+    assert ("self_attn.softmax_quantizer" in ends(path, "QuantizeLinear")) == (
+        target in ("onnxruntime", "openvino")
+    )
+    proof = torchq.verify_onnx(model, path, [x, torch.randn(2, 9, 16)])
+    assert proof.ok, str(proof)
+    assert proof.optimized[0].sqnr_db > 30
+    kinds = [node.kind for node in torchq.inspect_onnx(path).integer]
+    wanted = {"onnxruntime": 8, "openvino": 5}.get(
+        target or "", 3
+    )  # signed codes after ReLU, or forked, stay float there
+    assert sum(kind in ("MatMulIntegerToFloat", "QLinearMatMul") for kind in kinds) >= wanted
+
+
+@pytest.mark.parametrize("dynamo", EXPORTERS)
+def test_separate_projections_and_extra_keys(dynamo: bool, tmp_path: Path) -> None:
+    class Cross(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(
+                12, 3, kdim=7, vdim=9, add_bias_kv=True, add_zero_attn=True
+            )
+
+        def forward(
+            self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.attention(q, k, v)
+
+    batch = {"q": torch.randn(4, 2, 12), "k": torch.randn(5, 2, 7), "v": torch.randn(5, 2, 9)}
+    model = calibrated(Cross(), batch)
+    torchq.export_onnx(model, batch, tmp_path / "m.onnx", dynamo=dynamo, dynamic_batch=False)
+    report = torchq.verify_onnx(model, tmp_path / "m.onnx", [batch])
+    assert report.ok and len(report.layers) == 8, str(report)
+
+
+class Tagger(nn.Module):
+    """A layer over a sequence, and a linear layer at each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 6, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(12, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0])
+
+
+# torch 2.9 warns of sizes and batches in traces; the file is compared on another batch too.
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:Exporting a model to ONNX with a batch_size")
+@pytest.mark.parametrize("hidden", [True, False], ids=["quantized hidden", "float hidden"])
+def test_the_file_agrees_with_the_simulation(tmp_path: Path, hidden: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Tagger().eval(), torch.randn(2, 3, 4)
+    rule = Rule("*lstm", input=QuantDescriptor(), weight=QuantDescriptor(axis=0))
+    torchq.quantize_(model, torchq.recipes.int8().with_rules(rule))
+    torchq.calibrate(model, [x], progress=False)
+    for name, quantizer in quantizers(model).items():
+        if "hidden" in name and not hidden:
+            quantizer.mode = "off"
+    path = tmp_path / "tagger.onnx"
+    torchq.export_onnx(model, x, path)
+    report = torchq.verify_onnx(model, path, [x, torch.randn(5, 3, 4)])
+    assert "all codes equal" in str(report)
+    kinds = [node.op_type for node in onnx.load(path).graph.node]
+    assert ("LSTM" in kinds) is not hidden
+    # The input of the layer and of the head, and the hidden state at 2 * 3 steps.
+    assert kinds.count("QuantizeLinear") == (8 if hidden else 2)
+
+
+class Listener(nn.Module):
+    """A layer over a sequence of any length, whose result is the result."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.features, self.over_time = nn.Linear(4, 4), kind(4, 6, bidirectional=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.over_time(self.features(x))[0]
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:Exporting a model to ONNX with a batch_size")
+@pytest.mark.filterwarnings("ignore:.* only .* quantized")
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_an_open_length_is_open_or_refused(tmp_path: Path, kind: type[nn.RNNBase]) -> None:
+    """Whether torch can trace it depends on its version; no version freezes it in silence."""
+    model, x = Listener(kind).eval(), torch.randn(6, 2, 4)
+    torchq.quantize_(model)
+    torchq.calibrate(model, [x], progress=False)
+    path, shapes = tmp_path / "m.onnx", {"x": {0: "time"}}
+    options = {"dynamic_batch": False, "dynamic_shapes": shapes}
+    with suppress(ExportError):
+        torchq.export_onnx(model, x, path, **options)
+    if not path.exists():
+        torchq.export_onnx(model, x, path, dynamo=False, **options)
+    assert torchq.verify_onnx(model, path, [x, torch.randn(9, 2, 4)]).ok

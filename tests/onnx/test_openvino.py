@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import torchq
 from tests.lowering.common import sqnr
 from tests.onnx.exported import calibrated, run_file
-from torchq.onnx.ir import computed_by, load_model, nodes_of
+from torchq.onnx.ir import computed_by, load_model, nodes_of, readers
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -261,33 +261,35 @@ def test_concatenations_that_no_layer_reads_keep_signed_codes(
     assert {pair.inputs[2].const_value.dtype.name for pair in pairs if pair} == {dtype}
 
 
-class Chain(nn.Module):
-    """Layers in a row whose results, which may be negative, are concatenated as in HGNetV2."""
+class Again(nn.Module):
+    """A concatenation that is quantized by itself, and again by the convolution that reads it."""
 
-    def __init__(self) -> None:
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(3))
-        self.last = nn.Conv2d(32, 8, 1)
+        self.between = between
+        self.left, self.right = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.own, self.last = torchq.nn.QuantIdentity(), nn.Conv2d(16, 8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        found = [x]
-        for layer in self.layers:
-            found.append(1.2 * layer(found[-1]).relu() - 0.3)
-        return self.last(torch.cat(found, 1))
+        return self.last(self.between(self.own(cat(self.left(x), self.right(x)))))
 
 
-def test_concatenated_codes_are_not_quantized_again(tmp_path: Path) -> None:
-    """OpenVINO would do so for each operand, in a kernel of its own."""
+@pytest.mark.parametrize("between", [torch.clone, torch.relu, lambda x: x[:, :16]])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_pairs_in_a_row_behind_a_concatenation_are_kept_apart(
+    symmetric: bool, between: Callable[[Tensor], Tensor], tmp_path: Path
+) -> None:
+    """OpenVINO ends the process otherwise."""
     torch.manual_seed(0)
-    x = torch.randn(1, 8, 10, 10)
-    model = quantized(Chain().eval(), x)
-    path = tmp_path / "model.onnx"
-    torchq.export_onnx(model, x, path, target="openvino", dynamo=False, dynamic_batch=False)
-    network = openvino.Core().compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    nodes = [node.get_rt_info() for node in network.get_runtime_model().get_ops()]
-    kinds = [info["layerType"].astype(str) for info in nodes]
-    assert kinds.count("Convolution") == 4
-    assert kinds.count("Subgraph") == 1  # The quantizer of the input.
+    x, path = torch.randn(1, 8, 10, 10), tmp_path / "model.onnx"
+    config = torchq.recipes.int8(reduce_range=True, symmetric=symmetric)
+    model = calibrated(Again(between).eval(), x, config=config, target="openvino", example=x)
+    torchq.export_onnx(model, x, path, target="openvino", dynamo=False)
+    apart = nodes_of(load_model(path), "Max")
+    assert [user.op_type for node in apart for user in readers(node.outputs[0])] == [
+        "QuantizeLinear"
+    ]
+    assert sqnr(compiled(path, x), run_file(path, x)[0]) > ALIKE_DB
     assert torchq.verify_onnx(model, path, [x]).ok
 
 

@@ -25,8 +25,7 @@ from torchq.onnx.passes.constants import (
 )
 from torchq.onnx.passes.matmuls import keep_integer_matmuls, split_gemms, store_transposed
 from torchq.onnx.passes.shapes import known_shapes
-from torchq.onnx.qdq import read_record, write_record
-from torchq.onnx.targets.openvino import drop_idle_pairs
+from torchq.onnx.qdq import read_record
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnx_ir")
@@ -93,65 +92,6 @@ def test_slices_and_scales_are_computed() -> None:
     quantize, _, add = model.graph
     assert value_of(quantize.inputs[1]).item() == 2.0
     assert value_of(add.inputs[1]).tolist() == [2.0, 3.0]
-
-
-@pytest.mark.parametrize(
-    ("second", "behind", "merged"),
-    [
-        ("s", "s", {"e": "a", "c": "a", "d": "a"}),
-        ("t", "s", {"e": "c", "d": "c"}),
-        ("s", "t", {"e": "c"}),
-        ("s", "u", {"e": "c"}),
-    ],
-)
-def test_concatenations_of_equal_codes_are_quantized_once(
-    second: str, behind: str, merged: dict[str, str]
-) -> None:
-    """What merged with a pair that goes is left with the one that stays."""
-    zero = {name: torch.tensor(7, dtype=torch.uint8) for name in ("sz", "tz")}
-    scales = {"s": torch.tensor(0.5), "t": torch.tensor(0.25), "u": torch.tensor(0.5)}
-    stored = {**scales, **zero, "uz": torch.tensor(8, dtype=torch.uint8)}
-
-    def pair(name: str, source: str, grid: str) -> list[Node]:
-        parameters = [grid, f"{grid}z"]
-        return [
-            ("QuantizeLinear", [source, *parameters], [f"{name}/QuantizeLinear"], {}),
-            (
-                "DequantizeLinear",
-                [f"{name}/QuantizeLinear", *parameters],
-                [f"{name}/DequantizeLinear"],
-                {},
-            ),
-        ]
-
-    nodes: list[Node] = [
-        *pair("a", "x", "s"),
-        *pair("b", "w", second),
-        ("Concat", ["a/DequantizeLinear", "b/DequantizeLinear"], ["joined"], {"axis": 0}),
-        *pair("c", "joined", behind),
-        ("Concat", ["c/DequantizeLinear", "a/DequantizeLinear"], ["again"], {"axis": 0}),
-        *pair("d", "again", behind),
-        ("Relu", ["d/DequantizeLinear"], ["y"], {}),
-    ]
-    model = graph(nodes, stored, {"x": [2], "w": [2]}, "y")
-    write_record(model, merged={"e": "c"})
-    run_passes(model, (drop_idle_pairs,))
-    assert kinds(model).count("QuantizeLinear") == 5 - len(merged)
-    assert read_record(model)["merged"] == merged
-
-
-def test_a_pair_whose_value_is_returned_stays() -> None:
-    stored = {"s": torch.tensor(0.5), "z": torch.tensor(7, dtype=torch.uint8)}
-    nodes: list[Node] = [
-        ("QuantizeLinear", ["x", "s", "z"], ["q"], {}),
-        ("DequantizeLinear", ["q", "s", "z"], ["d"], {}),
-        ("MaxPool", ["d"], ["pooled"], {"kernel_shape": [2]}),
-        ("QuantizeLinear", ["pooled", "s", "z"], ["p"], {}),
-        ("DequantizeLinear", ["p", "s", "z"], ["y"], {}),
-    ]
-    model = graph(nodes, stored, {"x": [1, 1, 4]}, "y")
-    run_passes(model, (drop_idle_pairs,))
-    assert kinds(model).count("QuantizeLinear") == 2
 
 
 def test_weights_become_codes_and_equal_tensors_one() -> None:

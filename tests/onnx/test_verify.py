@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import torchq
 from tests.onnx.exported import Layers, Residual, calibrated, run_file
 from torchq.errors import ConfigError, ExportError
+from torchq.onnx.verify.amplified import too_different
 from torchq.onnx.verify.session import Session
 
 onnx = pytest.importorskip("onnx")
@@ -87,23 +89,6 @@ def test_a_changed_layer_is_named_alone(exported: tuple[nn.Module, Path]) -> Non
     ]
     assert report.layers[0].name == "blocks.0.second.input_quantizer"
     assert "DIFFERS" in str(report)
-
-
-def test_a_changed_weight_is_named(exported: tuple[nn.Module, Path]) -> None:
-    model, path = exported
-
-    def change(codes: object) -> object:
-        codes[0, 0, 0, 0] += 1 if codes[0, 0, 0, 0] < 0 else -1  # type: ignore[index]
-        return codes
-
-    edit(path, "side.weight_quantizer/weight", change)
-    report = torchq.verify_onnx(model, path, [torch.randn(1, 3, 16, 16)])
-    (found,) = [
-        layer
-        for layer in report.layers
-        if layer.mismatches and layer.name.endswith("weight_quantizer")
-    ]
-    assert (found.name, found.mismatches, found.max_diff) == ("side.weight_quantizer", 1, 1.0)
 
 
 def test_another_model_is_refused(exported: tuple[nn.Module, Path], tmp_path: Path) -> None:
@@ -380,3 +365,39 @@ def test_a_model_that_fails_on_what_fits_the_file_is_another_one(
     message = r"Sequential fails on a batch that fits the file \(RuntimeError: .*; expected the mod"
     with pytest.raises(ExportError, match=message):
         torchq.verify_onnx(other, path, [torch.randn(2, 3, 16, 16)])
+
+
+def steep(feeds: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return a smooth result, and one that small changes of the input turn over."""
+    x = feeds["x"]
+    return [2 * x, torch.sin(1e5 * x.double())]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_only_what_the_inputs_do_not_explain_is_too_different(dtype: torch.dtype) -> None:
+    seen = []
+
+    def run(feeds: Mapping[str, Tensor]) -> list[Tensor]:
+        seen.append({name: value.dtype for name, value in feeds.items()})
+        return steep(feeds)
+
+    feeds = {"x": torch.linspace(1, 2, 100).to(dtype), "words": torch.arange(3)}
+    expected = steep(feeds)
+    found = [expected[0] * 1.5, -expected[1]]
+    assert too_different(found, expected, run, feeds) == [0]
+    assert seen == [{"x": dtype, "words": torch.int64}] * len(seen) != []
+
+
+def test_equal_results_are_not_compared_with_others() -> None:
+    def run(feeds: Mapping[str, Tensor]) -> list[Tensor]:
+        raise AssertionError("never reached")
+
+    infinite = torch.tensor([torch.inf, torch.nan, 1.0])
+    assert too_different([infinite], [infinite.clone()], run, {}) == []
+
+
+def test_another_shape_is_too_different() -> None:
+    def run(feeds: Mapping[str, Tensor]) -> list[Tensor]:
+        return [torch.zeros(2)]
+
+    assert too_different([torch.zeros(3)], [torch.zeros(2)], run, {"x": torch.ones(1)}) == [0]

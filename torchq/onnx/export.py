@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import logging
 import os
-import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -42,8 +40,6 @@ from torchq.utils import (
     qualified_name,
 )
 from torchq.utils.optional import import_optional
-
-_LOG = logging.getLogger(__name__)
 
 #: What the progress bar shows.
 _STAGES = ("trace", "rewrite", "write")
@@ -193,9 +189,7 @@ def _traced(
         stack.enter_context(_marked(call.model, active))
         stack.enter_context(_without_unknown_outputs(call.model))
         stack.enter_context(plain_attention())
-        started = time.perf_counter()
         graph = run_dynamo(call, opset) if modern else run_torchscript(call, opset)
-    _LOG.debug("torch traced the model in %.1f s", time.perf_counter() - started)
     if not graph.graph.outputs:
         raise ExportError(
             f"export_onnx: {type(call.model).__name__} returns no tensor; expected one at least"

@@ -23,7 +23,7 @@ from torchq.onnx.ir import (
     readers,
     value_of,
 )
-from torchq.onnx.qdq import read_record, starts_at_zero
+from torchq.onnx.qdq import starts_at_zero
 from torchq.onnx.verify.session import Session
 from torchq.utils.text import table, wrap
 
@@ -136,7 +136,7 @@ def inspect_onnx(path: str | os.PathLike[str]) -> InspectReport:
         >>> torchq.inspect_onnx("model.onnx").fallbacks  # doctest: +SKIP
         ()
     """
-    target = read_record(load_model(path)).get("target")
+    load_model(path)  # It says what is wrong with a broken file.
     with tempfile.TemporaryDirectory() as folder:
         optimized = Path(folder, "optimized.onnx")
         Session(os.fspath(path), optimize=True, save_optimized=optimized)
@@ -148,7 +148,7 @@ def inspect_onnx(path: str | os.PathLike[str]) -> InspectReport:
             for node in nodes_of(model, *_WEIGHTS)
             if _is_wide(node.inputs[_WEIGHTS[node.op_type]])
         )
-        placements = tuple(_placements(model, target))
+        placements = tuple(_placements(model))
     return InspectReport(os.fspath(path), placements, counts, wide)
 
 
@@ -163,7 +163,7 @@ def _is_wide(weight: Value) -> bool:
     return bool((value_of(weight).int().abs() > 64).any())
 
 
-def _placements(model: Model, target: str | None) -> list[NodePlacement]:
+def _placements(model: Model) -> list[NodePlacement]:
     found = []
     codes, shapes = _values_of_codes(model), _values_of_shapes(model)
     for node in model.graph:
@@ -172,7 +172,7 @@ def _placements(model: Model, target: str | None) -> list[NodePlacement]:
         if kind.startswith("QLinear") or kind in _INTEGER or moves_codes:
             found.append(NodePlacement(_name(node), kind, True))
         elif kind in _NO_KERNEL | _HAS_KERNEL and _matters(node, kind, shapes):
-            found.append(NodePlacement(_name(node), kind, False, _reason(node, kind, target)))
+            found.append(NodePlacement(_name(node), kind, False, _reason(node, kind)))
     return found
 
 
@@ -220,7 +220,7 @@ def _is_dequantized(value: Value) -> bool:
     return computed_by(value, "DequantizeLinear") is not None
 
 
-def _reason(node: Node, kind: str, target: str | None) -> str:
+def _reason(node: Node, kind: str) -> str:
     """Return why ONNX Runtime left a node in float, as the graph shows it."""
     inputs = [value for value in node.inputs[:2] if value is not None]
     if kind in _NO_KERNEL:
@@ -237,10 +237,10 @@ def _reason(node: Node, kind: str, target: str | None) -> str:
             "ONNX Runtime has no Gemm from integers to float; "
             "torchq.export_onnx(..., target='onnxruntime') writes MatMul and Add"
         )
-    return _output_reason(node, target)
+    return _output_reason(node)
 
 
-def _output_reason(node: Node, target: str | None) -> str:
+def _output_reason(node: Node) -> str:
     """Return why a node with quantized operands has no integer kernel: what follows it."""
     value, activation = node.outputs[0], node.op_type == "FusedConv"
     users = readers(value)
@@ -251,18 +251,13 @@ def _output_reason(node: Node, target: str | None) -> str:
     if is_output(value):
         others.append("the model's output")
     if others or not users:
-        fix = _PLACE
-        if target == "onnxruntime":
-            fix += ", or torchq.nn.QuantIdentity() behind it"
-        return f"its output is not quantized for {', '.join(others)}; put a quantizer there ({fix})"
-    if activation and not all(starts_at_zero(user) for user in users):
-        if target == "onnxruntime":
-            return (
-                "the codes after its activation are signed: they share a range with a tensor that "
-                "can be negative"
-            )
         return (
-            "the codes after its activation are signed; "
-            "export with target='onnxruntime' for uint8 there"
+            f"its output is not quantized for {', '.join(others)}; put a quantizer there "
+            f"({_PLACE}, or torchq.nn.QuantIdentity() behind it)"
+        )
+    if activation and not all(starts_at_zero(user) for user in users):
+        return (
+            "the codes after its activation are signed; export with target='onnxruntime' for uint8 "
+            "there, unless they share a range with a tensor that can be negative"
         )
     return "ONNX Runtime has no kernel for this combination of types, scales or attributes"

@@ -170,14 +170,12 @@ def run_dynamo(call: ExampleCall, opset: int) -> Model:
                 verbose=False,
                 optimize=False,
             )
-            if program is not None:
-                _check_lengths(program.exported_program)
-                optimize_(program)
+            assert program is not None  # None comes back from dynamo=False alone.
+            _check_lengths(program.exported_program)
+            optimize_(program)
     except Exception as error:
         fix = "dynamo=False takes the other exporter, dynamic_batch=False fixes the batch size"
         raise _explained(error, fix) from error
-    if program is None:
-        raise ExportError("export_onnx: torch.onnx.export returned nothing. Pass dynamo=False")
     _keep_input_names(program.model, call.input_names)
     return program.model
 

@@ -34,27 +34,15 @@ TRANSPOSED = "/weight.T"
 def store_transposed(model: Model) -> None:
     """Store weights as (in, out) where the graph transposes them at run time.
 
-    Before: ``MatMul(x, Transpose(DequantizeLinear(weight)))``, or a Gemm whose weight alone is
-    quantized, in blocks.
-    After: ``MatMul(x, DequantizeLinear(weight.T))``. With blocks along the input features ONNX
-    Runtime makes MatMulNBits of it; behind a Transpose, or in a Gemm, it would dequantize the
-    weight on every call.
+    Before: ``MatMul(x, Transpose(DequantizeLinear(weight)))``.
+    After: ``MatMul(x, DequantizeLinear(weight.T))``. Behind a Transpose ONNX Runtime would
+    dequantize the weight on every call.
     """
     for node in nodes_of(model, "Transpose"):
         dequantize = _own_matrix(node.inputs[0])
         if dequantize is not None and list(attribute(node, "perm", [1, 0])) == [1, 0]:
             _transpose(dequantize)
             replace_value(node.outputs[0], dequantize.outputs[0])
-    for node in nodes_of(model, "Gemm"):
-        dequantize = _own_matrix(node.inputs[1])
-        if (
-            dequantize is not None
-            and attribute(dequantize, "block_size", 0)
-            and _is_plain(node)
-            and computed_by(node.inputs[0], "DequantizeLinear") is None
-        ):
-            _straighten(node, dequantize)
-            _as_three_dimensional_matmul(node)
     remove_unused(model)
 
 
@@ -77,7 +65,8 @@ def split_gemms(model: Model) -> None:
             or leads_only_to_quantizers(node.outputs[0], "Relu", "Clip")
         ):
             continue
-        _straighten(node, weight)
+        if attribute(node, "transB", 0):
+            _transpose(weight)
         _as_matmul_and_add(node)
     remove_unused(model)
     for add, index, ndim in list(_adds_behind_matmuls(model, two_dimensional=True)):
@@ -144,12 +133,6 @@ def _adds_behind_matmuls(model: Model, two_dimensional: bool) -> Iterator[tuple[
             yield users[0], index, other
 
 
-def _straighten(gemm: Node, weight: Node) -> None:
-    """Store the weight of a Gemm as a MatMul reads it."""
-    if attribute(gemm, "transB", 0):
-        _transpose(weight)
-
-
 def _is_plain(gemm: Node) -> bool:
     """Return True if a Gemm has no factors and does not transpose its first operand."""
     defaults = {"alpha": 1.0, "beta": 1.0, "transA": 0}
@@ -183,36 +166,12 @@ def _transpose(dequantize: Node) -> None:
         dequantize.attributes["axis"] = onnx_ir.AttrInt64("axis", axis)
 
 
-def _operands(gemm: Node) -> tuple[Value, Value, Value | None]:
-    bias = gemm.inputs[2] if len(gemm.inputs) > 2 else None
-    return gemm.inputs[0], gemm.inputs[1], bias
-
-
-def _as_three_dimensional_matmul(gemm: Node) -> None:
-    """Write a Gemm as Unsqueeze, MatMul, Add and Squeeze.
-
-    ONNX Runtime would make a Gemm of a two-dimensional MatMul and Add, before it looks for weights
-    in blocks.
-    """
-    x, weight, bias = _operands(gemm)
-    name = str(gemm.outputs[0].name)
-    if bias is None:
-        result = add_node(gemm, "MatMul", [x, weight], f"{name}/product")
-    else:
-        front = add_initializer(gemm.graph, f"{name}/front", torch.tensor([0], device="cpu"))
-        lifted = add_node(gemm, "Unsqueeze", [x, front], f"{name}/unsqueezed")
-        product = add_node(lifted.producer(), "MatMul", [lifted, weight], f"{name}/product")
-        total = add_node(product.producer(), "Add", [product, bias], f"{name}/sum")
-        result = add_node(total.producer(), "Squeeze", [total, front], f"{name}/squeezed")
-    replace_value(gemm.outputs[0], result)
-
-
 def _as_matmul_and_add(gemm: Node) -> None:
     """Write a Gemm as MatMul and Add; the bias gets two leading dimensions of length 1.
 
     ONNX Runtime would make a Gemm again if the bias had fewer dimensions.
     """
-    x, weight, bias = _operands(gemm)
+    x, weight, bias = [*gemm.inputs, None][:3]
     name = str(gemm.outputs[0].name)
     result = add_node(gemm, "MatMul", [x, weight], f"{name}/product")
     if bias is not None:

@@ -17,7 +17,6 @@ from torchq.onnx.ir import (
     computed_by,
     data_type,
     is_constant,
-    is_output,
     names,
     nodes_of,
     onnx_ir,
@@ -31,9 +30,7 @@ from torchq.onnx.qdq import (
     leads_only_to_quantizers,
     pair_name,
     qparams_of,
-    read_record,
     shared_name,
-    write_record,
 )
 from torchq.onnx.targets.activations import ActivationTypes, retype_activations
 from torchq.onnx.targets.base import AVG_POOLS, MAX_POOLS, OnnxTarget
@@ -45,74 +42,19 @@ from torchq.onnx.targets.checks import (
 )
 from torchq.utils.optional import import_optional
 
-#: Operators whose results are elements of their operands.
-_JOINING = ("Concat", "MaxPool")
 
+def separate_pairs(model: Model) -> None:
+    """Keep two Q/DQ pairs in a row apart, as OpenVINO 2026.4 crashes on them behind a Concat.
 
-def drop_idle_pairs(model: Model) -> None:
-    """Remove each Q/DQ pair that quantizes a concatenation of codes as these are already.
-
-    Before: All operands of a Concat or MaxPool come from DequantizeLinear with the same parameters,
-    and a Q/DQ pair with these parameters reads the result.
-    After: What read that pair reads the result. The record has the quantizer under ``merged``, with
-    that of an operand.
+    Before: DequantizeLinear -> nothing, a ReLU or a Slice -> QuantizeLinear.
+    After: Max(x, x), which is x, stands in front of the QuantizeLinear.
     """
-    merged: dict[str, str] = {}
-    for quantize in nodes_of(model, "QuantizeLinear"):
-        source = computed_by(quantize.inputs[0], *_JOINING)
-        origin = None if source is None else _origin(source)
-        pairs = readers(quantize.outputs[0])
-        if origin is None or not _alike(origin, quantize):
-            continue
-        if any(pair.op_type != "DequantizeLinear" or is_output(pair.outputs[0]) for pair in pairs):
-            continue
-        merged[pair_name(quantize)] = pair_name(origin)
-        for pair in pairs:
-            pair.outputs[0].replace_all_uses_with(quantize.inputs[0])
-            model.graph.remove(pair, safe=True)
-        model.graph.remove(quantize, safe=True)
-    known = {**read_record(model).get("merged", {}), **merged}
-    write_record(model, merged={name: _last(known, name) for name in known})
-
-
-def _last(merged: Mapping[str, str], name: str) -> str:
-    """Return the quantizer that is left, where one was merged with another that was merged too."""
-    while name in merged:
-        name = merged[name]
-    return name
-
-
-def _origin(node: Node) -> Node | None:
-    """Return a QuantizeLinear with the parameters of all that a node puts together."""
-    found = [_quantizer(value) for value in node.inputs]
-    first = found[0] if found else None
-    if first is None:
-        return None
-    alike = all(other is not None and _alike(first, other) for other in found)
-    return first if alike else None
-
-
-def _quantizer(value: Value | None) -> Node | None:
-    """Return the QuantizeLinear of dequantized codes, also behind what puts several together."""
-    node = computed_by(value, "DequantizeLinear", *_JOINING)
-    if node is None or node.op_type in _JOINING:
-        return None if node is None else _origin(node)
-    quantize = computed_by(node.inputs[0], "QuantizeLinear")
-    same = quantize is not None and list(quantize.inputs[1:]) == list(node.inputs[1:])
-    return quantize if same else None
-
-
-def _alike(one: Node, other: Node) -> bool:
-    """Return True if two QuantizeLinear nodes have the same stored parameters, for all codes."""
-    if not all(is_constant(v) for n in (one, other) for v in n.inputs[1:] if v is not None):
-        return False
-    first, second = qparams_of(one), qparams_of(other)
-    return (
-        first.format == second.format
-        and first.scale.numel() == second.scale.numel() == 1
-        and torch.equal(first.scale.reshape(-1), second.scale.reshape(-1))
-        and torch.equal(first.zero_point.reshape(-1), second.zero_point.reshape(-1))
-    )
+    for node in nodes_of(model, "QuantizeLinear"):
+        value = node.inputs[0]
+        while (moved := computed_by(value, "Relu", "Clip", "Slice")) is not None:
+            value = moved.inputs[0]
+        if computed_by(value, "DequantizeLinear") is not None:
+            separate(node.inputs[0], node)
 
 
 #: What OpenVINO moves quantization across.
@@ -368,10 +310,9 @@ OPENVINO = OnnxTarget(
     one_branch=True,
     # The kernels of CPUs without AMX multiply uint8 by int8.
     activation_types=ActivationTypes(nonnegative="unsigned", others="signed"),
-    # Without drop_idle_pairs OpenVINO would quantize concatenated codes again, operand by operand.
     passes=(
         unsigned_codes,
-        drop_idle_pairs,
+        separate_pairs,
         own_zero_points,
         separate_reductions,
         unequal_biases,

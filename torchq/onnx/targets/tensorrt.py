@@ -16,10 +16,8 @@ from torchq.onnx.ir import (
     Value,
     attribute,
     computed_by,
-    data_type,
     is_constant,
     nodes_of,
-    readers,
 )
 from torchq.onnx.qdq import axis_of, element_type, format_of, pair_name, qparams_of
 from torchq.onnx.targets.activations import ActivationTypes
@@ -34,8 +32,6 @@ from torchq.onnx.targets.checks import (
     scales_of,
     weight_of,
 )
-
-_FP8_FILTER = 32  # The first size of a filter that FP8 kernels do not have.
 
 
 def check_activation_types(model: Model) -> Iterator[str]:
@@ -78,7 +74,7 @@ def check_channels(model: Model) -> Iterator[str]:
         weight = weight_of(node)
         if weight is None or dequantized(node.inputs[0]) is None:
             continue
-        first, second, *filter = weight.inputs[0].const_value.shape.numpy()
+        first, second = weight.inputs[0].const_value.shape.numpy()[:2]
         groups = int(attribute(node, "group", 1))
         channels = {first, second * groups}
         if groups == 1 and any(count < 16 and count % 8 for count in channels):
@@ -86,35 +82,6 @@ def check_channels(model: Model) -> Iterator[str]:
                 f"{layer_name(node)}: has {min(channels)} channels; TensorRT's 8-bit convolutions "
                 "want >= 16 or multiples of 8. Leave it in float with exclude="
             )
-        size = 1
-        for length in filter:
-            size *= length
-        if not format_of(data_type(weight.inputs[0])).is_integer and size >= _FP8_FILTER:
-            yield (
-                f"{layer_name(node)}: TensorRT's FP8 filters have at most {_FP8_FILTER - 1} "
-                f"elements, this one {size}; exclude it, or use INT8"
-            )
-
-
-def check_four_bits(model: Model) -> Iterator[str]:
-    """Yield 4-bit weights that are unsigned, of odd length, or multiplied with integers."""
-    for node in nodes_of(model, "DequantizeLinear"):
-        if not is_constant(node.inputs[0]) or format_of(data_type(node.inputs[0])).bits != 4:
-            continue
-        shape = node.inputs[0].const_value.shape.numpy()
-        if not format_of(data_type(node.inputs[0])).signed:
-            yield f"{pair_name(node)}: TensorRT has no UINT4; use signed 4 bits"
-        if shape and shape[-1] % 2:
-            yield (
-                f"{pair_name(node)}: TensorRT wants an even last dimension for INT4, this has "
-                f"{shape[-1]}. Exclude it, or use INT8"
-            )
-        for reader in readers(node.outputs[0]):
-            if reader.op_type in LAYERS and dequantized(reader.inputs[0]) is not None:
-                yield (
-                    f"{layer_name(reader)}: TensorRT takes INT4 weights with float inputs alone; "
-                    "leave the input unquantized"
-                )
 
 
 def check_residual_adds(model: Model) -> Iterator[str]:
@@ -170,7 +137,6 @@ TENSORRT = OnnxTarget(
         check_activation_types,
         check_transposed_axis,
         check_channels,
-        check_four_bits,
         check_residual_adds,
         check_concatenations,
         check_one_range_per_tensor,

@@ -1,0 +1,211 @@
+"""What torch's exporters make of small numbers, scales and tables."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from tests.onnx.exported import calibrated
+from torchq.errors import ExportError
+from torchq.onnx.torch_exporters import optimize_
+
+ir = pytest.importorskip("onnx_ir")
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "logarithm": lambda x: (x.relu() + 1e-10).log(),
+    "difference": lambda x: 1 / (x.relu() - 1e-9),
+    "of a sum": lambda x: x / (x.relu().sum(1, keepdim=True).mean() * 0 + 1e-12),
+    "twice": lambda x: (x.relu() + 1e-10).log() + (x.neg().relu() + 1e-10).log(),
+    "factor": lambda x: (x * 1.000004 - x) * 1e6,
+}
+
+
+class After(nn.Module):
+    """A quantized layer, and then a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(6, 6), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.linear(x))
+
+
+def _exported(function: Callable[[Tensor], Tensor], path: Path) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(4, 6)
+    model = calibrated(After(function), x)
+    torchq.export_onnx(model, x, path, dynamo=True, dynamic_batch=False)
+    session = onnxruntime.InferenceSession(path.read_bytes())
+    assert len(session.get_inputs()) == 1
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    return torch.from_numpy(found), model(x).detach()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_small_numbers_stay(name: str, tmp_path: Path) -> None:
+    found, expected = _exported(FUNCTIONS[name], tmp_path / "m.onnx")
+    assert expected.isfinite().all()
+    # The factor leaves single units of float32 in the last place, times 1e6.
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0.5 if name == "factor" else 1e-5)
+
+
+def test_what_changes_nothing_goes(tmp_path: Path) -> None:
+    _exported(lambda x: (x + 0) * 1 - 0, tmp_path / "m.onnx")
+    kinds = Counter(node.op_type for node in onnx.load(tmp_path / "m.onnx").graph.node)
+    assert not {"Add", "Sub", "Mul", "Div"} & set(kinds), kinds
+
+
+class Program:
+    """What torch's exporter returns, whose optimizer logs as onnxscript's does."""
+
+    def __init__(self, problem: Exception | None = None) -> None:
+        self.model = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 20}), ir_version=9)
+        self.problem = problem
+
+    def optimize(self) -> None:
+        log = logging.getLogger("onnxscript.optimizer")
+        log.warning("Evaluation failed: cannot reshape array")
+        log.error("another")
+        if self.problem is not None:
+            raise self.problem
+
+
+@pytest.mark.parametrize("problem", [None, RuntimeError("stopped")])
+def test_failed_folding_is_not_logged(
+    problem: Exception | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = logging.getLogger("onnxscript").level
+    with pytest.raises(RuntimeError, match="stopped") if problem else nullcontext():
+        optimize_(Program(problem))
+    assert [record.getMessage() for record in caplog.records] == ["another"]
+    assert logging.getLogger("onnxscript").level == before
+
+
+DESCRIPTORS = {
+    "int8": torchq.QuantDescriptor(),
+    "per channel": torchq.QuantDescriptor(axis=0),
+    "asymmetric": torchq.QuantDescriptor(unsigned=True, symmetric=False),
+    "4 bits, asymmetric": torchq.QuantDescriptor(4, axis=0, unsigned=True, symmetric=False),
+    "scaled": torchq.QuantDescriptor(scale_amax=0.5),
+    "learned": torchq.QuantDescriptor(learn_amax=True),
+    "4 bits, clipped": torchq.QuantDescriptor(4),
+    "blocks": torchq.QuantDescriptor(4, block_size=4),
+    "e4m3": torchq.QuantDescriptor((4, 3)),
+}
+
+
+def model_with(*kinds: str) -> nn.Module:
+    quantizers = [torchq.TensorQuantizer(DESCRIPTORS[kind]) for kind in kinds]
+    model = nn.Sequential(*quantizers, nn.Linear(8, 8))
+    torchq.calibrate(model, [torch.randn(8, 8)], progress=False)
+    return model
+
+
+def tensors(path: Path) -> dict[str, tuple[tuple[int, ...], bytes]]:
+    found = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer}
+    return {name: (array.shape, array.tobytes()) for name, array in found.items()}
+
+
+def test_a_file_has_the_tensors_that_traced_arithmetic_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = model_with(*DESCRIPTORS), torch.randn(8, 8)
+    before = [name for name, _ in model.named_buffers()]
+    torchq.export_onnx(model, x, tmp_path / "a.onnx", dynamo=True, dynamic_batch=False)
+    monkeypatch.setattr(
+        import_module("torchq.onnx.export"), "constant_grids", lambda quantizers: nullcontext()
+    )
+    torchq.export_onnx(model, x, tmp_path / "b.onnx", dynamo=True, dynamic_batch=False)
+    assert sorted(tensors(tmp_path / "a.onnx").values()) == sorted(
+        tensors(tmp_path / "b.onnx").values()
+    )
+    assert [name for name, _ in model.named_buffers()] == before
+
+
+def test_the_trace_follows_no_arithmetic_on_ranges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operators = []
+
+    def watched(*args: object, **kwargs: object) -> object:
+        program = torch.export.export(args[0], args[1])  # type: ignore[arg-type]
+        operators.extend(str(n.target) for n in program.graph.nodes if n.op == "call_function")
+        raise RuntimeError("seen")
+
+    monkeypatch.setattr(torch.onnx, "export", watched)
+    model = model_with("int8")
+    with pytest.raises(ExportError, match="seen"):
+        torchq.export_onnx(
+            model, torch.randn(8, 8), tmp_path / "m.onnx", dynamo=True, dynamic_batch=False
+        )
+    assert operators and not any("div" in name or "where" in name for name in operators)
+
+
+class Fails(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("no tracing today")
+
+
+def test_a_failed_export_leaves_quantizers_as_they_were(tmp_path: Path) -> None:
+    model = model_with("int8")
+    model.append(Fails())
+    quantizer = model[0]
+    with pytest.raises(ExportError, match="no tracing today"):
+        torchq.export_onnx(
+            model, torch.randn(8, 8), tmp_path / "m.onnx", dynamo=True, dynamic_batch=False
+        )
+    assert quantizer.delegate is None
+    assert [name for name, _ in quantizer.named_buffers()] == ["amax"]
+
+
+class Positions(nn.Module):
+    """Patches of an image, to which projected sines of their places are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.project = nn.Conv2d(3, 8, 4, 4), nn.Conv2d(4, 8, 1)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x)
+        places = torch.linspace(-3, 3, x.shape[2]).reshape(1, 1, -1, 1).expand(1, 2, -1, x.shape[3])
+        table = torch.cat([places.sin(), places.cos()], 1)
+        return self.head((x + self.project(table)).mean((2, 3)))
+
+
+def exported(path: Path, dynamo: bool) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model, x = Positions().eval(), torch.randn(4, 3, 32, 32)
+    torchq.quantize_(model, target="onnxruntime", example=x)
+    torchq.calibrate(model, [x], progress=False)
+    torchq.export_onnx(model, x, path, target="onnxruntime", dynamo=dynamo)
+    return model, x
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("dynamo", [False, True])
+def test_a_table_of_positions_agrees_with_its_model(dynamo: bool, tmp_path: Path) -> None:
+    model, x = exported(tmp_path / "m.onnx", dynamo)
+    report = torchq.verify_onnx(model, tmp_path / "m.onnx", [x])
+    assert report.ok, str(report)
+
+
+def test_a_changed_table_is_found(tmp_path: Path) -> None:
+    model, x = exported(tmp_path / "m.onnx", True)
+    assert isinstance(model.project, nn.Conv2d)
+    with torch.no_grad():
+        model.project.weight.mul_(-1)
+    report = torchq.verify_onnx(model, tmp_path / "m.onnx", [x])
+    assert not report.ok

@@ -1,0 +1,434 @@
+"""Averages, groups, shuffles and regions of networks in files for ONNX Runtime."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from tests.onnx.exported import calibrated, run_file
+from torchq.errors import ExportError
+from torchq.onnx.ir import (
+    attribute,
+    bypass,
+    load_model,
+    nodes_of,
+    replace_stored,
+    save_model,
+    value_of,
+)
+from torchq.onnx.passes.channels import merge_groups, split_groups
+from torchq.onnx.qdq import stored_weight, write_record
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+BOTH_EXPORTERS = [False, True]
+IMAGES = torch.randn(2, 3, 9, 11, generator=torch.Generator().manual_seed(0))
+
+
+class Pooled(nn.Module):
+    """A pooling between two convolutions, and a head."""
+
+    def __init__(self, pool: nn.Module, channels: int = 16) -> None:
+        super().__init__()
+        self.first, self.pool = nn.Conv2d(3, channels, 1), pool
+        self.second, self.head = nn.Conv2d(channels, 4, 1), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.pool(self.first(x))).relu()
+        return self.head(x.mean((2, 3)))
+
+
+def averaged(model: nn.Module, path: Path, dynamo: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    model = calibrated(model.eval(), IMAGES, target="onnxruntime", example=IMAGES)
+    torchq.export_onnx(
+        model,
+        IMAGES,
+        path,
+        target="onnxruntime",
+        dynamo=dynamo,
+        dynamic_batch=dynamo,
+        progress=False,
+    )
+    return model
+
+
+def kinds(path: Path) -> list[str]:
+    return [node.kind for node in torchq.inspect_onnx(path).integer]
+
+
+@pytest.mark.parametrize("dynamo", BOTH_EXPORTERS)
+def test_pooling_becomes_a_convolution(dynamo: bool, tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    model = averaged(Pooled(nn.AvgPool2d(2)), path, dynamo)
+    assert not nodes_of(load_model(path), "AveragePool")
+    assert kinds(path).count("QLinearConv") == 3
+    assert "QLinearAveragePool" not in kinds(path)
+    report = torchq.verify_onnx(model, path, [IMAGES, IMAGES.flip(2)], progress=False)
+    assert report.ok
+    assert min(output.sqnr_db for output in report.outputs) > 100
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        nn.AvgPool2d(3, stride=1, padding=1),
+        nn.AvgPool2d((1, 3), stride=(2, 1), padding=(0, 1)),
+        nn.AvgPool2d(5, stride=2, padding=2),
+        nn.AvgPool2d(3, stride=2, ceil_mode=True, count_include_pad=False),
+    ],
+    ids=str,
+)
+def test_kernels_strides_and_padding_are_kept(pool: nn.Module, tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    model = averaged(Pooled(pool), path)
+    assert not nodes_of(load_model(path), "AveragePool")
+    assert torchq.verify_onnx(model, path, [IMAGES], progress=False).ok
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        nn.AvgPool2d(3, padding=1, count_include_pad=False),
+        nn.AvgPool2d(2, ceil_mode=True),
+        nn.AvgPool2d(4, stride=3, padding=1, ceil_mode=True),
+    ],
+    ids=str,
+)
+def test_what_weights_cannot_express_stays(pool: nn.Module, tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    model = averaged(Pooled(pool), path)
+    assert len(nodes_of(load_model(path), "AveragePool")) == 1
+    report = torchq.verify_onnx(model, path, [IMAGES], progress=False)
+    assert report.ok
+    assert report.optimized[0].sqnr_db > 60  # A code that falls the other way costs less.
+
+
+def test_a_kernel_that_computes_something_else_is_found(tmp_path: Path) -> None:
+    """The kernel of ONNX Runtime divides by the area of a whole window."""
+    path = tmp_path / "m.onnx"
+    pooled = Pooled(nn.AvgPool2d(4, ceil_mode=True))
+    for layer in (pooled.first, pooled.second, pooled.head):
+        nn.init.zeros_(layer.bias)  # The result is to come from what is pooled.
+    model = averaged(pooled, path)
+    assert torchq.verify_onnx(model, path, [IMAGES], progress=False).ok
+    file = load_model(path)
+    (guard,) = nodes_of(file, "Max")
+    bypass(guard)
+    save_model(file, path)
+    report = torchq.verify_onnx(model, path, [IMAGES], progress=False)
+    assert not report.ok
+    assert report.misread == (report.outputs[0].name,)
+    assert "ONNX Runtime's optimisations compute something else: " in str(report)
+    assert all(layer.ok for layer in report.layers)
+    write_record(file, target="openvino")
+    save_model(file, path)
+    assert torchq.verify_onnx(model, path, [IMAGES], progress=False).ok
+
+
+@pytest.mark.parametrize("part", ["codes", "scale"])
+def test_a_damaged_average_is_named(part: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    model = averaged(Pooled(nn.AvgPool2d(2)), path)
+    file = load_model(path)
+    (name,) = (n for n in file.graph.initializers if n.endswith(f"/average/{part}"))
+    stored = file.graph.initializers[name]
+    changed = value_of(stored).clone()
+    changed.view(-1)[0] = 0 if part == "codes" else 0.26
+    replace_stored(stored, changed)
+    save_model(file, path)
+    report = torchq.verify_onnx(model, path, [IMAGES], progress=False)
+    assert not report.ok
+    assert report.layers[0].name == "second.input_quantizer"
+
+
+def test_other_targets_keep_the_pooling(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    model = averaged(Pooled(nn.AvgPool2d(2)), path)
+    torchq.export_onnx(model, IMAGES, path, target="openvino", dynamo=False, progress=False)
+    assert len(nodes_of(load_model(path), "AveragePool")) == 1
+
+
+class Grouped(nn.Module):
+    """A convolution in groups between two others."""
+
+    def __init__(self, groups: int, channels: int, per_output: int = 0) -> None:
+        super().__init__()
+        width = groups * channels
+        out = groups * (per_output or channels)
+        self.first = nn.Conv2d(3, width, 1)
+        self.grouped = nn.Conv2d(width, out, 3, padding=1, groups=groups)
+        self.last = nn.Conv2d(out, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.grouped(self.first(x).relu()).relu())
+
+
+def exported(model: nn.Module, path: Path, target: str = "onnxruntime") -> Tensor:
+    """Write a model for a target; return the example."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 6, 6)
+    calibrated(model, x, target=target, example=x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        torchq.export_onnx(model, x, path, target=target, dynamo=False)
+    return x
+
+
+def groups_of(path: Path) -> tuple[int, list[int]]:
+    """Return the groups and the shape of the weight of the second convolution."""
+    _, node, *_ = nodes_of(load_model(path), "Conv")
+    weight = stored_weight(node.inputs[1])
+    assert weight is not None
+    return attribute(node, "group", 1), list(value_of(weight.inputs[0]).shape)
+
+
+@pytest.mark.parametrize(
+    ("groups", "channels", "merged", "width"),
+    [
+        (26, 8, 2, 104),  # 13 groups become one: 2 would be 16 channels only
+        (32, 4, 4, 32),
+        (6, 8, 1, 48),
+        (2, 40, 2, 40),  # wide enough
+        (37, 8, 37, 8),  # all together would be too wide
+        (4, 2, 1, 8),
+        (16, 1, 16, 1),  # depthwise
+    ],
+)
+def test_groups_get_at_least_32_channels(
+    groups: int, channels: int, merged: int, width: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.onnx"
+    exported(Grouped(groups, channels).eval(), path)
+    assert groups_of(path) == (merged, [groups * channels, width, 3, 3])
+
+
+@pytest.mark.parametrize("per_output", [4, 6])
+def test_the_file_computes_the_same_codes(per_output: int, tmp_path: Path) -> None:
+    path, plain = tmp_path / "m.onnx", tmp_path / "plain.onnx"
+    model = Grouped(8, 4, per_output).eval()
+    x = exported(model, path)
+    assert torchq.verify_onnx(model, path, [x, torch.randn(3, 3, 6, 6)]).ok
+    file = load_model(path)
+    assert split_groups(file) == []
+    save_model(file, plain)
+    assert groups_of(plain) == (8, [8 * per_output, 4, 3, 3])
+    assert torch.equal(run_file(path, x)[0], run_file(plain, x)[0])
+
+
+def test_a_weight_between_groups_is_found(tmp_path: Path) -> None:
+    path, damaged = tmp_path / "m.onnx", tmp_path / "damaged.onnx"
+    model = Grouped(8, 4).eval()
+    x = exported(model, path)
+    file = load_model(path)
+    weight = stored_weight(nodes_of(file, "Conv")[1].inputs[1])
+    assert weight is not None
+    codes = value_of(weight.inputs[0]).clone()
+    codes[0, -1] = 1
+    replace_stored(weight.inputs[0], codes)
+    save_model(file, damaged)
+    report = torchq.verify_onnx(model, damaged, [x])
+    assert [layer.name for layer in report.layers if layer.parameters] == [
+        "grouped.weight_quantizer"
+    ]
+
+
+@pytest.mark.parametrize("groups", [0, 3, 64, "8", None])
+def test_a_damaged_record_is_an_error_of_the_file(groups: object, tmp_path: Path) -> None:
+    path, damaged = tmp_path / "m.onnx", tmp_path / "damaged.onnx"
+    model = Grouped(8, 4).eval()
+    x = exported(model, path)
+    file = load_model(path)
+    write_record(file, **{"merged groups": {"grouped.weight_quantizer": groups}})
+    save_model(file, damaged)
+    with pytest.raises(ExportError, match=r"the file \(32, 32, 3, 3\)"):
+        torchq.verify_onnx(model, damaged, [x])
+
+
+@pytest.mark.parametrize("target", ["openvino", "tensorrt", "qnn"])
+def test_other_targets_keep_the_groups(target: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    exported(Grouped(8, 4).eval(), path, target)
+    assert groups_of(path)[0] == 8
+
+
+def test_weights_with_a_zero_point_keep_their_groups(tmp_path: Path) -> None:
+    """Additional weights of 0 would need the code of the zero point."""
+    path = tmp_path / "m.onnx"
+    exported(Grouped(8, 4).eval(), path, "tensorrt")
+    file = load_model(path)
+    weight = stored_weight(nodes_of(file, "Conv")[1].inputs[1])
+    assert weight is not None
+    replace_stored(weight.inputs[2], value_of(weight.inputs[2]) + 1)
+    merge_groups(file)
+    assert [attribute(node, "group", 1) for node in nodes_of(file, "Conv")] == [1, 8, 1]
+
+
+class Shuffled(nn.Module):
+    """A unit of ShuffleNetV2, whose halves are concatenated, shuffled and read."""
+
+    def __init__(self, read: Callable[[Tensor], list[Tensor]], groups: int = 2) -> None:
+        super().__init__()
+        self.left, self.right = nn.Conv2d(3, 6, 1), nn.Conv2d(3, 6, 1)
+        self.near, self.far = nn.LazyConv2d(5, 1), nn.LazyConv2d(5, 1)
+        self.read, self.groups = read, groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.left(x).relu(), self.right(x).relu()], 1)
+        n, c, h, w = x.shape
+        x = x.view(n, self.groups, c // self.groups, h, w).transpose(1, 2).reshape(n, c, h, w)
+        near, far = self.read(x)
+        return self.near(near) + self.far(far)
+
+
+def halves(x: Tensor) -> list[Tensor]:
+    return list(x.chunk(2, 1))
+
+
+def unequal(x: Tensor) -> list[Tensor]:
+    return list(x.split([4, 8], 1))
+
+
+def whole(x: Tensor) -> list[Tensor]:
+    return [x, x]
+
+
+#: Dimensions whose lengths are only known when the file runs.
+OPEN: dict[str, dict[str, Any]] = {
+    "none": {"dynamic_batch": False},
+    "batch": {},
+    "all": {"dynamic_shapes": {"x": {2: "height", 3: "width"}}},
+}
+#: With all lengths open, the exporter based on torch.export reads those of the input.
+EXPORTS = [(name, False) for name in OPEN] + [(name, True) for name in ("none", "batch")]
+
+
+@pytest.mark.parametrize(("open_lengths", "dynamo"), EXPORTS)
+@pytest.mark.parametrize(
+    ("read", "groups", "gathers"), [(halves, 2, 2), (unequal, 3, 2), (whole, 4, 1)]
+)
+def test_a_shuffle_is_a_gather_for_each_part_that_is_read(
+    read: Callable[[Tensor], list[Tensor]],
+    groups: int,
+    gathers: int,
+    open_lengths: str,
+    dynamo: bool,
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(0)
+    x, path = torch.randn(3, 3, 4, 5), tmp_path / "m.onnx"
+    model = Shuffled(read, groups).eval()
+    model(x)  # Makes the last layers.
+    model = calibrated(model, x, target="onnxruntime", example=x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        options = OPEN[open_lengths]
+        torchq.export_onnx(model, x, path, target="onnxruntime", dynamo=dynamo, **options)
+    file = load_model(path)
+    assert len(nodes_of(file, "Gather")) == gathers
+    assert not nodes_of(file, "Transpose", "Reshape", "Slice", "Split")
+    more = {"none": x, "batch": torch.randn(5, 3, 4, 5), "all": torch.randn(5, 3, 6, 3)}
+    batches = [x, more[open_lengths]]
+    assert torchq.verify_onnx(model, path, batches, progress=False).ok
+
+
+class Unshuffled(nn.Module):
+    """The same operators, which do not keep the height and width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        n, c, h, w = x.shape
+        x = x.view(n, 2, 4, h, w).transpose(1, 2).reshape(n, c, w, h)
+        return self.last(x)
+
+
+@pytest.mark.parametrize(("open_lengths", "dynamo"), EXPORTS)
+def test_other_transpositions_stay(open_lengths: str, dynamo: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, path = torch.randn(2, 3, 4, 6), tmp_path / "m.onnx"
+    model = calibrated(Unshuffled(), x, target="onnxruntime", example=x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        options = OPEN[open_lengths]
+        torchq.export_onnx(model, x, path, target="onnxruntime", dynamo=dynamo, **options)
+    file = load_model(path)
+    assert not [node for node in nodes_of(file, "Gather") if node.attributes["axis"].value == 1]
+    assert torchq.verify_onnx(model, path, [x], progress=False).ok
+
+
+EXPORTERS = [False, True]
+
+
+def test_modules_that_were_traced_for_a_target_export(tmp_path: Path) -> None:
+    """The concatenations of a DenseNet are found by a trace, which torch.export must not repeat."""
+    densenet = pytest.importorskip("torchvision.models.densenet")
+    x = torch.randn(2, 8, 6, 6)
+    net = densenet._DenseBlock(2, 8, bn_size=2, growth_rate=4, drop_rate=0.0).eval()
+    torchq.fuse_(net, x)
+    calibrated(net, x, target="onnxruntime", example=x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        torchq.export_onnx(net, x, tmp_path / "m.onnx", target="onnxruntime", dynamo=True)
+    assert torchq.verify_onnx(net, tmp_path / "m.onnx", [x]).ok
+
+
+class Pyramid(nn.Module):
+    """A concatenation of a convolution and of one on a smaller image that is resized."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.near, self.far, self.last, self.mode = (
+            nn.Conv2d(3, 4, 1),
+            nn.Conv2d(3, 4, 2, stride=2),
+            nn.Conv2d(8, 4, 1),
+            mode,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        far = nn.functional.interpolate(self.far(x).relu(), scale_factor=2, mode=self.mode)
+        return self.last(torch.cat([self.near(x).relu(), far], 1)).mean((2, 3))
+
+
+@pytest.mark.parametrize(
+    ("mode", "convolutions"), [("nearest", 2), ("bilinear", 2), ("bicubic", 1)]
+)
+def test_resizing_keeps_tensors_from_being_negative(
+    mode: str, convolutions: int, tmp_path: Path
+) -> None:
+    """Cubic interpolation does not, so the tensors that it is concatenated with get signed codes.
+
+    Their ReLU and convolution then stay in float.
+    """
+    x = torch.randn(2, 3, 8, 8)
+    net = calibrated(Pyramid(mode), x, target="onnxruntime")
+    with pytest.warns(
+        UserWarning,
+        match=r"far: its output is not quantized.* put torchq\.nn\.QuantIdentity\(\) behind it",
+    ):
+        torchq.export_onnx(net, x, tmp_path / "m.onnx", target="onnxruntime", dynamo=False)
+    kinds = [node.kind for node in torchq.inspect_onnx(tmp_path / "m.onnx").integer]
+    assert kinds.count("QLinearConv") == convolutions
+    assert torchq.verify_onnx(net, tmp_path / "m.onnx", [x]).ok
+
+
+@pytest.mark.parametrize("mode", ["nearest", "bilinear"])
+def test_with_an_example_resized_results_are_codes(mode: str, tmp_path: Path) -> None:
+    """The convolution in front of the resizing quantizes its result, behind its ReLU."""
+    x = torch.randn(2, 3, 8, 8)
+    net = calibrated(Pyramid(mode), x, target="onnxruntime", example=x)
+    torchq.export_onnx(net, x, tmp_path / "m.onnx", target="onnxruntime", dynamo=False)
+    counts = torchq.inspect_onnx(tmp_path / "m.onnx").counts
+    assert counts["QLinearConv"] == 3
+    assert torchq.verify_onnx(net, tmp_path / "m.onnx", [x, torch.randn(3, 3, 8, 8)]).ok
