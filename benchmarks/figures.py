@@ -80,7 +80,7 @@ def accuracies(measured: Measured) -> tuple[float, float]:
 
 def latency(measured: Measured) -> float:
     """Return the time of ResNet-50 deployed on torch over that in FP32, for one image."""
-    return 1 / _speedup(measured, "resnet50", 1, "torch quantized, own placement")
+    return 1 / speedup(measured, "resnet50", 1, "torch quantized, own placement")
 
 
 def memories(measured: Measured) -> list[float]:
@@ -90,7 +90,8 @@ def memories(measured: Measured) -> list[float]:
     return [measured.value(key, candidate=name, **lookup) for name in ("fp32", "int8")]
 
 
-def _speedup(measured: Measured, model: str, batch: int, candidate: str) -> float:
+def speedup(measured: Measured, model: str, batch: int, candidate: str) -> float:
+    """Return how much faster than FP32 eager a network runs on one thread."""
     lookup = {"model": model, "batch": batch, "threads": 1, "candidate": candidate}
     found: float = measured.value("speedup", "deploy_native", **lookup)
     return found
@@ -286,7 +287,7 @@ def files(measured: Measured) -> str:
         cells = []
         for model in NETWORKS.values():
             names = (f"{runtime} float", f"{runtime} quantized", maker)
-            plain, ours, theirs = (_speedup(measured, model, 1, name) for name in names)
+            plain, ours, theirs = (speedup(measured, model, 1, name) for name in names)
             cells.append(f"{ours / plain:.1f}x ({theirs / plain:.1f}x)")
         rows.append((f"{runtime} ({maker})", *cells))
     return markdown(("runtime (its quantizer)", *NETWORKS), rows)
@@ -301,7 +302,7 @@ def deploy(measured: Measured) -> str:
                 cells.append("")
                 continue
             candidates = ("torch quantized, own placement", "fastest")
-            own, fastest = (_speedup(measured, model, batch, c) for c in candidates)
+            own, fastest = (speedup(measured, model, batch, c) for c in candidates)
             cells.append(f"{own:.1f}x ({fastest:.1f}x)")
         rows.append((name, *cells))
     return markdown(("setting", *NETWORKS), rows)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from benchmarks.figures import ROOT, accuracies, latency, memories, read_results
+from benchmarks.figures import ROOT, accuracies, latency, memories, read_results, speedup
 from torchq.cli.demo import DemoNet, load_digits, train
 from torchq.functional import fake_quantize
 
@@ -222,7 +222,78 @@ def gradient(theme: Theme) -> Any:
     return fig
 
 
+def fake_quantization(theme: Theme) -> Any:
+    """Draw the cost of fake quantization, in copies of the tensor."""
+    names = {
+        "torchq, compiled": "torchq compiled",
+        "torchq": "torchq",
+        "torchao": "torchao",
+        "torch's operator": "aten",
+        "ModelOpt": "modelopt",
+        "Brevitas": "brevitas",
+    }
+    lookup = {"bench": "fake_quant", "case": "int8 per tensor", "mode": "forward"}
+    values = [read_results().value("ratio", candidate=name, **lookup) for name in names.values()]
+    fig, axes = figure(theme, 1, (6.4, 2.6))
+    bars(axes[0], list(names), values, theme, "{:.1f}")
+    axes[0].set_title("fake quantization of a tensor; a copy of it costs 1")
+    return fig
+
+
+def speed(theme: Theme) -> Any:
+    """Draw how much faster networks on the engines of ``deploy`` are than FP32 in PyTorch."""
+    networks = {"ResNet-18": "resnet18", "ResNet-50": "resnet50", "MobileNetV2": "mobilenet_v2"}
+    engines = {
+        "INT8, torch": "torch quantized, own placement",
+        "INT8, ONNX Runtime": "onnxruntime quantized",
+        "INT8, OpenVINO": "openvino quantized",
+    }
+    fig, axes = figure(theme, len(networks), (8.0, 2.4))
+    for place, (title, model) in zip(axes, networks.items(), strict=True):
+        values = [1.0, *(speedup(read_results(), model, 1, name) for name in engines.values())]
+        names = ["FP32 eager", *engines]
+        bars(place, names, values, theme, "{:.1f}x", labels=place is axes[0])
+        place.set_title(title)
+    return fig
+
+
+def accuracy(theme: Theme) -> Any:
+    """Draw the accuracy of ResNet-20 in several formats, none of them trained."""
+    measured = read_results()
+    values = dict(zip(("FP32", "INT8"), accuracies(measured), strict=True))
+    for widths, algorithm in (("W4A4", "recipes.w4a4()"), ("W4A4", "gptq_"), ("W2A4", "gptq_")):
+        lookup = {"network": "resnet20", "widths": widths, "algorithm": algorithm, "seed": 0}
+        name = widths if algorithm != "gptq_" else f"{widths}, gptq_"
+        values[name] = 100 * measured.value("accuracy", "accuracy_ptq", **lookup)
+    fig, axes = figure(theme, 1, (6.4, 2.4))
+    bars(axes[0], list(values), list(values.values()), theme, "{:.1f} %")
+    axes[0].set_title("ResNet-20 on 10,000 CIFAR-10 images, after training")
+    return fig
+
+
+def peers(theme: Theme) -> Any:
+    """Draw the speed of INT8 files of a ResNet-20 against their accuracy, torchq's and others'."""
+    titles = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
+    fig, axes = figure(theme, 2, (8.0, 2.8))
+    for place, (runtime, title) in zip(axes, titles.items(), strict=True):
+        for row in read_results().all("accuracy_peers", runtime=runtime):
+            ours = row["candidate"] == "torchq"
+            at = row["speedup"], 100 * row["accuracy"]
+            place.plot(*at, "o", color=theme.accent if ours else theme.quiet, markersize=9)
+            shift = {"xytext": (0, 10 if ours else -16), "textcoords": "offset points"}
+            place.annotate(row["candidate"], at, ha="center", **shift)
+        place.set(xlim=(0.5, 4.5), ylim=(86.5, 89.0))
+        place.set_xlabel("times as fast as float32")
+        place.set_title(f"INT8 in {title}")
+    axes[0].set_ylabel("accuracy, %")
+    return fig
+
+
 PICTURES: dict[str, Callable[[Theme], Any]] = {
+    "fake-quantization": fake_quantization,
+    "speed": speed,
+    "accuracy": accuracy,
+    "peers": peers,
     "overview": overview,
     "overview-narrow": overview_narrow,
     "scale": scale,
