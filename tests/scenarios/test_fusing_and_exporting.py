@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +93,17 @@ class Block(nn.Module):
     def __init__(self, stride: int = 1, groups: int = 1) -> None:
         super().__init__()
         settings = {"stride": stride, "groups": groups, "bias": False}
-        self.dense = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, **settings), nn.BatchNorm2d(8))
-        self.point = nn.Sequential(nn.Conv2d(8, 8, 1, **settings), nn.BatchNorm2d(8))
-        self.skip = nn.BatchNorm2d(8) if stride == 1 else None
+        dense, point = nn.Conv2d(8, 8, 3, padding=1, **settings), nn.Conv2d(8, 8, 1, **settings)
+        self.nonlinearity = nn.ReLU()
+        self.rbr_identity = nn.BatchNorm2d(8) if stride == 1 else None
+        self.rbr_dense = nn.Sequential(OrderedDict(conv=dense, bn=nn.BatchNorm2d(8)))
+        self.rbr_1x1 = nn.Sequential(OrderedDict(conv=point, bn=nn.BatchNorm2d(8)))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.dense(x) + self.point(x)
-        return (y if self.skip is None else y + self.skip(x)).relu()
+        if hasattr(self, "rbr_reparam"):
+            return self.nonlinearity(self.rbr_reparam(x))
+        identity = 0 if self.rbr_identity is None else self.rbr_identity(x)
+        return self.nonlinearity(self.rbr_dense(x) + self.rbr_1x1(x) + identity)
 
 
 @pytest.mark.parametrize(("stride", "groups"), [(1, 1), (2, 1), (1, 2)])

@@ -105,7 +105,9 @@ def test_s06_subclass_weight_norm_and_attention() -> None:
     x = torch.randn(2, 3, 8, 8)
     normed = nn.utils.weight_norm(Conv2d(3, 3, 3))
     model = nn.Sequential(SamePadConv2d(3, 3, 3), normed)
-    report = torchq.quantize_(model)
+    (without_example,) = torchq.plan(model).skipped
+    assert without_example.name == "0" and "example" in without_example.reason
+    report = torchq.quantize_(model, example=x)
     assert report.skipped == ()
     assert [(d.name, bool(d.calls)) for d in report.replaced] == [("0", True), ("1", False)]
     quantized = model(x)
