@@ -123,6 +123,28 @@ def test_the_estimate_agrees_with_the_measured_divergence() -> None:
     assert again == estimated
 
 
+class Heads(nn.Module):
+    """A layer that returns several tensors, which the next ones read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.out = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed, weights = self.attention(x, x, x)
+        return self.out(mixed).mean(1) * weights.sum((1, 2)).unsqueeze(1)
+
+
+def test_the_estimate_follows_layers_that_return_several_tensors() -> None:
+    batches = [torch.randn(8, 5, 4, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    model = Heads().eval()
+    torchq.quantize_(model, torchq.recipes.integer(4, 4))
+    torchq.calibrate(model, batches, progress=False)
+    rows = torchq.sensitivity(model, batches, "fisher", progress=False).rows
+    assert {row.name for row in rows} >= {"attention", "out"}
+    assert all(row.value > 0 for row in rows)
+
+
 def test_the_estimate_says_where_it_cannot_work() -> None:
     class NoGradient(nn.Sequential):
         @torch.no_grad()

@@ -203,6 +203,10 @@ def test_inputs_that_are_not_there_are_named(
     [
         (["--weights", "sub"], "--weights sub: is a folder; expected a file"),
         (["--weights", "user_net.py"], "--weights user_net.py: UnpicklingError: "),
+        (["--weights", "list.pt"], "--weights list.pt: expected a state dict, a file of named"),
+        (["--weights", "other.pt"], "--weights other.pt: Error(s) in loading state_dict"),
+        (["--data", "sub"], "--data sub: no image in it; expected files like .jpg"),
+        (["--data", "noise"], "cannot be read as an image"),
         (["--recipe", "no.json"], "--recipe no.json: no such file"),
         (["--recipe", "noise.json"], "config: not JSON"),
         (["--export", "a.pt"], "--export a.pt: expected a name that ends in .onnx"),
@@ -214,6 +218,10 @@ def test_files_and_functions_of_the_wrong_kind_are_refused(
 ) -> None:
     Path("sub").mkdir()
     Path("noise.json").write_bytes(b"\xff\xfe\x00")
+    Path("noise").mkdir()
+    Path("noise", "a.jpg").write_bytes(b"\xff\xfe\x00")
+    torch.save([1], "list.pt")
+    torch.save({"other": torch.ones(1)}, "other.pt")
     assert text in refused(capsys, "quantize", *SOURCE, *argv)
 
 

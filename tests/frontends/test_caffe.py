@@ -226,6 +226,63 @@ def test_broken_networks_are_refused(text: str, message: str) -> None:
         torchq.from_caffe(text, caffemodel({}))
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields", "shapes", "message"),
+    [
+        ("Convolution", "convolution_param { num_output: 2 }", [(2, 3)], "0 spatial dimensions"),
+        (
+            "Convolution",
+            "convolution_param { num_output: 2 kernel_size: 3 bias_term: false }",
+            [(2, 3, 1)],
+            "its weight has the shape (2, 3, 1); expected [2, 3, 3]",
+        ),
+        (
+            "Convolution",
+            "convolution_param { num_output: 2 kernel_h: 1 kernel_w: 1 }",
+            [(2, 3, 1)],
+            "for 1 dimensions",
+        ),
+        ("InnerProduct", "inner_product_param { num_output: 5 }", [(2, 3)], "for 5 outputs"),
+        ("BatchNorm", "batch_norm_param { use_global_stats: false }", [], "of each batch"),
+        ("LRN", "lrn_param { local_size: 4 }", [], "expected an odd number"),
+        ("Pooling", "pooling_param { kernel_size: 2 pad: 2 }", [], "less than the kernel"),
+    ],
+)
+def test_layers_whose_parts_do_not_fit_are_refused(
+    kind: str, fields: str, shapes: list[tuple[int, ...]], message: str
+) -> None:
+    weights = caffemodel({"y": [np.ones(shape, "f") for shape in shapes]})
+    with pytest.raises(FrontendError, match=re.escape(message)):
+        torchq.from_caffe(one_layer(kind, fields), weights)
+
+
+def test_forms_of_forks_compute_what_they_say() -> None:
+    x = torch.arange(48.0).view(2, 3, 2, 4) - 20
+    image = 'layer { name: "x" type: "Input" top: "x" input_param { shape { dim: 2 dim: 3 dim: 2 '
+    image += "dim: 4 } } }"
+
+    def net(kind: str, fields: str, bottoms: str = "x", more: str = "") -> str:
+        names = " ".join(f'bottom: "{name}"' for name in bottoms.split())
+        return f'{image}{more} layer {{ name: "y" type: "{kind}" {names} top: "y" {fields} }}'
+
+    weight = np.arange(3, dtype="f").reshape(3, 1, 1, 1)
+    narrow = "convolution_param { num_output: 3 kernel_size: 1 bias_term: false }"
+    depthwise = torchq.from_caffe(net("DepthwiseConvolution", narrow), caffemodel({"y": [weight]}))
+    torch.testing.assert_close(depthwise(x), x * torch.from_numpy(weight).view(1, 3, 1, 1))
+    matrix = np.arange(48, dtype="f").reshape(24, 2)
+    transposed = "inner_product_param { num_output: 2 transpose: true bias_term: false }"
+    product = torchq.from_caffe(net("InnerProduct", transposed), caffemodel({"y": [matrix]}))
+    torch.testing.assert_close(product(x), x.flatten(1) @ torch.from_numpy(matrix))
+    larger = torchq.from_caffe(net("Upsample", "upsample_param { scale: 2 }"), caffemodel({}))
+    assert torch.equal(larger(x), x.repeat_interleave(2, 2).repeat_interleave(2, 3))
+    factor = 'layer { name: "s" type: "Input" top: "s" input_param { shape { dim: 2 dim: 3 dim: 1 '
+    factor += "dim: 1 } } }"
+    scaled = torchq.from_caffe(net("Axpy", "", "s x x", factor), caffemodel({}))
+    s = torch.tensor([0.5, 1.0, 2.0]).view(1, 3, 1, 1).expand(2, 3, 1, 1)
+    given = {"x": x, "s": s}
+    torch.testing.assert_close(scaled(*(given[name] for name in scaled.input_names)), s * x + x)
+
+
 GOOD = caffemodel({"y": [np.zeros((2, 3), "f")]})
 WIDE = delimited(7, delimited(1, varint(2**40) + varint(2**20)))
 

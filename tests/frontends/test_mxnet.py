@@ -282,6 +282,52 @@ def test_broken_symbols_are_refused(text: str, message: str) -> None:
         torchq.from_mxnet(text, {})
 
 
+@pytest.mark.parametrize(
+    ("op", "attributes", "shapes", "message"),
+    [
+        ("Convolution", {"kernel": "(1,1,1,1)", "num_filter": "2"}, [(2, 1)], "1 to 3 sizes"),
+        ("Convolution", {"kernel": "(3, 3)", "num_filter": "2"}, [(2, 1, 1, 1)], "expected kernel"),
+        (
+            "Convolution",
+            {"kernel": "(1, 1)", "num_filter": "3", "no_bias": "True"},
+            [(2, 1, 1, 1)],
+            "its weight has 2 filters; expected num_filter, 3",
+        ),
+        (
+            "Convolution",
+            {"kernel": "(1, 1)", "num_filter": "2"},
+            [(2, 1, 1, 1), (3,)],
+            "its bias has shape (3,); expected (2,)",
+        ),
+        (
+            "Deconvolution",
+            {"kernel": "(2, 2)", "num_filter": "1", "adj": "(1, 1)"},
+            [(1, 1, 2, 2)],
+            "expected less than the stride",
+        ),
+        ("FullyConnected", {"num_hidden": "3", "no_bias": "True"}, [(2, 4)], "expected (3, any)"),
+        ("Embedding", {"input_dim": "3", "output_dim": "4"}, [(4, 3)], "expected (3, 4)"),
+        ("Pooling", {"kernel": "(2, 2)", "pool_type": "lp"}, [], "a pooling of type 'lp'"),
+        ("Pooling", {"kernel": "(2, 2)", "stride": "(1,)"}, [], "expected 1 to 3 sizes"),
+        ("UpSampling", {"scale": "2", "sample_type": "cubic"}, [], "nearest or bilinear"),
+        ("UpSampling", {"scale": "2", "sample_type": "nearest"}, [(1,)], "got 2 inputs"),
+        ("Crop", {}, [], "got no size to crop to"),
+        ("BatchNorm", {}, [(2,), (2,), (3,), (2,)], "expected equal ones"),
+        ("LayerNorm", {"axis": "1"}, [(2,), (2,)], "axis is 1; expected the last one"),
+        ("L2Normalization", {"mode": "row"}, [], "expected instance, channel or spatial"),
+        ("LeakyReLU", {"act_type": "swish"}, [], "expected prelu or one of"),
+        ("SoftmaxActivation", {"mode": "row"}, [], "expected instance or channel"),
+    ],
+)
+def test_operators_whose_parts_do_not_fit_are_refused(
+    op: str, attributes: dict[str, str], shapes: list[tuple[int, ...]], message: str
+) -> None:
+    text = one_operator(op, attributes, 1 + len(shapes))
+    parameters = {f"v{i}": torch.ones(shape) for i, shape in enumerate(shapes, 1)}
+    with pytest.raises(FrontendError, match=re.escape(message)):
+        torchq.from_mxnet(text, parameters)
+
+
 def test_missing_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FrontendError, match="cannot read the symbol"):
         torchq.from_mxnet(tmp_path / "net-symbol.json", {})

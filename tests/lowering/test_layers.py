@@ -153,6 +153,27 @@ D = torchq.QuantDescriptor
             {"input": D(), "weight": D(axis=1)},
             "weight ranges are neither per tensor nor per output channel",
         ),
+        *(
+            (nn.Linear(4, 4), (1, 4), {"input": input, "weight": weight}, reason)
+            for input, weight, reason in (
+                (D(), D(symmetric=False), "weight ranges are asymmetric"),
+                (D(dynamic=True), D(fake_quant=False), "a quantizer returns codes"),
+                (D((4, 3), dynamic=True), D(), "format e4m3 has no 8-bit integer kernel"),
+                (D(dynamic=True, block_size=2), D(), "its dynamic input has blocks"),
+                (D(dynamic=True, axis=-1), D(), "its dynamic input has a range per feature"),
+                (
+                    D(dynamic=True, symmetric=False),
+                    D(),
+                    "its input has an asymmetric range of each call",
+                ),
+                (
+                    D(dynamic=True, power_of_two=True),
+                    D(),
+                    "its input has power-of-two scales or another rounding",
+                ),
+                (D(dynamic=True), D((4, 3)), "weight format e4m3 does not fit int8"),
+            )
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
