@@ -281,10 +281,11 @@ class Functional(nn.Module):
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
-def test_the_function_becomes_a_child(target: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shown", [False, True], ids=["alone", "with an example"])
+def test_the_function_becomes_a_child(target: str, shown: bool, tmp_path: Path) -> None:
     model, x = Functional().eval(), torch.randn(2, 5, 8)
     expected = model(x)
-    torchq.quantize_(model, target=target)
+    torchq.quantize_(model, target=target, example=x if shown else None)
     assert isinstance(model.quant_attention, QuantScaledDotProductAttention)
     with torchq.disabled(model):
         assert torch.equal(model(x), expected)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torchq.config import QuantConfig
-from torchq.graph import call_model
+from torchq.graph import call_model, tensors_in
 from torchq.nn import (
     QuantModule,
     QuantMultiheadAttention,
@@ -148,18 +148,18 @@ def _unreached(model: nn.Module, report: SwapReport, example: Any) -> list[str]:
     seen: set[str] = set()
     with ExitStack() as stack:
         for _, decision in report.operators:
-            for part in model.get_submodule(decision.name).modules():
-                if isinstance(part, TensorQuantizer):
-                    note = partial(_note, seen, decision.name)
-                    stack.callback(part.register_forward_pre_hook(note).remove)
+            child, note = model.get_submodule(decision.name), partial(_note, seen, decision.name)
+            stack.callback(child.register_forward_pre_hook(note, with_kwargs=True).remove)
         if report.operators:
             stack.enter_context(computing_in_float(model))
             call_model(model, example)
     return [d.name for _, d in report.operators if d.name not in seen]
 
 
-def _note(seen: set[str], name: str, *_: Any) -> None:
-    seen.add(name)
+def _note(seen: set[str], name: str, _: nn.Module, *given: Any) -> None:
+    # Attention calls no quantizer of its own while all are off, so its operands tell.
+    if any(tensor.is_floating_point() for tensor in tensors_in(given)):
+        seen.add(name)
 
 
 def apply_(model: nn.Module, report: SwapReport) -> None:
