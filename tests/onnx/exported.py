@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import torchq
+from torchq.onnx.ir import Model
+from torchq.onnx.qdq import NodeQParams, qparams_of, quantizer_nodes
 
-__all__ = ["Layers", "Residual", "calibrated", "ends", "run_file"]
+__all__ = ["Layers", "Residual", "activation_qparams", "calibrated", "ends", "run_file"]
 
 
 class Layers(nn.Module):
@@ -99,3 +101,8 @@ def ends(path: Path, kind: str) -> dict[str, Any]:
 
     nodes: Sequence[Any] = onnx.load(str(path)).graph.node
     return {node.name.rpartition("/")[0]: node for node in nodes if node.op_type == kind}
+
+
+def activation_qparams(model: Model) -> dict[str, NodeQParams]:
+    """Return the parameters of each quantizer of an activation, by name and in order."""
+    return {name: qparams_of(node) for name, node in quantizer_nodes(model).items()}

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import torchq
+from tests.onnx.exported import activation_qparams
 from torchq import QuantConfig, QuantDescriptor, Rule
 from torchq.errors import ExportError
 from torchq.nn import TensorQuantizer
 from torchq.onnx.ir import load_model
-from torchq.onnx.qdq import activation_qparams
 from torchq.workflow import quantizers
 
 

@@ -295,7 +295,8 @@ def _add(arithmetic: FixedPoint, call: Call, *args: Any, **kwargs: Any) -> Tenso
     ranges = [q is not None and q.amax.numel() == 1 for q in quantizers]
     if len(args) != 2 or kwargs or not all(ranges) or reader is None:
         return call.default(*args, **kwargs)
-    parts = [_centered(x, q) for x, q in zip(args, quantizers, strict=True)]  # type: ignore[arg-type]
+    pairs = zip(args, quantizers, strict=True)
+    parts = [_centered(x, q) for x, q in pairs]  # type: ignore[arg-type]
     widest = 2 * torch.maximum(*(scale.reshape(()) for _, scale in parts))
     shifted = [
         arithmetic.multiply(codes << _HEADROOM, scale.reshape(()) / widest)

@@ -171,11 +171,6 @@ def quantizer_nodes(model: Model) -> dict[str, Node]:
     }
 
 
-def activation_qparams(model: Model) -> dict[str, NodeQParams]:
-    """Return the parameters of each quantizer of an activation, by name and in order."""
-    return {name: qparams_of(node) for name, node in quantizer_nodes(model).items()}
-
-
 def starts_at_zero(quantize: Node) -> bool:
     """Return True if no code of a QuantizeLinear stands for a negative value."""
     stored = is_constant(quantize.inputs[1])

@@ -103,7 +103,9 @@ def _snapped(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _scales(amax_ptr, scale_ptr, group, known, QMAX: tl.constexpr, HAS_SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _scales(  # type: ignore[no-untyped-def]
+    amax_ptr, scale_ptr, group, known, QMAX: tl.constexpr, HAS_SCALE: tl.constexpr
+):
     """Return amax, scale and divisor of each group, by the formulas of functional/scale.py."""
     amax = tl.load(amax_ptr + group, mask=known, other=1.0)
     if HAS_SCALE:
@@ -116,7 +118,9 @@ def _scales(amax_ptr, scale_ptr, group, known, QMAX: tl.constexpr, HAS_SCALE: tl
 
 
 @triton.jit
-def _positions(rows, cols, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
+def _positions(  # type: ignore[no-untyped-def]
+    rows, cols, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+):
     """Return row and column of each element of this program's block, and whether it exists."""
     col_blocks = tl.cdiv(cols, BLOCK_C)
     row = (tl.program_id(0) // col_blocks).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
