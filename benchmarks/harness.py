@@ -9,20 +9,16 @@ A benchmark is a program in this folder with a function ``main(argv=None)`` that
             for row in compare(candidates, baseline="torch", **timing(options)):
                 report.timing(row, elements=2**20)
 
-Timings on a shared machine drift, so candidates are never timed one after the other: each round
-times all of them, in rotating order. A ratio is computed inside each round, and the figure is the
-median over rounds. A short call that follows a candidate with large weights finds its own data out
-of the caches, so a sample of short calls begins with one that is not timed.
+The timer is that of torchq/utils/timing.py. A ratio is computed inside each round, and the figure
+is the median over rounds.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import platform
-import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,6 +31,8 @@ from typing import Any, TextIO
 
 import torch
 from torch import Tensor
+
+from torchq.utils.timing import Samples, quartiles, time_calls
 
 
 @dataclass(frozen=True)
@@ -83,42 +81,14 @@ def compare(
     if rounds < 1 or warmup < 0:
         raise ValueError(f"rounds, warmup: got {rounds}, {warmup}; expected at least 1 and 0")
 
-    names = list(candidates)
-    calls = {}
-    for name in names:
-        for _ in range(warmup):
-            candidates[name]()
-        calls[name] = max(1, round(min_time / max(_sample(candidates[name], 1, clock), 1e-9)))
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds):
-        turn = number % len(names)
-        gc.collect()
-        for name in names[turn:] + names[:turn]:
-            seconds[name].append(_sample(candidates[name], calls[name], clock))
-    return [_summarize(name, seconds, baseline, calls[name]) for name in names]
+    found = time_calls(candidates, rounds=rounds, warmup=warmup, min_time=min_time, clock=clock)
+    return [_summarize(name, found, baseline) for name in candidates]
 
 
-def _sample(call: Callable[[], object], calls: int, clock: Callable[[], float]) -> float:
-    """Return the seconds that a call takes, the mean of several; work on a GPU is waited for."""
-    wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
-    if calls > 1:
-        call()
-    wait()
-    start = clock()
-    for _ in range(calls):
-        call()
-    wait()
-    return (clock() - start) / calls
-
-
-def _summarize(
-    name: str, seconds: Mapping[str, Sequence[float]], baseline: str, calls: int
-) -> Timing:
-    own = seconds[name]
-    low, middle, high = _quartiles(own)
-    ratio_low, ratio, ratio_high = _quartiles(
-        [a / b for a, b in zip(own, seconds[baseline], strict=True)]
-    )
+def _summarize(name: str, found: Mapping[str, Samples], baseline: str) -> Timing:
+    low, middle, high = found[name].quartiles
+    ratios = (a / b for a, b in zip(found[name].seconds, found[baseline].seconds, strict=True))
+    ratio_low, ratio, ratio_high = quartiles(tuple(ratios))
     return Timing(
         name,
         middle,
@@ -127,17 +97,10 @@ def _summarize(
         ratio_low,
         ratio_high,
         baseline,
-        len(own),
-        calls,
-        min(own),
+        len(found[name].seconds),
+        found[name].calls,
+        min(found[name].seconds),
     )
-
-
-def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
 
 
 def decibels(found: Tensor, expected: Tensor) -> float:
