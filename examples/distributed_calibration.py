@@ -40,6 +40,7 @@ def main() -> None:
     pairs = zip(model.state_dict().values(), alone.state_dict().values(), strict=True)
     same = all(torch.equal(ours, theirs) for ours, theirs in pairs)
     print(f"rank {rank} of {ranks}: {'equal to one process' if same else 'different'}")
+    distributed.barrier()  # No process leaves while another still works for the group.
     distributed.destroy_process_group()
 
 

@@ -71,6 +71,7 @@ def main() -> None:
     same = all(torch.equal(other, logits) for other in others)
     correct = (logits.argmax(1) == labels).sum().item()
     print(f"rank {rank} of {ranks}: {correct} of 16 right, {'equal' if same else 'different'}")
+    distributed.barrier()  # No process leaves while another still works for the group.
     distributed.destroy_process_group()
 
 
