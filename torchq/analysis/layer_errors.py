@@ -17,20 +17,19 @@ from torchq.analysis.layers import (
     active_quantizers,
     channel_axes,
     quantized_layers,
-    quantizing,
 )
 from torchq.analysis.metrics import Noise, mean_ratio, results_in
 from torchq.analysis.text import bar, decibel_text, percent_text
 from torchq.errors import CalibrationError
-from torchq.graph import Forward, call_model, state_kept, tensors_in
-from torchq.nn import TensorQuantizer
+from torchq.graph import Forward, call_model, tensors_in
+from torchq.nn import TensorQuantizer, quantizing_only
 from torchq.utils import (
     check_batches,
     device_of,
-    evaluating,
     progress_bar,
     table,
     uncompiled,
+    untouched,
     unwrapped,
 )
 
@@ -299,7 +298,7 @@ def layer_errors(
     check_batches(_WHERE, batches, num_batches)
     measurement = _Measurement(model)
     device = device_of(model)
-    with torch.no_grad(), evaluating(model), state_kept(model):
+    with untouched(model):
         shown = progress_bar(batches, description=_WHERE, most=num_batches, enabled=progress)
         for batch in shown:
             measurement.run(partial(call_model, model, batch, forward=forward, device=device))
@@ -331,7 +330,7 @@ class _Record:
         own = self.layer.quantizers.values()
         if not kwargs:
             args = _part_of_call(self.layer, args, output)
-        with quantizing(own, own), self._watched():
+        with quantizing_only(own, own), self._watched():
             # The forward itself: hooks, such as this one, have run around it.
             alone = self.layer.module.forward(*args, **kwargs)
         for value, reference in zip(_floats(alone), expected, strict=False):
@@ -385,9 +384,9 @@ class _Measurement:
 
     def run(self, call: Callable[[], Any]) -> None:
         """Run one batch: float, with each layer alone beside it, and then quantized."""
-        with quantizing(self.known, []), self._hooked(_Record.after_float):
+        with quantizing_only(self.known), self._hooked(_Record.after_float):
             expected = [tensor.clone() for tensor in results_in(call())]
-        with quantizing(self.known, self.known), self._hooked(_Record.after_quantized):
+        with quantizing_only(self.known, self.known), self._hooked(_Record.after_quantized):
             found = results_in(call())
         for place, (value, reference) in enumerate(zip(found, expected, strict=False)):
             self.outputs.setdefault(place, Noise()).add(value, reference)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
-from torchq.nn import QuantModule, TensorQuantizer, modes_kept
+from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
 from torchq.nn.calls.functions import site_descriptors
 from torchq.nn.calls.routed import RoutedModule
 from torchq.workflow import quantizers, weight_quantizers
@@ -143,21 +143,6 @@ def active_quantizers(model: nn.Module) -> list[TensorQuantizer]:
 
 
 @contextmanager
-def quantizing(
-    known: Iterable[TensorQuantizer], chosen: Iterable[TensorQuantizer]
-) -> Iterator[None]:
-    """Let only ``chosen`` of the ``known`` quantizers quantize, and none observe.
-
-    Afterwards all do what they did before, also after an exception.
-    """
-    known, wanted = list(known), {id(quantizer) for quantizer in chosen}
-    with modes_kept(known):
-        for quantizer in known:
-            quantizer.mode = "quantize" if id(quantizer) in wanted else "off"
-        yield
-
-
-@contextmanager
 def passing(known: Iterable[TensorQuantizer]) -> Iterator[None]:
     """Let the model compute in float, with every call of a quantizer that is on.
 
@@ -169,7 +154,7 @@ def passing(known: Iterable[TensorQuantizer]) -> Iterator[None]:
     try:
         for quantizer in active:
             quantizer.delegate = _unchanged
-        with quantizing(known, active):
+        with quantizing_only(known, active):
             yield
     finally:
         for quantizer, delegate in before:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchq.analysis.layers import passing
-from torchq.graph import state_kept, tensors_in
+from torchq.graph import tensors_in
 from torchq.nn import TensorQuantizer
-from torchq.utils import evaluating
+from torchq.utils import untouched
 
 
 @dataclass
@@ -51,7 +51,7 @@ def observe(
     Who feeds whom is read from one more run of the first batch, with the quantizers as they are.
     """
     found: Observation | None = None
-    with torch.no_grad(), evaluating(model), state_kept(model):
+    with untouched(model):
         for batch in batches:
             if found is None:
                 found = Observation(batch)

@@ -18,13 +18,12 @@ from torchq.analysis.layers import (
     QuantizedLayer,
     active_quantizers,
     quantized_layers,
-    quantizing,
 )
 from torchq.analysis.metrics import Evaluate, Evaluation, Score, Sqnr, Sums, add_sums, find_metric
 from torchq.analysis.text import bar, decibel_text
 from torchq.errors import CalibrationError, ConfigError
-from torchq.graph import Forward, call_model, state_kept
-from torchq.nn import TensorQuantizer
+from torchq.graph import Forward, call_model
+from torchq.nn import TensorQuantizer, quantizing_only
 from torchq.utils import (
     Pattern,
     check_batches,
@@ -33,6 +32,7 @@ from torchq.utils import (
     item_count,
     pattern_text,
     progress_bar,
+    state_kept,
     table,
     uncompiled,
     unwrapped,
@@ -267,7 +267,7 @@ class _Run:
         with torch.no_grad():
             for batch, name in shown:
                 noted = self._noted(reached) if name == _EVERYTHING else nullcontext()
-                with quantizing(known, cases[name]), noted:
+                with quantizing_only(known, cases[name]), noted:
                     output = self.call(batch)
                 expected = output if name == _NOTHING else expected
                 add_sums(sums, name, metric.sums(output, expected, batch))
@@ -302,7 +302,7 @@ class _Run:
         known, cases, values = active_quantizers(self.model), self._cases(), {}
         shown = progress_bar(list(cases), description=_WHERE, unit="run", enabled=self.progress)
         for name in shown:
-            with quantizing(known, cases[name]):
+            with quantizing_only(known, cases[name]):
                 values[name] = metric.of(self.model)
         return values
 
@@ -312,7 +312,7 @@ class _Run:
         chosen = {g.name: g.quantizers for g in self.groups} | {_EVERYTHING: everything}
         disturbances = [d for name, own in chosen.items() for d in self._disturbances(name, own)]
         shown = progress_bar(batches, description=_WHERE, most=most, enabled=self.progress)
-        with quantizing(active_quantizers(self.model), []):
+        with quantizing_only(active_quantizers(self.model)):
             return _required(fisher_costs(self.call, shown, disturbances)) | {_NOTHING: 0.0}
 
     def _disturbances(self, key: str, chosen: dict[str, TensorQuantizer]) -> list[Disturbance]:
@@ -337,7 +337,7 @@ def _run_with(
     module: nn.Module, chosen: list[TensorQuantizer], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call a module by itself with some quantizers on."""
-    with quantizing(chosen, chosen):
+    with quantizing_only(chosen, chosen):
         return module.forward(*args, **kwargs)
 
 

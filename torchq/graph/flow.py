@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from torchq.graph.calling import call_model, tensors_in
 from torchq.graph.operators import METADATA, operator_name, reads_metadata
-from torchq.graph.tracing import is_torch_leaf, state_kept
-from torchq.utils import evaluating
+from torchq.graph.tracing import is_torch_leaf
+from torchq.utils import untouched
 
 #: Functions whose second argument is the weight of a layer. A call with the weight of a module
 #: counts as a call of that module.
@@ -359,14 +359,12 @@ def record(
             recorder.note(names[id(module)], module, recorder.pending.pop(), (), out)
 
     with ExitStack() as stack:
-        stack.enter_context(state_kept(model))
+        stack.enter_context(untouched(model))
         for module in model.modules():
             takes_hooks = not isinstance(module, torch.jit.ScriptModule)
             if is_leaf(module) and module is not model and takes_hooks:
                 stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
-        stack.enter_context(evaluating(model))
-        stack.enter_context(torch.no_grad())
         with recorder:
             out = call_model(model, example)
     return Flow(

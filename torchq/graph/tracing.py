@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from torchq.errors import GraphError
 from torchq.graph.calling import call_arguments, tensors_in
-from torchq.utils import evaluating
+from torchq.utils import evaluating, state_kept, untouched
 
 log = logging.getLogger(__name__)
 
@@ -96,48 +96,6 @@ class ModuleTracer(ForwardTracer):
         if type(a) is OrderedDict or dataclasses.is_dataclass(a):
             return self.create_node("call_function", type(a), (items,), {})
         raise TypeError(f"{type(a).__name__} cannot be part of a traced model")
-
-
-@contextmanager
-def state_kept(model: nn.Module) -> Iterator[None]:
-    """Give every module of ``model`` its attributes, containers and buffers back at the end.
-
-    A forward may store results in its module, and while it is traced these are proxies: the first
-    call of torchvision's RoI pooling notes scales, timm's LeViT fills a dictionary of biases.
-    """
-    attributes = [(module, dict(vars(module))) for module in model.modules()]
-    containers: dict[int, tuple[Any, Any]] = {}
-    for _, values in attributes:
-        for value in values.values():
-            _note_containers(value, containers)
-    dense = [b for b in model.buffers() if b.layout is torch.strided and not b.is_quantized]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in dense if not buffer.is_meta]
-    try:
-        yield
-    finally:
-        for module, values in attributes:
-            vars(module).clear()
-            vars(module).update(values)
-        for value, content in containers.values():
-            value.clear()
-            (value.extend if isinstance(value, list) else value.update)(content)
-        with torch.no_grad():
-            for buffer, content in buffers:
-                if not torch.equal(buffer.nan_to_num(), content.nan_to_num()):
-                    buffer.copy_(content)
-
-
-def _note_containers(value: Any, found: dict[int, tuple[Any, Any]]) -> None:
-    """Enter the dictionaries, lists and sets in ``value``, each with a copy, by id."""
-    if id(value) in found:
-        return
-    if isinstance(value, (dict, list, set)):
-        found[id(value)] = (value, value.copy())
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple, set)):
-        for item in value:
-            _note_containers(item, found)
 
 
 def trace_call(
@@ -336,9 +294,9 @@ def _first_line(error: Exception) -> str:
 def _with_fx(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
     given = _by_name(model, args, kwargs)
     found = trace_modules(model, given=given, record_lines=True)
-    with torch.no_grad(), evaluating(model), state_kept(model), torch.random.fork_rng():
+    with untouched(model), torch.random.fork_rng():
         expected = model(*_copied(args), **_copied(kwargs))
-    with torch.no_grad(), evaluating(model), state_kept(model), torch.random.fork_rng():
+    with untouched(model), torch.random.fork_rng():
         got = found(*_copied(args), **_copied(kwargs))
     if not _equal(got, expected):
         raise GraphError("the trace computes something else than the model")
@@ -356,7 +314,7 @@ def _with_fx(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _with_export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str
 ) -> Trace:
-    with torch.no_grad(), evaluating(model), state_kept(model), opaque_calls(model):
+    with untouched(model), opaque_calls(model):
         program = torch.export.export(model, _copied(args), _copied(kwargs), strict=False)
         found = program.module()
     assert isinstance(found, fx.GraphModule)

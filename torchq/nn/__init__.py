@@ -78,7 +78,7 @@ from torchq.nn.modules.recurrent import (
     QuantRNN,
 )
 from torchq.nn.shared_quantizers import share_quantizers_, shared_groups
-from torchq.nn.tensor_quantizer import TensorQuantizer, modes_kept
+from torchq.nn.tensor_quantizer import TensorQuantizer, quantizing_only
 
 __all__ = [
     "FROZEN_NORMS",
@@ -138,7 +138,7 @@ __all__ = [
     "convert_",
     "freeze_norm_",
     "is_weight_quantizer",
-    "modes_kept",
+    "quantizing_only",
     "quantized_as",
     "quantized_class",
     "register",

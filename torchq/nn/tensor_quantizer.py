@@ -660,10 +660,18 @@ TensorQuantizer.__name__ = "TorchqQuantizer"
 
 
 @contextmanager
-def modes_kept(quantizers: Iterable[TensorQuantizer]) -> Iterator[None]:
-    """Let a ``with`` block change the modes of quantizers; give them back at the end."""
-    before = [(quantizer, quantizer.mode) for quantizer in quantizers]
+def quantizing_only(
+    known: Iterable[TensorQuantizer], chosen: Iterable[TensorQuantizer] = ()
+) -> Iterator[None]:
+    """Let only the chosen ones of some quantizers quantize, and none observe.
+
+    At the end all do what they did before. Without ``chosen`` it turns all of them off.
+    """
+    before = [(quantizer, quantizer.mode) for quantizer in known]
+    wanted = {id(quantizer) for quantizer in chosen}
     try:
+        for quantizer, _ in before:
+            quantizer.mode = "quantize" if id(quantizer) in wanted else "off"
         yield
     finally:
         for quantizer, mode in before:

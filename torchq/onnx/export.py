@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from torchq.errors import ExportError
 from torchq.functional.onnx_ops import mark
-from torchq.graph import state_kept
 from torchq.nn import TensorQuantizer
 from torchq.onnx.interface import ExampleCall, fixes_batch
 from torchq.onnx.ir import Model, run_passes, save_model, set_opset
@@ -38,6 +37,7 @@ from torchq.utils import (
     plain_attention,
     progress_stages,
     qualified_name,
+    state_kept,
 )
 from torchq.utils.optional import import_optional
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,11 +17,11 @@ from torchq.nn import TensorQuantizer
 from torchq.ptq.blocks import Block
 from torchq.ptq.gptq.api import BlockRounding
 from torchq.ptq.gptq.layer import Options
-from torchq.ptq.layers import find_layers, restored_on_error, snapshot, weight_quantizer
+from torchq.ptq.layers import find_layers, own_tensors, weight_quantizer
 from torchq.ptq.reconstruction import BlockData, LearnedBlock, learn, mean_error
 from torchq.ptq.replay import Replay, treat_blocks
 from torchq.ptq.reports import report_text
-from torchq.utils import Pattern, evaluating
+from torchq.utils import Pattern, evaluating, undone_on_error
 from torchq.workflow import weight_quantizers
 
 
@@ -139,7 +140,7 @@ class _Work:
         replay, store = self.replay, self.replay.store
         replay.finish(number, "float")
         ranges = _learnable_ranges(replay.model, block.module)
-        with restored_on_error(_snapshot(block, ranges)):
+        with _block_kept(block):
             result = self._learn(number, block, ranges)
         self.done[block.name] = AdaRoundBlock(tuple(block.layers), *result)
         self.finished += block.layers
@@ -155,17 +156,17 @@ class _Work:
         before = mean_error(block.module, data)
         self._rounding.treat(number, block)
         error = mean_error(block.module, data)
-        restore = _snapshot(block, ranges)
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
-        learned = LearnedBlock(block, self._rounding.wanted, ranges)
-        learn(block.name, learned, data, self.steps, generator)
-        learned.apply_("adaround_")
-        after = mean_error(block.module, data)
-        if not after < error:
-            restore()
-            for layer in block.layers.values():
-                layer.weight.copy_(weight_quantizer(layer)(layer.weight))
-            after = error
+        with _block_kept(block) as restore:
+            learned = LearnedBlock(block, self._rounding.wanted, ranges)
+            learn(block.name, learned, data, self.steps, generator)
+            learned.apply_("adaround_")
+            after = mean_error(block.module, data)
+            if not after < error:
+                restore()
+                for layer in block.layers.values():
+                    layer.weight.copy_(weight_quantizer(layer)(layer.weight))
+                after = error
         weights = learned.weights.values()
         total = sum(soft.v.numel() for soft in weights)
         return before, after, sum(soft.undecided() for soft in weights) / total
@@ -183,13 +184,9 @@ class _Work:
         return [partial(read, index) for index in indices]
 
 
-def _snapshot(block: Block, ranges: list[TensorQuantizer]) -> Callable[[], None]:
-    """Return a function that brings what is learned of a block back."""
-    layers = block.layers.values()
-    return snapshot(
-        (tensor for layer in layers for tensor in (layer.weight, layer.bias)),
-        [*map(weight_quantizer, layers), *ranges],
-    )
+def _block_kept(block: Block) -> AbstractContextManager[Callable[[], None]]:
+    """Bring a block back where the body raises; the context is a function that does so too."""
+    return undone_on_error(block.module, written=own_tensors(block.module.modules()))
 
 
 def _learnable_ranges(model: nn.Module, part: nn.Module) -> list[TensorQuantizer]:

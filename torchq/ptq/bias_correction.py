@@ -20,11 +20,12 @@ from torch import Tensor, nn
 
 from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward, call_model
-from torchq.nn import QuantModule
+from torchq.nn import QuantModule, quantizing_only
 from torchq.ptq.channels import LAYERS, TRANSPOSED
-from torchq.ptq.layers import check_calibrated, quantizers_off, restored_on_error, snapshot
+from torchq.ptq.layers import check_calibrated
 from torchq.ptq.reports import report_text
-from torchq.utils import device_of, evaluating, kept_batches, progress_bar
+from torchq.utils import device_of, evaluating, kept_batches, progress_bar, undone_on_error
+from torchq.workflow import quantizers
 
 
 @dataclass(frozen=True)
@@ -103,9 +104,9 @@ def correct_bias_(
     with (
         torch.no_grad(),
         evaluating(model),
-        restored_on_error(snapshot(layer.bias for layer in layers.values())),
+        undone_on_error(written=[layer.bias for layer in layers.values()]),
     ):
-        with quantizers_off(model):
+        with quantizing_only(quantizers(model).values()):
             float_means = run(layers, of_inputs)
         skipped |= dict.fromkeys(layers.keys() - float_means.keys(), "no batch reached it")
         corrections = {}

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 
 from torchq.errors import ConfigError, QuantizationError
 from torchq.graph import Call, Flow, is_torch_leaf, record
-from torchq.nn import QuantModule
+from torchq.nn import QuantModule, quantizing_only
 from torchq.ptq.channels import (
     LAYERS,
     float_outputs,
@@ -37,12 +37,10 @@ from torchq.ptq.channels import (
 from torchq.ptq.layers import (
     check_not_calibrated,
     own_tensors,
-    quantizers_off,
-    restored_on_error,
-    snapshot,
 )
 from torchq.ptq.reports import report_text
-from torchq.utils import evaluating
+from torchq.utils import evaluating, undone_on_error
+from torchq.workflow import quantizers
 
 # The iterations end when no factor differs from 1 by more.
 _CONVERGED = 1e-4
@@ -132,7 +130,7 @@ def equalize_(
     if iterations < 1:
         raise ConfigError(f"equalize_: got iterations={iterations}; expected at least 1")
     check_not_calibrated("equalize_", model)
-    with torch.no_grad(), evaluating(model), quantizers_off(model):
+    with torch.no_grad(), evaluating(model), quantizing_only(quantizers(model).values()):
         flow = record(model, example, lambda m: is_torch_leaf(m) or isinstance(m, QuantModule))
         pairs, skipped = _find_pairs(model, flow)
         expected = float_outputs(model, example)
@@ -140,7 +138,7 @@ def equalize_(
         if most is None:
             most = largest_change(1e-5, pairs[0].first.weight.dtype) if pairs else 0.0
         layers = [layer for pair in pairs for layer in (pair.first, pair.second)]
-        with restored_on_error(snapshot(own_tensors(layers))):
+        with undone_on_error(*layers, written=own_tensors(layers)):
             before = [spread(output_ranges(pair.first)) for pair in pairs]
             _equalize_all(pairs, iterations)
             error = relative_change(float_outputs(model, example), expected)

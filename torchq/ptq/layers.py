@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,52 +13,10 @@ from torchq.errors import ConfigError, QuantizationError
 from torchq.formats import Format
 from torchq.functional import scale_from_amax
 from torchq.functional.scale import divisor
-from torchq.nn import QuantModule, TensorQuantizer, modes_kept
+from torchq.nn import QuantModule, TensorQuantizer
 from torchq.ptq.channels import CONVOLUTIONS
 from torchq.workflow import quantizers, weight_quantizers
 from torchq.workflow.layer_matrices import weight_matrix
-
-
-@contextmanager
-def quantizers_off(model: nn.Module) -> Iterator[None]:
-    """Turn the quantizers of ``model`` off; give them their modes back at the end."""
-    found = list(quantizers(model).values())
-    with modes_kept(found):
-        for quantizer in found:
-            quantizer.mode = "off"
-        yield
-
-
-@contextmanager
-def restored_on_error(restore: Callable[[], None]) -> Iterator[None]:
-    """Call ``restore``, which :func:`snapshot` returned, if anything ends the block early."""
-    try:
-        yield
-    except BaseException:
-        restore()
-        raise
-
-
-def snapshot(
-    tensors: Iterable[Tensor | None], quantizers: Iterable[TensorQuantizer] = ()
-) -> Callable[[], None]:
-    """Return a function that gives tensors, and quantizers their ranges and factors, back."""
-    own = {id(tensor): tensor for tensor in tensors if tensor is not None}
-    values = [(tensor, tensor.detach().clone()) for tensor in own.values()]
-    ranges = [(q, q.ends(), q.pre_quant_scale) for q in quantizers]
-
-    def restore() -> None:
-        with torch.no_grad():
-            for tensor, value in values:
-                tensor.copy_(value)
-        for quantizer, ends, scale in ranges:
-            if ends[0].numel():
-                quantizer.set_ends(ends)
-            else:
-                quantizer.forget_amax()
-            quantizer.pre_quant_scale = scale
-
-    return restore
 
 
 def own_tensors(modules: Iterable[nn.Module]) -> Iterator[Tensor]:

@@ -20,10 +20,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchq.graph import Forward, call_model, tensors_in
-from torchq.nn import Add
+from torchq.nn import Add, quantizing_only
 from torchq.ptq.blocks import Block, CallCount, find_blocks
-from torchq.ptq.layers import quantizers_off
 from torchq.utils import Pattern, device_of, kept_batches, progress_bar
+from torchq.workflow import quantizers
 
 Kind = Literal["float", "quantized"]
 
@@ -264,7 +264,7 @@ class Replay:
             calls.counts[id(module)] = calls.counts.get(id(module), 0) + 1
             calls.order.setdefault(id(module), len(calls.order))
 
-        with ExitStack() as stack, quantizers_off(self.model):
+        with ExitStack() as stack, quantizing_only(quantizers(self.model).values()):
             for module in self.model.modules():
                 stack.callback(module.register_forward_pre_hook(hook).remove)
             self._call(0)
@@ -362,7 +362,7 @@ class Replay:
 
         with ExitStack() as stack:
             if kind == "float":
-                stack.enter_context(quantizers_off(self.model))
+                stack.enter_context(quantizing_only(quantizers(self.model).values()))
             if watch is not None:
                 stack.enter_context(watch.hooked(self.model))
             for i, block in enumerate(self._blocks):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchq.errors import CalibrationError, ConfigError, QuantizationError
 from torchq.functional import fake_quantize, reduce_amax, reduce_range
 from torchq.graph import Call, Flow, Forward, call_model, is_torch_leaf, record
-from torchq.nn import QuantModule, TensorQuantizer
+from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
 from torchq.ptq.channels import (
     float_outputs,
     input_ranges,
@@ -29,12 +29,16 @@ from torchq.ptq.channels import (
 from torchq.ptq.layers import (
     check_not_calibrated,
     own_tensors,
-    quantizers_off,
-    restored_on_error,
-    snapshot,
 )
 from torchq.ptq.reports import report_text
-from torchq.utils import device_of, evaluating, kept_batches, progress_bar
+from torchq.utils import (
+    device_of,
+    evaluating,
+    kept_batches,
+    progress_bar,
+    undone_on_error,
+)
+from torchq.workflow import quantizers
 
 _ALPHAS = tuple(i / 10 for i in range(10))
 # The relative change of a float32 output that is accepted.
@@ -137,7 +141,7 @@ def smooth_(
         raise ConfigError(f"smooth_: got alpha={alpha!r}; expected 0 to 1, or 'auto'")
     check_not_calibrated("smooth_", model)
     kept = kept_batches("smooth_", batches, num_batches)
-    with torch.no_grad(), evaluating(model), quantizers_off(model):
+    with torch.no_grad(), evaluating(model), quantizing_only(quantizers(model).values()):
         groups, skipped = find_groups(model, kept[0])
         if not groups:
             reasons = "; ".join(f"{name}: {text}" for name, text in list(skipped.items())[:3])
@@ -149,9 +153,8 @@ def smooth_(
         seen = _observe_inputs(model, groups, kept, forward, progress)
         expected = float_outputs(model, kept[0], forward)
         most = largest_change(_TOLERANCE, groups[0].layers[0][1].weight.dtype)
-        tensors = own_tensors(module for group in groups for module in group.modules())
-        inputs = [layer.input_quantizer for group in groups for _, layer in group.layers]
-        with restored_on_error(snapshot(tensors, inputs)):
+        changed = [module for group in groups for module in group.modules()]
+        with undone_on_error(*changed, written=own_tensors(changed)):
             smoothed = [_smooth(group, seen[group.names[0]], alpha) for group in groups]
             error = relative_change(float_outputs(model, kept[0], forward), expected)
             if not error <= most:

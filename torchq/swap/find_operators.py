@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from torchq.graph import (
@@ -16,7 +15,6 @@ from torchq.graph import (
     operator_kind,
     operator_name,
     read_arguments,
-    state_kept,
 )
 from torchq.nn import (
     Add,
@@ -31,7 +29,7 @@ from torchq.nn import (
 from torchq.nn.modules.operators import stand_in
 from torchq.nn.operator_modules import recording_operators, replace_operators_, trace_forward
 from torchq.nn.operator_routes import Recorder, Visit, operands_of
-from torchq.utils import evaluating, modules_with_names
+from torchq.utils import modules_with_names, untouched
 
 #: The module that stands for each kind of operator.
 MODULES: dict[str, type[nn.Module]] = {
@@ -309,7 +307,7 @@ def _recorded(
 
     Modules that the run does not reach, or whose source cannot be rewritten, are left out.
     """
-    with state_kept(model), evaluating(model), torch.no_grad():
+    with untouched(model):
         constants = {id(t) for t in (*model.parameters(), *model.buffers())}
         with recording_operators(modules) as found, _noting_linear_results(model) as linear:
             call_model(model, example)

@@ -8,10 +8,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeGuard
 
-import torch
 from torch import Tensor, nn
 
-from torchq.graph import MAX_POOLING, REARRANGING, Call, Flow, is_torch_leaf, record, state_kept
+from torchq.graph import MAX_POOLING, REARRANGING, Call, Flow, is_torch_leaf, record
 from torchq.nn import (
     InputQuantized,
     QuantConv1d,
@@ -19,11 +18,11 @@ from torchq.nn import (
     QuantConv3d,
     QuantModule,
     TensorQuantizer,
-    modes_kept,
+    quantizing_only,
 )
 from torchq.swap.decision import Decision
 from torchq.swap.targets import Target
-from torchq.utils import evaluating
+from torchq.utils import untouched
 
 _RELU = frozenset(["relu", "relu_"])
 _CLIPS = frozenset(["relu6", "clamp", "clamp_", "clip", "clip_", "hardtanh", "hardtanh_"])
@@ -97,9 +96,7 @@ def _reads_quantized(module: QuantModule) -> Iterator[bool]:
 def computing_in_float(model: nn.Module) -> Iterator[None]:
     """Let a model compute with all quantizers off, in eval mode; give its state back at the end."""
     quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
-    with modes_kept(quantizers), torch.no_grad(), evaluating(model), state_kept(model):
-        for quantizer in quantizers:
-            quantizer.mode = "off"
+    with quantizing_only(quantizers), untouched(model):
         yield
 
 

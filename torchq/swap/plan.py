@@ -13,7 +13,6 @@ from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
 from torchq.formats import PerTensor
-from torchq.graph import state_kept
 from torchq.nn.calls.functions import CallSite
 from torchq.nn.operator_routes import MARK
 from torchq.swap.decision import FLOAT_INPUT
@@ -31,7 +30,7 @@ from torchq.swap.find_operators import MODULES, Operator, find_operators
 from torchq.swap.flow import is_depthwise
 from torchq.swap.share import measure_work, warn_if_small
 from torchq.swap.targets import TARGETS, Target
-from torchq.utils import Pattern, matches, qualified_name
+from torchq.utils import Pattern, matches, qualified_name, state_kept
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,13 +9,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torchq.graph import call_model, state_kept, tensors_in
+from torchq.graph import call_model, tensors_in
 from torchq.swap.decision import Decision
-from torchq.utils import evaluating, plain_attention
+from torchq.utils import plain_attention, untouched
 
 #: Below this share of what the user did not exclude, a warning says why.
 SMALL = 1 / 3
@@ -87,7 +86,7 @@ def _multiply_adds(model: nn.Module, example: Any) -> dict[str, float]:
     counter = FlopCounterMode(display=False)
     calls = _Calls(counter.get_total_flops, found)
     with ExitStack() as stack:
-        for context in (torch.no_grad(), evaluating(model), state_kept(model), plain_attention()):
+        for context in (untouched(model), plain_attention()):
             stack.enter_context(context)
         for name, module in model.named_modules():
             before, after = calls.hooks(name)

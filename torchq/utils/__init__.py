@@ -11,9 +11,11 @@ from torchq.utils.modules import (
     evaluating,
     plain_attention,
     set_submodule,
+    state_kept,
     twin_of,
     uncompiled,
     undone_on_error,
+    untouched,
     unwrapped,
 )
 from torchq.utils.names import (
@@ -55,10 +57,12 @@ __all__ = [
     "replacing",
     "set_submodule",
     "short_repr",
+    "state_kept",
     "table",
     "twin_of",
     "uncompiled",
     "undone_on_error",
+    "untouched",
     "unwrapped",
     "wrap",
 ]

@@ -7,12 +7,12 @@ import functools
 import sys
 import types
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
@@ -148,33 +148,97 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from getattr(value, "__dict__", {}).values()
 
 
-@contextmanager
-def undone_on_error(model: nn.Module) -> Iterator[None]:
-    """Give ``model`` its modules, attributes and tensors back where the body raises.
+def _attributes_of(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Return a function that gives modules their attributes, and containers in them, back."""
+    attributes = [(module, dict(vars(module))) for module in modules]
+    containers: dict[int, tuple[Any, Any]] = {}
+    for _, values in attributes:
+        for value in values.values():
+            _note_containers(value, containers)
 
-    Every exception counts, also KeyboardInterrupt. Replaced and added tensors are undone;
-    numbers that the body wrote into a tensor in place are not.
-    """
-    attributes = [(module, dict(vars(module))) for module in model.modules()]
-    contents = [
-        (value, value.copy())
-        for _, values in attributes
-        for value in values.values()
-        if isinstance(value, dict)
-    ]
-    data = [(parameter, parameter.data) for parameter in model.parameters()]
-    try:
-        yield
-    except BaseException:
+    def restore() -> None:
         for module, values in attributes:
             vars(module).clear()
             vars(module).update(values)
-        for value, content in contents:
+        for value, content in containers.values():
             value.clear()
-            value.update(content)
-        for parameter, tensor in data:
-            parameter.data = tensor
+            (value.extend if isinstance(value, list) else value.update)(content)
+
+    return restore
+
+
+def _note_containers(value: Any, found: dict[int, tuple[Any, Any]]) -> None:
+    """Enter the dictionaries, lists and sets in ``value``, each with a copy, by id."""
+    if id(value) in found:
+        return
+    if isinstance(value, (dict, list, set)):
+        found[id(value)] = (value, value.copy())
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple, set)):
+        for item in value:
+            _note_containers(item, found)
+
+
+@contextmanager
+def undone_on_error(
+    *parts: nn.Module,
+    written: Iterable[Tensor | None] = (),
+    but: type[BaseException] | tuple[type[BaseException], ...] = (),
+) -> Iterator[Callable[[], None]]:
+    """Give modules their parts, attributes and tensors back where the body raises.
+
+    Every exception counts, also KeyboardInterrupt, ``but`` these. Replaced and added tensors are
+    undone; of numbers in place those of the tensors that will be ``written``. Yields the function
+    that does so.
+    """
+    modules = list(dict.fromkeys(module for part in parts for module in part.modules()))
+    attributes = _attributes_of(modules)
+    data = [(p, p.data) for module in modules for p in module.parameters(recurse=False)]
+    numbers = [(t, t.detach().clone()) for t in written if t is not None]
+
+    def restore() -> None:
+        attributes()
+        with torch.no_grad():
+            for parameter, tensor in data:
+                parameter.data = tensor
+            for tensor, number in numbers:
+                tensor.copy_(number)
+
+    try:
+        yield restore
+    except but:
         raise
+    except BaseException:
+        restore()
+        raise
+
+
+@contextmanager
+def state_kept(model: nn.Module) -> Iterator[None]:
+    """Give every module of ``model`` its attributes, containers and buffers back at the end.
+
+    A forward may store results in its module, and while it is traced these are proxies: the first
+    call of torchvision's RoI pooling notes scales, timm's LeViT fills a dictionary of biases.
+    """
+    attributes = _attributes_of(model.modules())
+    dense = [b for b in model.buffers() if b.layout is torch.strided and not b.is_quantized]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in dense if not buffer.is_meta]
+    try:
+        yield
+    finally:
+        attributes()
+        with torch.no_grad():
+            for buffer, content in buffers:
+                if not torch.equal(buffer.nan_to_num(), content.nan_to_num()):
+                    buffer.copy_(content)
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Let ``model`` run in eval mode without gradients; leave it as it was at the end."""
+    with torch.no_grad(), evaluating(model), state_kept(model):
+        yield
 
 
 def calls_are_recorded() -> bool:

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torchq.calib import methods, sync
 from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward, call_model
-from torchq.nn import QuantModule, TensorQuantizer, modes_kept
+from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
 from torchq.utils import (
     check_batches,
     device_of,
     evaluating,
     progress_bar,
     table,
+    undone_on_error,
     unwrapped,
 )
 from torchq.workflow.modes import quantizers, weight_quantizers
@@ -144,7 +145,9 @@ def calibrate(
     activations = {name: q for name, q in todo.items() if id(q) not in of_weights}
     count, unseen = 0, list[str]()
     samples = _samples(model, todo, weights) if batches is not None else None
-    with _ranges_kept_on_interrupt(todo.values()), torch.no_grad():
+    buffers = [buffer for quantizer in todo.values() for buffer in quantizer.buffers()]
+    undone = undone_on_error(*todo.values(), written=buffers, but=CalibrationError)
+    with undone, torch.no_grad():
         try:
             if batches is not None and (activations or group or samples):
                 show = progress and (group is None or dist.get_rank(group) == 0)
@@ -298,28 +301,6 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(ordered[:4]) + (", ..." if len(ordered) > 4 else "")
 
 
-@contextmanager
-def _ranges_kept_on_interrupt(chosen: Iterable[TensorQuantizer]) -> Iterator[None]:
-    """Give the quantizers their old ranges back, unless a CalibrationError ends the block."""
-    before = [
-        (q, q.ends() if q.calibrated else None, q.descriptor.unsigned, q.mode) for q in chosen
-    ]
-    try:
-        yield
-    except CalibrationError:
-        raise
-    except BaseException:
-        for quantizer, ends, unsigned, mode in before:
-            if ends is None:
-                quantizer.forget_amax()
-            else:
-                quantizer.set_ends(ends)
-            if quantizer.descriptor.unsigned != unsigned:
-                quantizer.set_unsigned(unsigned)
-            quantizer.mode = mode
-        raise
-
-
 def _samples(
     model: nn.Module, chosen: Mapping[str, TensorQuantizer], weights: str | None
 ) -> OutputSamples | None:
@@ -376,13 +357,10 @@ def _observing(
 
     Afterwards all are as they were, but for their ranges.
     """
-    known = list(quantizers(model).values())
-    with modes_kept(known):
+    with quantizing_only(quantizers(model).values()):
         try:
             for quantizer in chosen.values():
                 quantizer.start_calibration(method, **options)
-            for quantizer in known:
-                quantizer.quantizing = False
             yield
         finally:
             for quantizer in chosen.values():

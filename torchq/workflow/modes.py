@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from torchq.errors import ConfigError
-from torchq.nn import QuantModule, TensorQuantizer, modes_kept
+from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
 from torchq.utils import Pattern, check_pattern, matches, pattern_text
 
 
@@ -108,9 +108,7 @@ def disabled(model: nn.Module, patterns: Pattern | Sequence[Pattern] = "*") -> I
         off quantize
     """
     chosen = list(select_quantizers(model, patterns).values())
-    with modes_kept(chosen):
-        for q in chosen:
-            q.mode = "off"
+    with quantizing_only(chosen):
         yield
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torchq.analysis.doctor import doctor
 from torchq.analysis.formats import LayerFacts, gather_facts
 from torchq.analysis.layer_errors import LayerErrors, layer_errors
-from torchq.analysis.layers import QuantizedLayer, active_quantizers, quantized_layers, quantizing
+from torchq.analysis.layers import QuantizedLayer, active_quantizers, quantized_layers
 from torchq.analysis.metrics import batch_size
 from torchq.analysis.mixed_precision import MixedPrecision, mixed_precision
 from torchq.analysis.page.outputs import compare_outputs
@@ -21,8 +21,9 @@ from torchq.analysis.page.verdict import culprits, damage_shares, verdict
 from torchq.analysis.sensitivity import SensitivityReport, sensitivity
 from torchq.analysis.text import plain
 from torchq.errors import ConfigError
-from torchq.graph import Forward, call_model, state_kept
-from torchq.utils import device_of, evaluating, unwrapped
+from torchq.graph import Forward, call_model
+from torchq.nn import quantizing_only
+from torchq.utils import device_of, untouched, unwrapped
 from torchq.version import __version__
 
 _FORMATS = ("w8a8", "w6a6", "w4a8", "w4a4")
@@ -102,7 +103,7 @@ def _facts(
     model: nn.Module, layers: list[QuantizedLayer], run: Any, batch: Any
 ) -> dict[str, LayerFacts]:
     names = [layer.name for layer in layers]
-    with evaluating(model), state_kept(model), quantizing(active_quantizers(model), []):
+    with untouched(model), quantizing_only(active_quantizers(model)):
         return gather_facts(model, names, partial(run, batch), batch_size(batch))
 
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
-from torchq.analysis.layers import active_quantizers, quantizing
+from torchq.analysis.layers import active_quantizers
 from torchq.analysis.metrics import (
     Evaluation,
     Score,
@@ -23,8 +22,9 @@ from torchq.analysis.metrics import (
     only_scores,
 )
 from torchq.errors import ConfigError
-from torchq.graph import Forward, call_model, state_kept
-from torchq.utils import device_of, evaluating, progress_bar
+from torchq.graph import Forward, call_model
+from torchq.nn import quantizing_only
+from torchq.utils import device_of, progress_bar, untouched
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ def compare_outputs(
     known, sums = active_quantizers(model), Sums()
     call = partial(call_model, model, forward=forward, device=device_of(model))
     scores: list[float | None] = [None, None]
-    with torch.no_grad(), evaluating(model), state_kept(model):
+    with untouched(model):
         for batch in progress_bar(batches, description="compare outputs", enabled=progress):
-            with quantizing(known, []):
+            with quantizing_only(known):
                 expected = call(batch)
             found = call(batch)
             add_sums(sums, "noise", Sqnr().sums(found, expected, batch))
@@ -83,7 +83,7 @@ def compare_outputs(
                 add_sums(sums, "float", chosen.sums(expected, expected, batch))
                 add_sums(sums, "quantized", chosen.sums(found, expected, batch))
         if isinstance(chosen, Evaluation):
-            with quantizing(known, []):
+            with quantizing_only(known):
                 scores[0] = chosen.of(model)
             scores[1] = chosen.of(model)
     if isinstance(chosen, Score) and sums:

@@ -14,9 +14,8 @@ from torchq.analysis.layers import QuantizedLayer, active_quantizers, channel_ax
 from torchq.calib import make_calibrator
 from torchq.errors import CalibrationError, ConfigError
 from torchq.formats import PerTensor
-from torchq.graph import state_kept
 from torchq.nn import QuantModule, TensorQuantizer
-from torchq.utils import evaluating, progress_bar
+from torchq.utils import progress_bar, untouched
 
 _METHODS = ("max", "percentile", "mse", "entropy")
 _BINS = 96
@@ -61,9 +60,7 @@ def histogram_rows(
     inputs = {path: q for path, q in quantizers.items() if path not in weights}
     shown = progress_bar(batches, description="histograms", enabled=progress)
     with (
-        torch.no_grad(),
-        evaluating(model),
-        state_kept(model),
+        untouched(model),
         passing(active_quantizers(model)),
         _sampled(inputs, samples),
     ):

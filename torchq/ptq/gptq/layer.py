@@ -15,10 +15,10 @@ from torchq.ptq.gptq.solver import Elimination, damped_, quadratic_error, ridge_
 from torchq.ptq.layers import (
     check_on_grid,
     grid_of,
-    restored_on_error,
-    snapshot,
+    own_tensors,
     weight_quantizer,
 )
+from torchq.utils import undone_on_error
 from torchq.workflow.layer_matrices import weight_from_matrix, weight_matrix
 
 # The pull of the regression towards the float weights, as a fraction of the mean diagonal. With few
@@ -188,7 +188,8 @@ def round_layer_(
     h, diagonals = moments.xx, _diagonals(moments.xx).clone()
     published = options.target == "weight"
     least = options.damping if published else max(options.damping, scarcity - _FEW)
-    with restored_on_error(snapshot((), [weight_quantizer(layer)])):
+    quantizer = weight_quantizer(layer)
+    with undone_on_error(quantizer, written=own_tensors([quantizer])):
         used = _round_with_ranges_(layer, rounded, h, least, options)
         weight = weight_from_matrix(layer, rounded).to(layer.weight.dtype)
         check_on_grid("gptq_", name, layer, weight)
