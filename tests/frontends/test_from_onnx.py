@@ -19,7 +19,7 @@ import torchq
 from tests.frontends.onnx_writer import Writer, assert_agrees, run_reference
 from tests.models import StagedNet
 from torchq.errors import FrontendError, InputError
-from torchq.frontends.onnx.context import CONVERTERS, Entry
+from torchq.frontends.onnx import CONVERTERS, converter
 
 onnx = pytest.importorskip("onnx", reason="writes the files")
 helper, numpy_helper = onnx.helper, onnx.numpy_helper
@@ -136,7 +136,7 @@ def test_a_product_and_the_bias_behind_it_are_one_layer() -> None:
 
 def test_layers_behind_an_operator_of_ones_own_are_modules() -> None:
     """Shape inference of the package onnx stops there."""
-    CONVERTERS.add(("acme", "Twice"), Entry(lambda node: node.call(torch.mul, node.inputs[0], 2.0)))
+    converter("Twice", domain="acme")(lambda node: node.call(torch.mul, node.inputs[0], 2.0))
     try:
         w = Writer(17)
         x = w.node("Twice", w.input("x", ["n", 3, 4, 6]), domain="acme")
@@ -145,7 +145,7 @@ def test_layers_behind_an_operator_of_ones_own_are_modules() -> None:
         )
         read = torchq.from_onnx(w.model(x))
     finally:
-        CONVERTERS.remove(("acme", "Twice"))
+        CONVERTERS.remove("acme.Twice")
     assert type(read.fc) is nn.Linear
     assert any(type(module) is nn.MaxPool2d for module in read.modules())
     assert read(torch.randn(2, 3, 4, 6)).shape == (2, 3, 3, 7)

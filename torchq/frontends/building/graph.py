@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import abc
 import keyword
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import UnionType
 from typing import Any, ClassVar, NoReturn, TypeVar, Union
 
 import torch
@@ -122,17 +124,53 @@ def parent_of(root: nn.Module, path: str) -> nn.Module:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def entering(
-    registry: Registry[Any, Any], keys: Iterable[Any], entry: Callable[[F], Any] | None = None
-) -> Callable[[F], F]:
-    """Return a decorator that enters a function under several keys."""
+@dataclass(frozen=True)
+class Entry:
+    """A converter, and what its format has to know of the operator beside."""
 
-    def enter(function: F) -> F:
-        for key in keys:
-            registry.add(key, function if entry is None else entry(function))
-        return function
+    convert: Callable[[Any], Any]
+    about: Any = None
 
-    return enter
+
+class Converters(Registry[str, Entry]):
+    """From the operators of a format to their converters."""
+
+    def converter(self, *kinds: str, about: Any = None) -> Callable[[F], F]:
+        """Enter the decorated function as the converter of operators.
+
+        Raises:
+            ConfigError: one of the operators has a converter already.
+        """
+
+        def enter(function: F) -> F:
+            for kind in kinds:
+                self.add(kind, Entry(function, about))
+            return function
+
+        return enter
+
+    def row(
+        self, kinds: str, function: Callable[..., Any], *, about: Any = None, **attributes: Any
+    ) -> None:
+        """Enter operators that one function, or a module of one class, computes.
+
+        Args:
+            kinds: the names of the operators, with spaces between them.
+            function: what takes all inputs and then the attributes; a module is made with the
+                attributes and takes the inputs.
+            about: what the format has to know beside.
+            attributes: in order, with defaults as for :meth:`FileNode.attr`.
+
+        Raises:
+            ConfigError: one of the operators has a converter already.
+        """
+
+        @self.converter(*kinds.split(), about=about)
+        def convert(node: FileNode) -> Value:
+            numbers = [node.attr(name, default) for name, default in attributes.items()]
+            if isinstance(function, type):
+                return node.module(function(*numbers), *node.inputs)
+            return node.call(function, *node.inputs, *numbers)
 
 
 #: The key of ``GraphModule.meta`` under which torch looks for attributes that a copy shall have.
@@ -149,7 +187,7 @@ class GraphBuilder:
         self.where = where
         self.graph = fx.Graph()
         self.root = nn.Module()
-        self.values: dict[str, Value] = {}
+        self.values: dict[Any, Value] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._tensors: dict[int, fx.Node] = {}
         self._kept: list[Tensor] = []
@@ -241,7 +279,33 @@ class GraphBuilder:
 MAX_FOLDED = 2**26
 
 
-class FileNode:
+class Attributes(abc.ABC):
+    """What a file says of a node, read one by one."""
+
+    def attr(self, name: str, default: Any = None) -> Any:
+        """Return an attribute in the type of ``default``, or ``default`` where it is left out.
+
+        A type in place of a default means that the format requires the attribute; one such as
+        ``int | None`` gives None where it is left out.
+        """
+        kind = default if isinstance(default, type) else type(default)
+        if isinstance(default, UnionType):
+            kind, default = default.__args__[0], None
+        found = self.read(name, kind)
+        if found is None and default is kind:
+            self.refuse(f"the attribute {name!r} is missing")
+        return default if found is None else found
+
+    @abc.abstractmethod
+    def read(self, name: str, kind: type) -> Any:
+        """Return an attribute in a type, None where it is left out."""
+
+    @abc.abstractmethod
+    def refuse(self, reason: str) -> NoReturn:
+        """Raise the error that this node cannot be converted."""
+
+
+class FileNode(Attributes):
     """One node: its inputs, its attributes, and the calls that a converter writes in its place."""
 
     format: ClassVar[str] = "file"
@@ -258,15 +322,10 @@ class FileNode:
         self.op_type, self.name = op_type, name
         self.attributes, self.inputs = attributes, inputs
 
-    def attr(self, name: str, default: Any = None) -> Any:
-        """Return an attribute, or ``default`` where the file does not give it."""
-        return self.attributes.get(name, default)
-
-    def required(self, name: str) -> Any:
-        """Return an attribute that the format requires."""
-        if name not in self.attributes:
-            self.refuse(f"the attribute {name!r} is missing")
-        return self.attributes[name]
+    def read(self, name: str, kind: type) -> Any:
+        """Return an attribute in a type; here the file has types of its own."""
+        value = self.attributes.get(name)
+        return kind(value) if kind in (bool, int, float, list) and value is not None else value
 
     def check_all_read(self) -> None:
         """Refuse attributes that the converter did not read, in formats that tell."""

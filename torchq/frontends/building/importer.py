@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import collections
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import fx
 
 from torchq.errors import FrontendError
-from torchq.frontends.building.graph import FileNode, GraphBuilder, Value
-from torchq.utils import Registry
+from torchq.frontends.building.graph import Converters, FileNode, GraphBuilder, Value
 
 #: (number of a node, number of its output).
 Output = tuple[int, int]
@@ -44,7 +43,7 @@ class NetworkImporter:
 
     format: ClassVar[str]
     kinds: ClassVar[str]  # the word of errors for several nodes
-    converters: ClassVar[Registry[str, Callable[[Any], Any]]]
+    converters: ClassVar[Converters]
 
     def __init__(self, where: str) -> None:
         self.where, self.builder = where, GraphBuilder(where)
@@ -56,7 +55,7 @@ class NetworkImporter:
 
     def convert(self, number: int, kind: str) -> None:
         """Write what a node computes, and note the values of its outputs."""
-        results = self.context(number).converted(self.converters[kind])
+        results = self.context(number).converted(self.converters[kind].convert)
         self.values.update({(number, place): value for place, value in enumerate(results)})
 
     def refuse_unknown(self, kinds: Iterable[str]) -> None:

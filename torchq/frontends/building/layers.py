@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from torchq.frontends.building.graph import Constant, GraphBuilder
+from torchq.frontends.building.functions import pool
+from torchq.frontends.building.graph import Constant, FileNode, GraphBuilder, Value
 
 Classes = dict[int, type[Any]]
 
@@ -32,7 +33,7 @@ Module = TypeVar("Module", bound=nn.Module)
 def filled(
     builder: GraphBuilder, module: Module, weight: Constant, bias: Constant | None = None
 ) -> Module:
-    """Return a module with a weight and a bias of the file."""
+    """Return a module with a weight and a bias, each of which is one parameter for all readers."""
     module.weight = builder.parameter(weight)
     if bias is not None:
         module.bias = builder.parameter(bias)
@@ -62,3 +63,41 @@ def convolution(
         options["output_padding"] = tuple(extra)
     module = table[spatial](*channels, size, stride, padding, device="meta", **options)
     return filled(builder, module, weight, bias)
+
+
+def symmetric(pads: Sequence[int] | str) -> list[int] | None:
+    """Return the pads of each side where both sides have the same, else None."""
+    if isinstance(pads, str):
+        return None
+    before, behind = list(pads[: len(pads) // 2]), list(pads[len(pads) // 2 :])
+    return before if before == behind and min(before, default=0) >= 0 else None
+
+
+def pooling(
+    node: FileNode,
+    kind: str,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    pads: Sequence[int] | str,
+    convention: str,
+    include_pad: bool,
+) -> Value:
+    """Call a pooling: torch's own where it has the windows of ``pool`` for inputs of any size.
+
+    Where sizes are rounded up, torch leaves out a last window that begins in the padding, the
+    convention "full" does not. None begins there if stride and padding fit into the window.
+    """
+    padding, table = symmetric(pads), POOLS.get(kind)
+    parts = list(zip(kernel, stride, padding or (), strict=False))
+    same = padding is not None and all(2 * p <= k for k, _, p in parts)
+    same = same and (kind == "max" or set(dilation) <= {1})
+    same = same and (convention != "full" or all(s + p <= k for k, s, p in parts))
+    if table is None or not same:
+        window = list(kernel), list(stride), list(dilation), pads
+        return node.call(pool, node.inputs[0], kind, *window, convention, include_pad)
+    options: dict[str, Any] = {"dilation": dilation}
+    if kind == "avg":
+        options = {"count_include_pad": include_pad or not any(padding or ())}
+    options["ceil_mode"] = convention != "valid"
+    return node.module(table[len(kernel)](kernel, stride, padding, **options), node.inputs[0])

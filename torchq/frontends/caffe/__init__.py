@@ -5,6 +5,6 @@ A reader of messages, an importer, converters of layers, and the functions that 
 
 from torchq.frontends.caffe import converters
 from torchq.frontends.caffe.importer import from_caffe
-from torchq.frontends.caffe.node import CONVERTERS, CaffeLayer, converter
+from torchq.frontends.caffe.node import CONVERTERS, CaffeLayer, converter, row
 
-__all__ = ["CONVERTERS", "CaffeLayer", "converter", "converters", "from_caffe"]
+__all__ = ["CONVERTERS", "CaffeLayer", "converter", "converters", "from_caffe", "row"]

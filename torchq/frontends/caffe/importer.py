@@ -104,7 +104,7 @@ class _Importer(NetworkImporter):
             scale = self._network.layers[after]
             blobs = self._weights.get(scale.name, [])
             context.scale = CaffeLayer(self.builder, scale, [], blobs, [None])
-        for place, value in enumerate(context.converted(CONVERTERS[kind])):
+        for place, value in enumerate(context.converted(CONVERTERS[kind].convert)):
             self._note((number, place), value, context)
         if context.scale_done and after is not None:
             self._note((after, 0), self.values[number, 0], context)

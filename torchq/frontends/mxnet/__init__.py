@@ -5,6 +5,6 @@ An importer, a registry of converters, and the functions that converted graphs c
 
 from torchq.frontends.mxnet import converters
 from torchq.frontends.mxnet.importer import from_mxnet
-from torchq.frontends.mxnet.node import CONVERTERS, SymbolContext, converter, operator
+from torchq.frontends.mxnet.node import CONVERTERS, SymbolContext, converter, row
 
-__all__ = ["CONVERTERS", "SymbolContext", "converter", "converters", "from_mxnet", "operator"]
+__all__ = ["CONVERTERS", "SymbolContext", "converter", "converters", "from_mxnet", "row"]

@@ -5,7 +5,7 @@ An importer, a registry of converters, and the functions that converted graphs c
 
 from torchq.frontends.building.graph import Constant, Ints, Value
 from torchq.frontends.onnx import converters
-from torchq.frontends.onnx.context import CONVERTERS, NodeContext, converter, operators
+from torchq.frontends.onnx.context import CONVERTERS, NodeContext, converter, row
 from torchq.frontends.onnx.importer import from_onnx
 
 __all__ = [
@@ -17,5 +17,5 @@ __all__ = [
     "converter",
     "converters",
     "from_onnx",
-    "operators",
+    "row",
 ]

@@ -11,9 +11,16 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.frontends.building import graph
-from torchq.frontends.building.graph import Constant, FileNode, Ints, Value, entering, stack_ints
+from torchq.frontends.building.graph import (
+    Constant,
+    Converters,
+    F,
+    FileNode,
+    Ints,
+    Value,
+    stack_ints,
+)
 from torchq.nn import TensorQuantizer
-from torchq.utils import Registry
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,9 +175,10 @@ class NodeContext(FileNode):
 
         None where they are left out.
         """
-        if "axes" in self.attributes:
-            return list(self.attributes["axes"])
-        return None if self.input(index) is None else self.known_ints(index, "axes")
+        given = self.attr("axes", list | None)
+        if given is not None or self.input(index) is None:
+            return given
+        return self.known_ints(index, "axes")
 
     def shape(self, index: int) -> list[int | None] | None:
         """Return the shape of an input: None for a size, or for all of it, that is not known."""
@@ -238,40 +246,21 @@ class NodeContext(FileNode):
         return self.builder.graph.call_method("size", (source, axis))
 
 
-Converter = Callable[["NodeContext"], "Value | Sequence[Value]"]
-
 #: The element types that torch computes with on every device.
 NUMBERS = frozenset(
-    {
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.bool,
-    }
+    [
+        *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool),
+        *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    ]
 )
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A converter and what it accepts."""
-
-    convert: Converter
-    dtypes: frozenset[torch.dtype] | None = NUMBERS
-
-
-#: From (domain, operator) to its entry. The domain of ONNX's own operators is "".
-CONVERTERS: Registry[tuple[str, str], Entry] = Registry("ONNX operator")
+#: From an operator, behind its domain and a dot if that is not ONNX's own, to its converter and the
+#: element types that this can handle, None for any that torch has.
+CONVERTERS = Converters("ONNX operator")
 
 
 def converter(
     *op_types: str, domain: str = "", dtypes: frozenset[torch.dtype] | None = NUMBERS
-) -> Callable[[Converter], Converter]:
+) -> Callable[[F], F]:
     """Enter the decorated function as the converter of operators.
 
     Args:
@@ -283,27 +272,14 @@ def converter(
     Raises:
         ConfigError: one of the operators has a converter already.
     """
-    keys = [(domain, op_type) for op_type in op_types]
-    return entering(CONVERTERS, keys, lambda function: Entry(function, dtypes))
+    return CONVERTERS.converter(*(qualified(domain, name) for name in op_types), about=dtypes)
 
 
-def operators(
-    rows: dict[str, tuple[Callable[..., Any], dict[str, Any]]],
-    dtypes: frozenset[torch.dtype] | None = NUMBERS,
-) -> None:
-    """Enter operators that a function or a module of all inputs computes.
+def qualified(domain: str, op_type: str) -> str:
+    """Return the key of an operator in :data:`CONVERTERS`."""
+    return f"{domain}.{op_type}" if domain else op_type
 
-    Args:
-        rows: by the name of the operator the function, or the class of the module, and the
-            attributes that it takes too, with the defaults of the format.
-        dtypes: see :func:`converter`.
-    """
 
-    def convert(node: NodeContext) -> Value:
-        function, attributes = rows[node.op_type]
-        numbers = [node.attr(name, default) for name, default in attributes.items()]
-        if isinstance(function, type):
-            return node.module(function(*numbers), *node.inputs)
-        return node.call(function, *node.inputs, *numbers)
-
-    converter(*rows, dtypes=dtypes)(convert)
+def row(op_types: str, function: Callable[..., Any], **attributes: Any) -> None:
+    """Enter operators on numbers that one function computes; see :meth:`Converters.row`."""
+    CONVERTERS.row(op_types, function, about=NUMBERS, **attributes)

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torchq.errors import FrontendError, InputError
 from torchq.frontends.building.graph import Constant, Value
 from torchq.frontends.onnx.batch import free_batch_
-from torchq.frontends.onnx.context import CONVERTERS, GraphBuilder, NodeContext
+from torchq.frontends.onnx.context import CONVERTERS, GraphBuilder, NodeContext, qualified
 from torchq.frontends.onnx.inference import infer_types
 from torchq.frontends.onnx.reader import attribute_values, is_four_bits, read_model, tensor_of
 from torchq.utils.optional import import_optional
@@ -157,9 +157,9 @@ class Importer:
             list(proto.input),
             list(proto.output),
         )
-        entry = CONVERTERS[domain, proto.op_type]
-        if entry.dtypes is not None:
-            _check_dtypes(context, entry.dtypes)
+        entry = CONVERTERS[qualified(domain, proto.op_type)]
+        if entry.about is not None:
+            _check_dtypes(context, entry.about)
         results = context.converted(entry.convert)
         for output, value in zip(proto.output, results, strict=False):
             if output:
@@ -254,7 +254,7 @@ def _expand_functions(model: Any, where: str) -> Any:
     """Replace operators without a converter by the functions that define them, None for nothing."""
     versions, found = opset_versions(model), set()
     for domain, op_type in _operators(model.graph, where):
-        is_known = (domain, op_type) in CONVERTERS or domain not in ("", "ai.onnx.ml")
+        is_known = qualified(domain, op_type) in CONVERTERS or domain not in ("", "ai.onnx.ml")
         if not is_known and _is_function(domain, op_type, versions.get(domain, 1)):
             found.add((domain, op_type))
     if not found:
@@ -294,21 +294,19 @@ def _is_function(domain: str, op_type: str, version: int) -> bool:
 
 
 def _check_operators(model: Any, where: str) -> None:
-    counts = _operators(model.graph, where)
-    unknown = {key: count for key, count in counts.items() if key not in CONVERTERS}
+    counts = _operators(model.graph, where).items()
+    named = sorted((qualified(*key), count) for key, count in counts)
+    unknown = {name: count for name, count in named if name not in CONVERTERS}
     if unknown:
-        text = ", ".join(
-            f"{domain + '.' if domain else ''}{op_type} ({count})"
-            for (domain, op_type), count in sorted(unknown.items())
-        )
+        text = ", ".join(f"{name} ({count})" for name, count in unknown.items())
         raise FrontendError(f"{where}: no converter for {text}. {_advice(unknown)}")
 
 
-def _advice(unknown: Iterable[tuple[str, str]]) -> str:
+def _advice(unknown: Iterable[str]) -> str:
     """Return how to do without operators that have no converter."""
-    if any(op_type.startswith("QLinear") or op_type == "QGemm" for _, op_type in unknown):
+    if any(name.rpartition(".")[2].startswith(("QLinear", "QGemm")) for name in unknown):
         return "Quantize the float file again with quant_format=QuantFormat.QDQ"
-    if any(domain == "com.microsoft" for domain, _ in unknown):
+    if any(name.startswith("com.microsoft.") for name in unknown):
         return "Read the file from before ONNX Runtime optimized it"
     return "Write one with torchq.frontends.onnx.converter, or cut the graph before them"
 

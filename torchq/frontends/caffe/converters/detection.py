@@ -12,36 +12,36 @@ from torch import Tensor, nn
 
 from torchq.frontends.building.functions import kept_boxes, ranked
 from torchq.frontends.building.graph import Value
-from torchq.frontends.caffe.node import CaffeLayer, Settings, converter
+from torchq.frontends.caffe.node import CaffeLayer, converter
 
 
-def _ratios(settings: Settings) -> list[float]:
+def _ratios(layer: CaffeLayer) -> list[float]:
     """Return the ratios of boxes that are no squares, each once, with their inverses if asked."""
-    flip, result = settings.flag("flip", True), list[float]()
-    for ratio in settings.numbers("aspect_ratio"):
+    flip, result = layer.attr("flip", True), list[float]()
+    for ratio in layer.settings.numbers("aspect_ratio"):
         if any(abs(ratio - other) < 1e-6 for other in (1.0, *result)):
             continue
         result += [ratio, 1 / ratio] if flip else [ratio]
     return result
 
 
-@converter("PriorBox")
+@converter("PriorBox", about="prior_box_param")
 def _prior_box(layer: CaffeLayer) -> Value:
-    settings = layer.settings("prior_box_param")
-    small, large = settings.numbers("min_size"), settings.numbers("max_size")
-    variances = settings.numbers("variance") or [0.1]
+    names = ("min_size", "max_size", "variance")
+    small, large, variances = (layer.settings.numbers(name) for name in names)
+    variances = variances or [0.1]
     if not small or (large and len(large) != len(small)) or len(variances) not in (1, 4):
         layer.refuse(f"got min_size {small}, max_size {large}, variance {variances}")
-    both, distance = settings.integer("img_size", 0), settings.number("step", 0.0)
+    both, distance = layer.attr("img_size", 0), layer.attr("step", 0.0)
     options = PriorOptions(
         min_sizes=tuple(small),
         max_sizes=tuple(large),
-        ratios=tuple(_ratios(settings)),
-        clip=settings.flag("clip", False),
+        ratios=tuple(_ratios(layer)),
+        clip=layer.attr("clip", False),
         variances=tuple(variances),
-        image=(settings.integer("img_w", both), settings.integer("img_h", both)),
-        steps=(settings.number("step_w", distance), settings.number("step_h", distance)),
-        offset=settings.number("offset", 0.5),
+        image=(layer.attr("img_w", both), layer.attr("img_h", both)),
+        steps=(layer.attr("step_w", distance), layer.attr("step_h", distance)),
+        offset=layer.attr("offset", 0.5),
     )
     layer.result_ndim = 3
     shapes = [layer.call(getattr, value, "shape") for value in layer.inputs[:2]]
@@ -49,27 +49,27 @@ def _prior_box(layer: CaffeLayer) -> Value:
     return layer.module(PriorBoxes(options), *shapes, *kind)
 
 
-@converter("DetectionOutput")
+@converter("DetectionOutput", about="detection_output_param")
 def _detection_output(layer: CaffeLayer) -> Value:
-    settings = layer.settings("detection_output_param")
+    settings = layer.settings
     nms = settings.settings("nms_param")
-    if nms.number("eta", 1.0) != 1:
+    if nms.attr("eta", 1.0) != 1:
         layer.refuse("a threshold that changes (eta) is not supported")
     for name in ("save_output_param", "visualize", "visualize_threshold", "save_file"):
         settings.settings(name)  # they write files, and do not change the result
-    overlap = nms.number("nms_threshold", 0.3)
+    overlap = nms.attr("nms_threshold", 0.3)
     if not 0 <= overlap <= 1:
         layer.refuse(f"nms_threshold is {overlap}; expected 0 to 1")
     options = DetectionOptions(
-        classes=settings.integer("num_classes"),
-        shared=settings.flag("share_location", True),
-        background=settings.integer("background_label_id", 0),
+        classes=layer.attr("num_classes", int),
+        shared=layer.attr("share_location", True),
+        background=layer.attr("background_label_id", 0),
         code=settings.choice("code_type", "CORNER", "CENTER_SIZE", "CORNER_SIZE", first=1),
-        scaled=settings.flag("variance_encoded_in_target", False),
-        confidence=settings.number("confidence_threshold", -3.4e38),
+        scaled=layer.attr("variance_encoded_in_target", False),
+        confidence=layer.attr("confidence_threshold", -3.4e38),
         overlap=overlap,
-        candidates=nms.integer("top_k", -1),
-        kept=settings.integer("keep_top_k", -1),
+        candidates=nms.attr("top_k", -1),
+        kept=layer.attr("keep_top_k", -1),
     )
     layer.result_ndim = 4
     return layer.module(Detections(options), *layer.inputs[:3])

@@ -6,78 +6,70 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchq.frontends.building.functions import pool
 from torchq.frontends.building.graph import Constant, Value
 from torchq.frontends.building.layers import (
     BATCH_NORMS,
     CONVOLUTIONS,
     GLOBAL_POOLS,
-    POOLS,
     convolution,
     filled,
+    pooling,
 )
-from torchq.frontends.caffe.node import CaffeLayer, Settings, converter
+from torchq.frontends.caffe.node import CaffeLayer, converter, row
 
 
 def sizes(
-    layer: CaffeLayer, settings: Settings, spatial: int, repeated: str, pair: str, default: int
+    layer: CaffeLayer, spatial: int, repeated: str, pair: str = "", default: int | None = None
 ) -> list[int]:
     """Return one size for each dimension of a window."""
-    named = [f"{pair}_h", f"{pair}_w"]
-    if any(settings.has(name) for name in named):
+    named = [f"{pair or repeated}_h", f"{pair or repeated}_w"]
+    if any(layer.settings.has(name) for name in named):
         if spatial != 2:
             layer.refuse(f"got {named[0]} for {spatial} dimensions; expected {repeated}")
-        return [settings.integer(name, default if default >= 0 else None) for name in named]
-    found = settings.integers(repeated) or ([default] if default >= 0 else [])
-    if len(found) == 1:
-        found = found * spatial
+        return [layer.attr(name, int if default is None else default) for name in named]
+    found = layer.attr(repeated, [] if default is None else [default])
+    found = found * spatial if len(found) == 1 else found
     if len(found) != spatial:
         layer.refuse(f"{repeated} is {found}; expected {spatial} sizes")
     return found
 
 
-@converter(
-    "Convolution", "Deconvolution", "DepthwiseConvolution", "ConvolutionDepthwise", "ConvolutionDW"
-)
+_DEPTHWISE = ("DepthwiseConvolution", "ConvolutionDepthwise", "ConvolutionDW")
+
+
+@converter("Convolution", "Deconvolution", *_DEPTHWISE, about="convolution_param")
 def _convolution(layer: CaffeLayer) -> Value:
-    settings = layer.settings("convolution_param")
-    transposed = layer.op_type == "Deconvolution"
-    weight = layer.blob(0, "weight")
+    transposed, weight = layer.op_type == "Deconvolution", layer.blob(0, "weight")
     spatial = weight.tensor.dim() - 2
-    if spatial not in CONVOLUTIONS or settings.integer("axis", 1) != 1:
+    if spatial not in CONVOLUTIONS or layer.attr("axis", 1) != 1:
         layer.refuse(f"its weight has {spatial} spatial dimensions; expected 1 to 3, and axis 1")
-    kernel = sizes(layer, settings, spatial, "kernel_size", "kernel", -1)
-    stride = sizes(layer, settings, spatial, "stride", "stride", 1)
-    pad = sizes(layer, settings, spatial, "pad", "pad", 0)
-    dilation = sizes(layer, settings, spatial, "dilation", "dilation", 1)
-    out, with_bias = settings.integer("num_output"), settings.flag("bias_term", True)
-    groups = settings.integer("group", 1)
-    if "epthwise" in layer.op_type or layer.op_type == "ConvolutionDW":
-        groups = out
+    kernel = sizes(layer, spatial, "kernel_size", "kernel")
+    steps = (("stride", 1), ("pad", 0), ("dilation", 1))
+    stride, pad, dilation = (sizes(layer, spatial, name, default=n) for name, n in steps)
+    out, with_bias = layer.attr("num_output", int), layer.attr("bias_term", True)
+    groups = layer.attr("group", 1)
+    groups = out if layer.op_type in _DEPTHWISE else groups
     first, second = weight.tensor.shape[:2]
-    inputs = first if transposed else second * groups
-    expected = [inputs, out // max(groups, 1)] if transposed else [out, second]
+    expected = [first, out // max(groups, 1)] if transposed else [out, second]
     if list(weight.tensor.shape) != [*expected, *kernel]:
         shape = tuple(weight.tensor.shape)
         layer.refuse(f"its weight has the shape {shape}; expected {[*expected, *kernel]}")
     bias = layer.vector(1, "bias", out) if with_bias else None
-    window, extra = (stride, pad, dilation), [0] * spatial if transposed else None
+    extra = [0] * spatial if transposed else None
+    window = (stride, pad, dilation)
     module = convolution(layer.builder, weight, bias, window, groups, extra)
     return layer.module(module, layer.inputs[0])
 
 
-@converter("InnerProduct")
+@converter("InnerProduct", about="inner_product_param")
 def _inner_product(layer: CaffeLayer) -> Value:
-    settings = layer.settings("inner_product_param")
-    out, with_bias = settings.integer("num_output"), settings.flag("bias_term", True)
-    axis, weight = layer.axis(settings), layer.blob(0, "weight")
+    out, with_bias = layer.attr("num_output", int), layer.attr("bias_term", True)
+    axis, weight, x = layer.axis(), layer.blob(0, "weight"), layer.inputs[0]
     if weight.tensor.numel() % max(out, 1):
         layer.refuse(f"its weight has the shape {tuple(weight.tensor.shape)} for {out} outputs")
-    if settings.flag("transpose", False):
-        form = weight.tensor.reshape(-1, out).t()
-    else:
-        form = weight.tensor.reshape(out, -1)
-    x = layer.inputs[0]
+    transposed = layer.attr("transpose", False)
+    form = weight.tensor.reshape((-1, out) if transposed else (out, -1))
+    form = form.t() if transposed else form
     if layer.ndims[0] != axis + 1:
         x = layer.call(torch.flatten, x, axis)
     module = nn.Linear(form.shape[1], out, with_bias, device="meta")
@@ -88,11 +80,10 @@ def _inner_product(layer: CaffeLayer) -> Value:
     return layer.module(module, x)
 
 
-@converter("BatchNorm")
+@converter("BatchNorm", about="batch_norm_param")
 def _batch_norm(layer: CaffeLayer) -> Value:
-    settings = layer.settings("batch_norm_param")
-    eps = settings.number("eps", 1e-5)
-    if not settings.flag("use_global_stats", True):
+    eps = layer.attr("eps", 1e-5)
+    if not layer.attr("use_global_stats", True):
         layer.refuse("it uses the statistics of each batch; expected the stored ones")
     mean = layer.vector(0, "running_mean").tensor
     variance = layer.vector(1, "running_var", mean.numel()).tensor
@@ -120,89 +111,70 @@ def _mergeable(layer: CaffeLayer, channels: int) -> CaffeLayer | None:
     scale = layer.scale
     if scale is None or len(scale.layer.bottoms) != 1 or not scale.blobs:
         return None
-    settings = scale.settings("scale_param")
-    plain = settings.integer("axis", 1) == 1 and settings.integer("num_axes", 1) == 1
-    with_bias = settings.flag("bias_term", False)
+    plain = scale.attr("axis", 1) == 1 and scale.attr("num_axes", 1) == 1
+    with_bias = scale.attr("bias_term", False)
     scale.check_all_read()
     fits = scale.blobs[0].numel() == channels and len(scale.blobs) == 1 + with_bias
     return scale if plain and fits else None
 
 
-@converter("Pooling")
+@converter("Pooling", about="pooling_param")
 def _pooling(layer: CaffeLayer) -> Value:
-    settings = layer.settings("pooling_param")
-    kind = settings.choice("pool", "MAX", "AVE", "STOCHASTIC")
+    kind = layer.settings.choice("pool", "MAX", "AVE", "STOCHASTIC")
     if kind == "STOCHASTIC" or len(layer.layer.tops) > 1:
         layer.refuse("stochastic pooling, and the places of maxima, are not supported")
-    name = {"MAX": "max", "AVE": "avg"}[kind]
-    if settings.flag("global_pooling", False):
+    kind = {"MAX": "max", "AVE": "avg"}[kind]
+    if layer.attr("global_pooling", False):
         for field in ("kernel_size", "stride", "pad"):
-            settings.integers(field)
-        return layer.module(GLOBAL_POOLS[name][2](1), layer.inputs[0])
-    kernel = sizes(layer, settings, 2, "kernel_size", "kernel", -1)
-    stride = sizes(layer, settings, 2, "stride", "stride", 1)
-    pad = sizes(layer, settings, 2, "pad", "pad", 0)
-    up = settings.choice("round_mode", "CEIL", "FLOOR") == "CEIL"
-    up = settings.flag("ceil_mode", up)
-    parts = list(zip(kernel, stride, pad, strict=True))
-    if any(p >= k for k, _, p in parts):
+            layer.attr(field, [])
+        return layer.module(GLOBAL_POOLS[kind][2](1), layer.inputs[0])
+    kernel = sizes(layer, 2, "kernel_size", "kernel")
+    stride, pad = sizes(layer, 2, "stride", default=1), sizes(layer, 2, "pad", default=0)
+    up = layer.settings.choice("round_mode", "CEIL", "FLOOR") == "CEIL"
+    up = layer.attr("ceil_mode", up)
+    if any(p >= k for k, p in zip(kernel, pad, strict=True)):
         layer.refuse(f"pad is {pad}; expected less than the kernel {kernel}")
     # Without padding Caffe keeps a last window that begins behind the input, torch does not.
-    outside = up and not any(pad) and any(s > k for k, s, _ in parts)
-    if outside or any(2 * p > k for k, _, p in parts):
-        if up and any(pad):
-            layer.refuse(f"a pad of {pad} with a kernel of {kernel} is not supported")
-        convention = "full" if up else "valid"
-        window = kernel, stride, [1, 1], pad + pad
-        return layer.call(pool, layer.inputs[0], name, *window, convention, True)
-    return layer.module(POOLS[name][2](kernel, stride, pad, ceil_mode=up), layer.inputs[0])
+    convention = ("ceil" if any(pad) else "full") if up else "valid"
+    return pooling(layer, kind, kernel, stride, [1, 1], pad + pad, convention, True)
 
 
-_PLAIN = {"Sigmoid": nn.Sigmoid, "TanH": nn.Tanh, "ReLU6": nn.ReLU6, "BNLL": nn.Softplus}
-
-
-@converter(*_PLAIN)
-def _plain(layer: CaffeLayer) -> Value:
-    return layer.module(_PLAIN[layer.op_type](), layer.inputs[0])
-
-
-@converter("ReLU")
+@converter("ReLU", about="relu_param")
 def _relu(layer: CaffeLayer) -> Value:
-    slope = layer.settings("relu_param").number("negative_slope", 0.0)
+    slope = layer.attr("negative_slope", 0.0)
     return layer.module(nn.LeakyReLU(slope) if slope else nn.ReLU(), layer.inputs[0])
 
 
-@converter("PReLU")
+@converter("PReLU", about="prelu_param")
 def _prelu(layer: CaffeLayer) -> Value:
-    layer.settings("prelu_param").flag("channel_shared", False)
+    layer.attr("channel_shared", False)
     slope = layer.vector(0, "weight")
     module = nn.PReLU(slope.tensor.numel())
     module.weight = layer.builder.parameter(slope)
     return layer.module(module, layer.inputs[0])
 
 
-@converter("ELU")
-def _elu(layer: CaffeLayer) -> Value:
-    return layer.module(nn.ELU(layer.settings("elu_param").number("alpha", 1.0)), layer.inputs[0])
-
-
-@converter("Swish")
+@converter("Swish", about="swish_param")
 def _swish(layer: CaffeLayer) -> Value:
-    beta = layer.settings("swish_param").number("beta", 1.0)
+    beta, x = layer.attr("beta", 1.0), layer.inputs[0]
     if beta == 1.0:
-        return layer.module(nn.SiLU(), layer.inputs[0])
-    gate = layer.call(torch.sigmoid, layer.call(torch.mul, layer.inputs[0], beta))
-    return layer.call(torch.mul, layer.inputs[0], gate)
+        return layer.module(nn.SiLU(), x)
+    return layer.call(torch.mul, x, layer.call(torch.sigmoid, layer.call(torch.mul, x, beta)))
 
 
-@converter("Softmax")
+@converter("Softmax", about="softmax_param")
 def _softmax(layer: CaffeLayer) -> Value:
-    axis = layer.axis(layer.settings("softmax_param"))
-    return layer.module(nn.Softmax(axis), layer.inputs[0])
+    return layer.module(nn.Softmax(layer.axis()), layer.inputs[0])
 
 
-@converter("Dropout")
+@converter("Dropout", about="dropout_param")
 def _dropout(layer: CaffeLayer) -> Value:
-    settings = layer.settings("dropout_param")
-    settings.flag("scale_train", True)
-    return layer.module(nn.Dropout(settings.number("dropout_ratio", 0.5)), layer.inputs[0])
+    layer.attr("scale_train", True)
+    return layer.module(nn.Dropout(layer.attr("dropout_ratio", 0.5)), layer.inputs[0])
+
+
+row("Sigmoid", nn.Sigmoid)
+row("TanH", nn.Tanh)
+row("ReLU6", nn.ReLU6)
+row("BNLL", nn.Softplus)
+row("ELU", nn.ELU, about="elu_param", alpha=1.0)

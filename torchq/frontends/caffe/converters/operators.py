@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchq.frontends.building.graph import Value
-from torchq.frontends.caffe.node import CaffeLayer, converter, operator
+from torchq.frontends.caffe.node import CaffeLayer, converter, row
 
 _ELTWISE: dict[str, Callable[..., Tensor]] = {
     "PROD": torch.mul,
@@ -19,14 +19,11 @@ _ELTWISE: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@converter("Eltwise")
+@converter("Eltwise", about="eltwise_param")
 def _eltwise(layer: CaffeLayer) -> Value:
-    settings = layer.settings("eltwise_param")
-    kind = (
-        settings.choice("operation", "PROD", "SUM", "MAX") if settings.has("operation") else "SUM"
-    )
-    factors = settings.numbers("coeff")
-    settings.flag("stable_prod_grad", True)
+    given, factors = layer.settings.has("operation"), layer.settings.numbers("coeff")
+    kind = layer.settings.choice("operation", "PROD", "SUM", "MAX") if given else "SUM"
+    layer.attr("stable_prod_grad", True)
     if kind == "SUM" and any(factor != 1 for factor in factors):
         if len(factors) != len(layer.inputs):
             layer.refuse(f"got {len(factors)} factors for {len(layer.inputs)} inputs")
@@ -34,14 +31,12 @@ def _eltwise(layer: CaffeLayer) -> Value:
     return functools.reduce(lambda a, b: layer.call(_ELTWISE[kind], a, b), layer.inputs)
 
 
-@converter("Scale")
+@converter("Scale", about="scale_param")
 def _scale(layer: CaffeLayer) -> Value:
-    settings = layer.settings("scale_param")
-    axis, with_bias = settings.integer("axis", 1), settings.flag("bias_term", False)
-    settings.integer("num_axes", 1)
-    given = len(layer.inputs) > 1
-    scale = layer.inputs[1] if given else layer.blob(0, "weight")
-    bias = layer.blob(0 if given else 1, "bias") if with_bias else None
+    axis, with_bias, given = layer.attr("axis", 1), layer.attr("bias_term", False), layer.input(1)
+    layer.attr("num_axes", 1)
+    scale = layer.blob(0, "weight") if given is None else given
+    bias = layer.blob(1 if given is None else 0, "bias") if with_bias else None
     return layer.call(affine, layer.inputs[0], scale, bias, axis)
 
 
@@ -52,12 +47,11 @@ def _axpy(layer: CaffeLayer) -> Value:
     return layer.call(torch.add, layer.call(torch.mul, x, scale), y)
 
 
-@converter("LRN")
+@converter("LRN", about="lrn_param")
 def _local_response(layer: CaffeLayer) -> Value:
-    settings = layer.settings("lrn_param")
-    size, alpha = settings.integer("local_size", 5), settings.number("alpha", 1.0)
-    beta, k = settings.number("beta", 0.75), settings.number("k", 1.0)
-    region = settings.choice("norm_region", "ACROSS_CHANNELS", "WITHIN_CHANNEL")
+    size, alpha = layer.attr("local_size", 5), layer.attr("alpha", 1.0)
+    beta, k = layer.attr("beta", 0.75), layer.attr("k", 1.0)
+    region = layer.settings.choice("norm_region", "ACROSS_CHANNELS", "WITHIN_CHANNEL")
     if size % 2 == 0:
         layer.refuse(f"local_size is {size}; expected an odd number")
     if region == "WITHIN_CHANNEL":
@@ -65,20 +59,18 @@ def _local_response(layer: CaffeLayer) -> Value:
     return layer.module(nn.LocalResponseNorm(size, alpha, beta, k), layer.inputs[0])
 
 
-@converter("Normalize")
+@converter("Normalize", about="norm_param")
 def _normalize(layer: CaffeLayer) -> Value:
-    settings = layer.settings("norm_param")
-    across, eps = settings.flag("across_spatial", True), settings.number("eps", 1e-10)
-    settings.flag("channel_shared", True)
-    return layer.call(normalize, layer.inputs[0], layer.vector(0, "weight"), across, eps)
+    options = layer.attr("across_spatial", True), layer.attr("eps", 1e-10)
+    layer.attr("channel_shared", True)
+    return layer.call(normalize, layer.inputs[0], layer.vector(0, "weight"), *options)
 
 
-@converter("ArgMax")
+@converter("ArgMax", about="argmax_param")
 def _arg_max(layer: CaffeLayer) -> Value:
-    settings = layer.settings("argmax_param")
-    if settings.integer("top_k", 1) != 1 or settings.flag("out_max_val", False):
+    if layer.attr("top_k", 1) != 1 or layer.attr("out_max_val", False):
         layer.refuse("more than the place of the largest element is not supported")
-    return layer.call(arg_max, layer.inputs[0], settings.integer("axis"))
+    return layer.call(arg_max, layer.inputs[0], layer.attr("axis", int))
 
 
 def along(part: Tensor, ndim: int, axis: int) -> Tensor:
@@ -142,13 +134,12 @@ def arg_max(x: Tensor, axis: int) -> Tensor:
     return x.argmax(axis, keepdim=True).to(x.dtype)
 
 
-_INNER = (("number", "scale", 1.0), ("number", "shift", 0.0))
-_VARIANCE = (("flag", "normalize_variance", True), ("flag", "across_channels", False))
-operator("AbsVal", torch.abs)
-operator("Power", power, "power_param", ("number", "power", 1.0), *_INNER)
-operator("Exp", exponential, "exp_param", ("number", "base", -1.0), *_INNER)
-operator("MVN", mean_variance, "mvn_param", *_VARIANCE, ("number", "eps", 1e-9))
-operator("Clip", torch.clamp, "clip_param", ("number", "min"), ("number", "max"))
+row("AbsVal", torch.abs)
+row("Power", power, about="power_param", power=1.0, scale=1.0, shift=0.0)
+row("Exp", exponential, about="exp_param", base=-1.0, scale=1.0, shift=0.0)
+_VARIANCE = {"normalize_variance": True, "across_channels": False, "eps": 1e-9}
+row("MVN", mean_variance, about="mvn_param", **_VARIANCE)
+row("Clip", torch.clamp, about="clip_param", min=float, max=float)
 
 
 @converter("Split")
@@ -156,72 +147,63 @@ def _split(layer: CaffeLayer) -> list[Value]:
     return [layer.inputs[0]] * len(layer.layer.tops)
 
 
-@converter("Concat")
+@converter("Concat", about="concat_param")
 def _concat(layer: CaffeLayer) -> Value:
-    settings = layer.settings("concat_param")
-    axis = settings.integer("axis", settings.integer("concat_dim", 1))
-    if len(layer.inputs) == 1:
-        return layer.inputs[0]
-    return layer.call(torch.cat, list(layer.inputs), axis)
+    axis = layer.attr("axis", layer.attr("concat_dim", 1))
+    several = len(layer.inputs) > 1
+    return layer.call(torch.cat, list(layer.inputs), axis) if several else layer.inputs[0]
 
 
-@converter("Slice")
+@converter("Slice", about="slice_param")
 def _slice(layer: CaffeLayer) -> list[Value]:
-    settings = layer.settings("slice_param")
-    axis = settings.integer("axis", settings.integer("slice_dim", 1))
-    points, count = settings.integers("slice_point"), len(layer.layer.tops)
+    axis = layer.attr("axis", layer.attr("slice_dim", 1))
+    points, count = layer.attr("slice_point", []), len(layer.layer.tops)
     if points and len(points) != count - 1:
         layer.refuse(f"got {len(points)} slice points for {count} outputs")
-    return layer.call_parts(count, slice_parts, layer.inputs[0], axis, points, count)
+    return layer.call_parts(count, torch.tensor_split, layer.inputs[0], points or count, axis)
 
 
-@converter("Flatten")
+@converter("Flatten", about="flatten_param")
 def _flatten(layer: CaffeLayer) -> Value:
-    settings = layer.settings("flatten_param")
-    start, end = settings.integer("axis", 1), settings.integer("end_axis", -1)
+    start, end, ndim = layer.attr("axis", 1), layer.attr("end_axis", -1), layer.ndims[0]
     if (start, end) == (1, -1):
         layer.result_ndim = 2
         return layer.module(nn.Flatten(), layer.inputs[0])
-    ndim = layer.ndims[0]
     layer.result_ndim = None if ndim is None else ndim - (end % ndim - start % ndim)
     return layer.call(torch.flatten, layer.inputs[0], start, end)
 
 
-@converter("Reshape")
+@converter("Reshape", about="reshape_param")
 def _reshape(layer: CaffeLayer) -> Value:
-    settings = layer.settings("reshape_param")
-    shape = settings.settings("shape").integers("dim")
-    axis, count = settings.integer("axis", 0), settings.integer("num_axes", -1)
+    shape = layer.settings.settings("shape").attr("dim", [])
+    axis, count = layer.attr("axis", 0), layer.attr("num_axes", -1)
     layer.result_ndim = len(shape) if (axis, count) == (0, -1) else None
     return layer.call(reshape, layer.inputs[0], shape, axis, count)
 
 
-@converter("Permute")
+@converter("Permute", about="permute_param")
 def _permute(layer: CaffeLayer) -> Value:
-    order = layer.settings("permute_param").integers("order")
-    if layer.ndims[0] == len(order):
-        return layer.call(torch.permute, layer.inputs[0], order)
-    return layer.call(permute, layer.inputs[0], order)
+    order = layer.attr("order", [])
+    function = torch.permute if layer.ndims[0] == len(order) else permute
+    return layer.call(function, layer.inputs[0], order)
 
 
-@converter("Upsample")
+@converter("Upsample", about="upsample_param")
 def _upsample(layer: CaffeLayer) -> Value:
-    scale = layer.settings("upsample_param").integer("scale", 2)
     if len(layer.inputs) != 1:
         layer.refuse("it reads the places of a pooling, which is not supported")
+    scale = layer.attr("scale", 2)
     return layer.module(nn.Upsample(scale_factor=scale, mode="nearest"), layer.inputs[0])
 
 
-@converter("Interp")
+@converter("Interp", about="interp_param")
 def _interp(layer: CaffeLayer) -> Value:
-    settings = layer.settings("interp_param")
-    size = [settings.integer("height", 0), settings.integer("width", 0)]
-    factors = [settings.integer("shrink_factor", 1), settings.integer("zoom_factor", 1)]
-    pads = [settings.integer("pad_beg", 0), settings.integer("pad_end", 0)]
-    like = layer.input(1)
+    size = [layer.attr("height", 0), layer.attr("width", 0)]
+    factors = [layer.attr("shrink_factor", 1), layer.attr("zoom_factor", 1)]
+    pads = [layer.attr("pad_beg", 0), layer.attr("pad_end", 0)]
     if max(pads) > 0 or min(factors) < 1:
         layer.refuse(f"got pads {pads} and factors {factors}; expected crops, and factors above 0")
-    return layer.call(interpolate, layer.inputs[0], like, size, factors, pads)
+    return layer.call(interpolate, layer.inputs[0], layer.input(1), size, factors, pads)
 
 
 def reshape(x: Tensor, shape: Sequence[int], axis: int, count: int) -> Tensor:
@@ -240,11 +222,6 @@ def reshape(x: Tensor, shape: Sequence[int], axis: int, count: int) -> Tensor:
 def permute(x: Tensor, order: Sequence[int]) -> Tensor:
     """Return ``x`` with its dimensions in an order; those that it leaves out come behind."""
     return x.permute([*order, *[axis for axis in range(x.dim()) if axis not in order]])
-
-
-def slice_parts(x: Tensor, axis: int, points: Sequence[int], count: int) -> tuple[Tensor, ...]:
-    """Return parts of ``x`` between points along ``axis``, or ``count`` equal ones."""
-    return torch.tensor_split(x, list(points) if points else count, axis)
 
 
 def crop(x: Tensor, like: Tensor, axis: int, offsets: Sequence[int]) -> Tensor:
@@ -278,5 +255,5 @@ def interpolate(
     return F.interpolate(x, new, mode="bilinear", align_corners=True)
 
 
-operator("Crop", crop, "crop_param", ("integer", "axis", 2), ("integers", "offset"))
-operator("ShuffleChannel", F.channel_shuffle, "shuffle_channel_param", ("integer", "group", 1))
+row("Crop", crop, about="crop_param", axis=2, offset=[])
+row("ShuffleChannel", F.channel_shuffle, about="shuffle_channel_param", group=1)

@@ -9,40 +9,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchq.frontends.building.functions import hard_sigmoid, pool
+from torchq.frontends.building.functions import hard_sigmoid
 from torchq.frontends.building.graph import Constant, Value
 from torchq.frontends.building.layers import (
     BATCH_NORMS,
     CONVOLUTIONS,
     GLOBAL_POOLS,
     INSTANCE_NORMS,
-    POOLS,
     convolution,
     filled,
+    pooling,
 )
 from torchq.frontends.mxnet.converters import operators
-from torchq.frontends.mxnet.node import SymbolContext, converter, operator
+from torchq.frontends.mxnet.node import SymbolContext, converter, row
 
 
-def _window(node: SymbolContext) -> tuple[Constant, list[list[int]]]:
-    """Return the weight, and stride, padding and dilation of a convolution."""
+def _window(node: SymbolContext, *sizes: tuple[str, int]) -> tuple[list[int], list[list[int]]]:
+    """Return the kernel, and what the node says of its steps, by default the same number each."""
     node.expect("layout", "NCW", "NCHW", "NCDHW")
-    weight = node.parameter(1, "weight")
-    kernel = node.ints("kernel")
-    spatial = len(kernel)
-    parts = []
-    for name, default in (("stride", 1), ("pad", 0), ("dilate", 1)):
-        parts.append(node.ints(name, []) or [default] * spatial)
-    if spatial not in CONVOLUTIONS or any(len(part) != spatial for part in parts):
-        parts = [kernel, *parts]
-        node.refuse(f"got kernel, stride, pad, dilation {parts}; expected 1 to 3 sizes in each")
-    if list(weight.tensor.shape[2:]) != kernel:
-        node.refuse(f"its weight has shape {tuple(weight.tensor.shape)}; expected kernel {kernel}")
-    return weight, parts
+    kernel = node.attr("kernel", list)
+    parts = [node.attr(name, []) or [default] * len(kernel) for name, default in sizes]
+    if len(kernel) not in CONVOLUTIONS or {len(part) for part in parts} != {len(kernel)}:
+        names = ", ".join(name for name, _ in sizes)
+        node.refuse(f"got kernel, {names} {[kernel, *parts]}; expected 1 to 3 sizes in each")
+    return kernel, parts
 
 
-def _bias(node: SymbolContext, without: bool, out: int) -> Constant | None:
-    if without:
+def _bias(node: SymbolContext, out: int, without: bool = False) -> Constant | None:
+    if node.attr("no_bias", without):
         return None
     bias = node.parameter(2, "bias")
     if bias.tensor.shape != (out,):
@@ -52,140 +46,110 @@ def _bias(node: SymbolContext, without: bool, out: int) -> Constant | None:
 
 @converter("Convolution", "Convolution_v1", "Deconvolution")
 def _convolution(node: SymbolContext) -> Value:
-    weight, (stride, pad, dilation) = _window(node)
-    groups, transposed = node.integer("num_group", 1), node.op_type == "Deconvolution"
+    kernel, window = _window(node, ("stride", 1), ("pad", 0), ("dilate", 1))
+    weight, (stride, _, dilation) = node.parameter(1, "weight"), window
+    shape = tuple(weight.tensor.shape)
+    if list(shape[2:]) != kernel:
+        node.refuse(f"its weight has shape {shape}; expected kernel {kernel}")
+    groups, transposed = node.attr("num_group", 1), node.op_type == "Deconvolution"
     extra = None
     if transposed:
         node.expect("target_shape", "()", "[]", "(0, 0)", "(0,0)", "[0,0]")
-        extra = node.ints("adj", []) or [0] * len(stride)
+        extra = node.attr("adj", []) or [0] * len(stride)
         if any(e >= max(s, d) for e, s, d in zip(extra, stride, dilation, strict=True)):
             node.refuse(f"adj is {extra}; expected less than the stride {stride}")
-    out, filters = weight.tensor.shape[0], node.integer("num_filter")
-    out = weight.tensor.shape[1] * groups if transposed else out
+    out, filters = shape[1] * groups if transposed else shape[0], node.attr("num_filter", int)
     if filters != out:
         node.refuse(f"its weight has {out} filters; expected num_filter, {filters}")
-    bias = _bias(node, node.flag("no_bias", transposed), out)
-    module = convolution(node.builder, weight, bias, (stride, pad, dilation), groups, extra)
-    return node.module(module, node.inputs[0], name=node.layer_name())
+    bias = _bias(node, out, transposed)
+    return node.layer(convolution(node.builder, weight, bias, window, groups, extra))
 
 
 @converter("FullyConnected")
 def _fully_connected(node: SymbolContext) -> Value:
-    weight, no_bias = node.parameter(1, "weight"), node.flag("no_bias", False)
-    hidden = node.integer("num_hidden")
+    weight, hidden = node.parameter(1, "weight"), node.attr("num_hidden", int)
     if weight.tensor.dim() != 2 or weight.tensor.shape[0] != hidden:
         node.refuse(f"its weight has shape {tuple(weight.tensor.shape)}; expected ({hidden}, any)")
-    x = node.inputs[0]
-    if node.flag("flatten", True) and node.ndim(0) != 2:
+    x, bias = node.inputs[0], _bias(node, hidden)
+    if node.attr("flatten", True) and node.ndim(0) != 2:
         x = node.call(torch.flatten, x, 1)
-    module = nn.Linear(weight.tensor.shape[1], hidden, not no_bias, device="meta")
-    filled(node.builder, module, weight, _bias(node, no_bias, hidden))
-    return node.module(module, x, name=node.layer_name())
+    module = nn.Linear(weight.tensor.shape[1], hidden, bias is not None, device="meta")
+    return node.layer(filled(node.builder, module, weight, bias), x)
 
 
 @converter("Embedding")
 def _embedding(node: SymbolContext) -> Value:
     weight = node.parameter(1, "weight")
-    sizes = (node.integer("input_dim"), node.integer("output_dim"))
+    sizes = (node.attr("input_dim", int), node.attr("output_dim", int))
     node.expect("dtype", "float32")
     if tuple(weight.tensor.shape) != sizes:
         node.refuse(f"its weight has shape {tuple(weight.tensor.shape)}; expected {sizes}")
     module = filled(node.builder, nn.Embedding(*sizes, device="meta"), weight)
-    indices = node.call(operators.rows, node.inputs[0], sizes[0])
-    return node.module(module, indices, name=node.layer_name())
+    return node.layer(module, node.call(operators.rows, node.inputs[0], sizes[0]))
 
 
 @converter("Pooling", "Pooling_v1")
 def _pooling(node: SymbolContext) -> Value:
-    kind = node.text("pool_type", "max")
-    node.expect("layout", "NCW", "NCHW", "NCDHW")
-    kernel = node.ints("kernel", [])
-    spatial = len(kernel)
-    stride, pad = node.ints("stride", []) or [1] * spatial, node.ints("pad", []) or [0] * spatial
-    convention = node.text("pooling_convention", "valid")
-    include = node.flag("count_include_pad", True)
+    kind, convention = node.attr("pool_type", "max"), node.attr("pooling_convention", "valid")
+    include, is_global = node.attr("count_include_pad", True), node.attr("global_pool", False)
     if kind not in ("max", "avg", "sum") or convention not in ("valid", "full"):
         node.refuse(f"got a pooling of type {kind!r} and convention {convention!r}")
-    if node.flag("global_pool", False):
+    if is_global:
+        for name in ("kernel", "stride", "pad", "layout"):
+            node.attr(name)
         layer = GLOBAL_POOLS.get(kind, {}).get((node.ndim(0) or 0) - 2)
         if layer is not None:
             return node.module(layer(1), node.inputs[0])
         return node.call(global_pool, node.inputs[0], kind)
-    if not 1 <= spatial <= 3 or {len(stride), len(pad)} != {spatial}:
-        node.refuse(f"got the kernel {kernel}, stride {stride}, pad {pad}; expected 1 to 3 sizes")
-    if kind not in POOLS or not _as_torch(kernel, stride, pad, convention):
-        window = kernel, stride, [1] * spatial, pad + pad
-        return node.call(pool, node.inputs[0], kind, *window, convention, include)
-    ceil_mode = convention == "full"
-    counted = {} if kind == "max" else {"count_include_pad": include}
-    module = POOLS[kind][spatial](kernel, stride, pad, ceil_mode=ceil_mode, **counted)
-    return node.module(module, node.inputs[0])
-
-
-def _as_torch(kernel: list[int], stride: list[int], pad: list[int], convention: str) -> bool:
-    """Return True if a module of torch has the same windows, for inputs of any size.
-
-    Where sizes are rounded up, torch leaves out a last window that begins in the padding, MXNet
-    does not. It cannot begin there if the stride and the padding fit into the window.
-    """
-    parts = list(zip(kernel, stride, pad, strict=True))
-    fits = all(2 * p <= k for k, _, p in parts)
-    if convention == "full":
-        return fits and all(s + p <= k for k, s, p in parts)
-    return fits and convention == "valid"
+    kernel, (stride, pad) = _window(node, ("stride", 1), ("pad", 0))
+    return pooling(node, kind, kernel, stride, [1] * len(kernel), pad + pad, convention, include)
 
 
 @converter("UpSampling")
 def _upsampling(node: SymbolContext) -> Value:
-    scale, kind = node.integer("scale"), node.text("sample_type", "nearest")
-    channels = node.integer("num_filter", 0)
-    node.attr("multi_input_mode")
+    scale, kind = node.attr("scale", int), node.attr("sample_type", "nearest")
+    node.attr("multi_input_mode"), node.attr("num_filter")
     if kind == "nearest":
         if len(node.inputs) != 1:
             node.refuse(f"got {len(node.inputs)} inputs; expected one")
         return node.module(nn.Upsample(scale_factor=scale, mode="nearest"), node.inputs[0])
     if kind != "bilinear":
         node.refuse(f"sample_type is {kind!r}; expected nearest or bilinear")
-    weight = node.parameter(1, "weight")
-    pad = -(-(scale - 1) // 2)
-    channels = weight.tensor.shape[0]
+    weight, pad = node.parameter(1, "weight"), -(-(scale - 1) // 2)
     window = ([scale] * 2, [pad] * 2, [1, 1])
-    module = convolution(node.builder, weight, None, window, channels, [0, 0])
-    return node.module(module, node.inputs[0], name=node.layer_name())
+    channels = weight.tensor.shape[0]
+    return node.layer(convolution(node.builder, weight, None, window, channels, [0, 0]))
 
 
 @converter("_contrib_AdaptiveAvgPooling2D")
 def _adaptive(node: SymbolContext) -> Value:
-    size = node.ints("output_size", []) or [1]
+    size = node.attr("output_size", []) or [1]
     return node.module(nn.AdaptiveAvgPool2d((size[0], size[-1])), node.inputs[0])
 
 
 @converter("_contrib_BilinearResize2D")
 def _bilinear_resize(node: SymbolContext) -> Value:
     node.expect("mode", "size")
-    align = node.flag("align_corners", True)
-    names = ("scale_height", "scale_width")
-    scales = None
-    if None not in map(node.attr, names):
-        scales = [node.number(name) for name in names]
-    size = node.integer("height", 1), node.integer("width", 1)
-    return node.call(resize_bilinear, node.inputs[0], *size, scales, align)
+    scales = [node.attr(f"scale_{side}", float | None) for side in ("height", "width")]
+    size, align = [node.attr(s, 1) for s in ("height", "width")], node.attr("align_corners", True)
+    return node.call(
+        resize_bilinear, node.inputs[0], *size, None if None in scales else scales, align
+    )
 
 
 @converter("Crop")
 def _crop(node: SymbolContext) -> Value:
-    like = node.input(1)
-    size, offset = node.ints("h_w", [0, 0]), node.ints("offset", [0, 0])
-    center = node.flag("center_crop", False)
+    like, size = node.input(1), node.attr("h_w", [0, 0])
+    options = node.attr("offset", [0, 0]), node.attr("center_crop", False)
     if isinstance(like, Constant) or (like is None and 0 in size):
         node.refuse("got no size to crop to")
-    return node.call(crop, node.inputs[0], like, size, offset, center)
+    return node.call(crop, node.inputs[0], like, size, *options)
 
 
 @converter("BatchNorm", "BatchNorm_v1", "_contrib_SyncBatchNorm")
 def _batch_norm(node: SymbolContext) -> Value:
-    eps, momentum = node.number("eps", 1e-3), node.number("momentum", 0.9)
-    axis, fixed = node.integer("axis", 1), node.flag("fix_gamma", True)
+    eps, momentum = node.attr("eps", 1e-3), node.attr("momentum", 0.9)
+    axis, fixed = node.attr("axis", 1), node.attr("fix_gamma", True)
     for name in ("use_global_stats", "key", "ndev", "min_calib_range", "max_calib_range"):
         node.attr(name)  # inference always uses the global statistics
     if node.outputs > 1:
@@ -195,19 +159,18 @@ def _batch_norm(node: SymbolContext) -> Value:
         shapes = [tuple(part.tensor.shape) for part in parts]
         node.refuse(f"its parameters have the shapes {shapes}; expected equal ones")
     gamma, beta, mean, variance = parts
-    ones = torch.ones_like(gamma.tensor)
     ndim = node.ndim(0)
     if ndim is None or ndim not in BATCH_NORMS or axis not in (1, 1 - ndim):
         scale = node.call(torch.ones_like, gamma) if fixed else gamma
         states = (scale, beta, mean, variance)
         return node.call(operators.batch_norm, node.inputs[0], *states, eps, axis)
-    module = BATCH_NORMS[ndim](len(ones), eps, 1 - momentum)
-    weight = node.builder.parameter(gamma, "fixed", ones) if fixed else None
-    module.weight = node.builder.parameter(gamma) if weight is None else weight
+    module = BATCH_NORMS[ndim](gamma.tensor.numel(), eps, 1 - momentum)
+    filled(node.builder, module, gamma, beta)
+    if fixed:
+        module.weight = node.builder.parameter(gamma, "fixed", torch.ones_like(gamma.tensor))
     module.weight.requires_grad_(not fixed)
-    module.bias = node.builder.parameter(beta)
     module.running_mean, module.running_var = mean.tensor.clone(), variance.tensor.clone()
-    return node.module(module, node.inputs[0], name=node.layer_name())
+    return node.layer(module)
 
 
 _STATES = ("gamma", "beta", "moving mean", "moving variance")
@@ -215,62 +178,55 @@ _STATES = ("gamma", "beta", "moving mean", "moving variance")
 
 @converter("InstanceNorm")
 def _instance_norm(node: SymbolContext) -> Value:
-    eps, ndim = node.number("eps", 1e-3), node.ndim(0)
+    eps, ndim = node.attr("eps", 1e-3), node.ndim(0)
     gamma, beta = node.parameter(1, "gamma"), node.parameter(2, "beta")
     if ndim is None or ndim not in INSTANCE_NORMS:
         states = (None, None, gamma, beta, True, 0.0)
         return node.call(F.instance_norm, node.inputs[0], *states, eps)
     module = INSTANCE_NORMS[ndim](gamma.tensor.numel(), eps, affine=True)
-    filled(node.builder, module, gamma, beta)
-    return node.module(module, node.inputs[0], name=node.layer_name())
+    return node.layer(filled(node.builder, module, gamma, beta))
 
 
 @converter("LayerNorm")
 def _layer_norm(node: SymbolContext) -> Value:
-    eps, axis = node.number("eps", 1e-5), node.integer("axis", -1)
+    eps, axis = node.attr("eps", 1e-5), node.attr("axis", -1)
     node.expect("output_mean_var", "False", "0")
     gamma, beta = node.parameter(1, "gamma"), node.parameter(2, "beta")
     if axis not in (-1, (node.ndim(0) or 0) - 1):
         node.refuse(f"axis is {axis}; expected the last one")
-    module = filled(node.builder, nn.LayerNorm(gamma.tensor.numel(), eps), gamma, beta)
-    return node.module(module, node.inputs[0], name=node.layer_name())
-
-
-@converter("LRN")
-def _local_response(node: SymbolContext) -> Value:
-    numbers = node.number("alpha", 1e-4), node.number("beta", 0.75), node.number("knorm", 2.0)
-    return node.module(nn.LocalResponseNorm(node.integer("nsize"), *numbers), node.inputs[0])
+    return node.layer(filled(node.builder, nn.LayerNorm(gamma.tensor.numel(), eps), gamma, beta))
 
 
 @converter("L2Normalization")
 def _l2_normalization(node: SymbolContext) -> Value:
-    mode, eps = node.text("mode", "instance"), node.number("eps", 1e-10)
+    mode = node.attr("mode", "instance")
     if mode not in ("instance", "channel", "spatial"):
         node.refuse(f"mode is {mode!r}; expected instance, channel or spatial")
-    return node.call(operators.l2_normalize, node.inputs[0], mode, eps)
+    return node.call(operators.l2_normalize, node.inputs[0], mode, node.attr("eps", 1e-10))
 
 
-_ACTIVATIONS = {
-    "relu": nn.ReLU,
-    "sigmoid": nn.Sigmoid,
-    "tanh": nn.Tanh,
-    "softrelu": nn.Softplus,
-    "softsign": nn.Softsign,
-}
+_ACTIVATIONS = {"relu": nn.ReLU, "sigmoid": nn.Sigmoid, "tanh": nn.Tanh, "softsign": nn.Softsign}
+for _name, _module in _ACTIVATIONS.items():
+    row(_name, _module)
+row("LogisticRegressionOutput", nn.Sigmoid)
+row("Flatten flatten", nn.Flatten)
+row("LRN", nn.LocalResponseNorm, nsize=int, alpha=1e-4, beta=0.75, knorm=2.0)
+row("hard_sigmoid", hard_sigmoid, alpha=0.2, beta=0.5)
+row("BlockGrad stop_gradient", torch.Tensor.detach)
 
 
-@converter("Activation", "relu", "sigmoid", "tanh", "softsign")
+@converter("Activation")
 def _activation(node: SymbolContext) -> Value:
-    kind = node.text("act_type") if node.op_type == "Activation" else node.op_type
-    if kind not in _ACTIVATIONS:
-        node.refuse(f"act_type is {kind!r}; expected one of {', '.join(_ACTIVATIONS)}")
-    return node.module(_ACTIVATIONS[kind](), node.inputs[0])
+    kind, known = node.attr("act_type", str), _ACTIVATIONS | {"softrelu": nn.Softplus}
+    if kind not in known:
+        node.refuse(f"act_type is {kind!r}; expected one of {', '.join(known)}")
+    return node.module(known[kind](), node.inputs[0])
 
 
 @converter("LeakyReLU")
 def _leaky_relu(node: SymbolContext) -> Value:
-    kind, slope = node.text("act_type", "leaky"), node.number("slope", 0.25)
-    bounds = node.number("lower_bound", 0.125), node.number("upper_bound", 0.334)
+    kind, slope = node.attr("act_type", "leaky"), node.attr("slope", 0.25)
+    bounds = node.attr("lower_bound", 0.125), node.attr("upper_bound", 0.334)
     if kind == "prelu":
         gamma = node.parameter(1, "slope")
         module = nn.PReLU(gamma.tensor.numel())
@@ -289,16 +245,11 @@ def _leaky_relu(node: SymbolContext) -> Value:
     return node.module(cls(*arguments), node.inputs[0])
 
 
-operator("hard_sigmoid", hard_sigmoid, ("number", "alpha", 0.2), ("number", "beta", 0.5))
-operator("BlockGrad stop_gradient", torch.Tensor.detach)
-
-
 @converter("softmax", "log_softmax")
 def _softmax(node: SymbolContext) -> Value:
-    axis, temperature = node.integer("axis", -1), node.number("temperature", 1.0)
+    axis, temperature, x = node.attr("axis", -1), node.attr("temperature", 1.0), node.inputs[0]
     node.expect("use_length", "False", "0")
     node.expect("dtype", "float32")
-    x = node.inputs[0]
     if temperature != 1.0:
         x = node.call(torch.div, x, temperature)
     return node.module(nn.LogSoftmax(axis) if node.op_type[0] == "l" else nn.Softmax(axis), x)
@@ -306,7 +257,7 @@ def _softmax(node: SymbolContext) -> Value:
 
 @converter("SoftmaxActivation")
 def _softmax_activation(node: SymbolContext) -> Value:
-    mode = node.text("mode", "instance")
+    mode = node.attr("mode", "instance")
     if mode not in ("instance", "channel"):
         node.refuse(f"mode is {mode!r}; expected instance or channel")
     return node.module(nn.Softmax(1 if mode == "channel" else -1), node.inputs[0])
@@ -316,7 +267,7 @@ def _softmax_activation(node: SymbolContext) -> Value:
 def _dropout(node: SymbolContext) -> Value:
     node.expect("mode", "training")
     node.expect("axes", "()", "[]")
-    return node.module(nn.Dropout(node.number("p", 0.5)), node.inputs[0])
+    return node.module(nn.Dropout(node.attr("p", 0.5)), node.inputs[0])
 
 
 #: Operators whose inputs after the first serve training alone.
@@ -333,15 +284,10 @@ LOSSES = (
 def _softmax_output(node: SymbolContext) -> Value:
     for name in ("ignore_label", "use_ignore"):
         node.attr(name)  # they change the gradient, not the result
-    channels, last = node.flag("multi_output", False), node.flag("preserve_shape", False)
+    channels, last = node.attr("multi_output", False), node.attr("preserve_shape", False)
     if channels or last or node.ndim(0) == 2:
         return node.module(nn.Softmax(-1 if last and not channels else 1), node.inputs[0])
     return node.call(operators.softmax_rows, node.inputs[0])
-
-
-@converter("LogisticRegressionOutput")
-def _logistic(node: SymbolContext) -> Value:
-    return node.module(nn.Sigmoid(), node.inputs[0])
 
 
 @converter("MakeLoss", "make_loss", "_copy", "identity", "_copyto")

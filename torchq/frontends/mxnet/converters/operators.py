@@ -17,7 +17,7 @@ from torchq.frontends.building.functions import (
     space_to_depth,
 )
 from torchq.frontends.building.graph import Value
-from torchq.frontends.mxnet.node import SymbolContext, converter, operator
+from torchq.frontends.mxnet.node import SymbolContext, converter, row
 
 _COMPARISONS: dict[str, Callable[..., Tensor]] = {
     "equal": torch.eq,
@@ -106,27 +106,41 @@ def l2_normalize(x: Tensor, mode: str, eps: float) -> Tensor:
     Over a sample (``"instance"``), the channels of a place (``"channel"``), or the places of a
     channel (``"spatial"``).
     """
-    first = {"instance": 1, "channel": 1, "spatial": 2}[mode]
-    axes = [1] if mode == "channel" else list(range(first, x.dim()))
+    axes = [1] if mode == "channel" else list(range(2 if mode == "spatial" else 1, x.dim()))
     return x / torch.sqrt(torch.sum(x * x, axes, keepdim=True) + eps)
 
 
-_SAME_NAMES = """abs ceil cos erf exp floor log ones_like reciprocal rsqrt sign sin sqrt square
-    zeros_like"""
-for _name in _SAME_NAMES.split():
-    operator(_name, getattr(torch, _name))
-operator("negative", torch.neg)
-operator("elemwise_add _plus _Plus _add broadcast_add broadcast_plus _grad_add", torch.add)
-operator("elemwise_sub _minus _Minus _sub broadcast_sub broadcast_minus", torch.sub)
-operator("elemwise_mul _mul _Mul broadcast_mul", torch.mul)
-operator("elemwise_div _div _Div broadcast_div", torch.div)
-operator("_maximum _Maximum broadcast_maximum", torch.maximum)
-operator("_minimum _Minimum broadcast_minimum", torch.minimum)
-operator("_power _Power broadcast_power", torch.pow)
-operator("add_n ElementWiseSum", add_all)
-_TRANSPOSED = (("flag", "transpose_a", False), ("flag", "transpose_b", False))
-operator("dot", dot, *_TRANSPOSED)
-operator("batch_dot", batch_dot, *_TRANSPOSED)
+_SAME_NAMES = "abs ceil cos erf exp floor log reciprocal rsqrt sign sin sqrt square"
+for _name in (*_SAME_NAMES.split(), "ones_like", "zeros_like"):
+    row(_name, getattr(torch, _name))
+for _names, _function in {
+    "negative": torch.neg,
+    "elemwise_add _plus _Plus _add broadcast_add broadcast_plus _grad_add": torch.add,
+    "elemwise_sub _minus _Minus _sub broadcast_sub broadcast_minus": torch.sub,
+    "elemwise_mul _mul _Mul broadcast_mul": torch.mul,
+    "elemwise_div _div _Div broadcast_div": torch.div,
+    "_maximum _Maximum broadcast_maximum": torch.maximum,
+    "_minimum _Minimum broadcast_minimum": torch.minimum,
+    "_power _Power broadcast_power": torch.pow,
+    "add_n ElementWiseSum": add_all,
+}.items():
+    row(_names, _function)
+row("dot", dot, transpose_a=False, transpose_b=False)
+row("batch_dot", batch_dot, transpose_a=False, transpose_b=False)
+
+
+@converter("sum", "sum_axis", "mean", "max", "max_axis", "min", "min_axis")
+def _reduce(node: SymbolContext) -> Value:
+    kind, axes = node.op_type.partition("_")[0], node.attr("axis", [])
+    options = node.attr("keepdims", False), node.attr("exclude", False)
+    return node.call(reduce, node.inputs[0], kind, axes, *options)
+
+
+@converter("norm")
+def _norm(node: SymbolContext) -> Value:
+    node.expect("out_dtype", "float32")
+    options = node.attr("ord", 2), node.attr("axis", []), node.attr("keepdims", False)
+    return node.call(norm, node.inputs[0], *options)
 
 
 def _compared(kind: str) -> None:
@@ -135,7 +149,7 @@ def _compared(kind: str) -> None:
 
     @converter(f"_{kind}", f"broadcast_{kind}", f"_{old}", *scalars)
     def convert(node: SymbolContext) -> Value:
-        other = node.input(1) if len(node.inputs) > 1 else node.number("scalar")
+        other = node.input(1) if len(node.inputs) > 1 else node.attr("scalar", float)
         return node.call(compare, kind, node.inputs[0], other)
 
 
@@ -151,9 +165,8 @@ def _scalar(
 
     @converter(f"_{kind}_scalar", f"_{old}Scalar")
     def convert(node: SymbolContext) -> Value:
-        node.attr("is_int")
         x = node.inputs[0] if before is None else node.call(before, node.inputs[0])
-        return node.call(function, x, node.number("scalar"))
+        return node.call(function, x, node.attr("scalar", float))
 
 
 _scalar("plus", torch.add)
@@ -167,20 +180,18 @@ _scalar("power", torch.pow)
 
 @converter("_rpower_scalar", "_RPowerScalar")
 def _exponential(node: SymbolContext) -> Value:
-    node.attr("is_int")
-    return node.call(torch.pow, node.number("scalar"), node.inputs[0])
+    return node.call(torch.pow, node.attr("scalar", float), node.inputs[0])
 
 
 @converter("_maximum_scalar", "_MaximumScalar", "_minimum_scalar", "_MinimumScalar")
 def _bound(node: SymbolContext) -> Value:
-    node.attr("is_int")
-    limit, is_lowest = node.number("scalar"), node.op_type.lower().startswith("_max")
+    limit, is_lowest = node.attr("scalar", float), node.op_type.lower().startswith("_max")
     return node.call(torch.clamp, node.inputs[0], *((limit, None) if is_lowest else (None, limit)))
 
 
 @converter("clip")
 def _clip(node: SymbolContext) -> Value:
-    low, high = node.number("a_min"), node.number("a_max")
+    low, high = node.attr("a_min", float), node.attr("a_max", float)
     if (low, high) == (0, 6):
         return node.module(nn.ReLU6(), node.inputs[0])
     return node.call(torch.clamp, node.inputs[0], low, high)
@@ -188,14 +199,13 @@ def _clip(node: SymbolContext) -> Value:
 
 @converter("Cast", "cast", "amp_cast")
 def _cast(node: SymbolContext) -> Value:
-    node.text("dtype")
-    return node.call(torch.Tensor.to, node.inputs[0], node.dtype("dtype"))
+    return node.call(torch.Tensor.to, node.inputs[0], node.attr("dtype", torch.dtype))
 
 
 @converter("Pad", "pad")
 def _pad(node: SymbolContext) -> Value:
-    mode, widths = node.text("mode"), node.ints("pad_width")
-    value = node.number("constant_value", 0.0)
+    mode, widths = node.attr("mode", str), node.attr("pad_width", list)
+    value = node.attr("constant_value", 0.0)
     if mode not in ("constant", "edge", "reflect") or widths[:4] != [0] * 4 or len(widths) % 2:
         node.refuse(f"mode is {mode!r} and pad_width {widths}; expected pads of images alone")
     pairs = list(zip(widths[4::2], widths[5::2], strict=True))
@@ -205,39 +215,19 @@ def _pad(node: SymbolContext) -> Value:
     return node.call(F.pad, node.inputs[0], amounts, {"edge": "replicate"}.get(mode, mode))
 
 
-@converter("sum", "sum_axis", "mean", "max", "max_axis", "min", "min_axis")
-def _reduce(node: SymbolContext) -> Value:
-    kind, axes = node.op_type.partition("_")[0], node.ints("axis", [])
-    options = node.flag("keepdims", False), node.flag("exclude", False)
-    return node.call(reduce, node.inputs[0], kind, axes, *options)
-
-
-@converter("norm")
-def _norm(node: SymbolContext) -> Value:
-    order, keepdims = node.integer("ord", 2), node.flag("keepdims", False)
-    node.expect("out_dtype", "float32")
-    return node.call(norm, node.inputs[0], order, node.ints("axis", []), keepdims)
-
-
 @converter("argmax", "argmin")
 def _extreme(node: SymbolContext) -> Value:
-    options = node.op_type == "argmax", node.axis(), node.flag("keepdims", False)
-    return node.call(arg_extreme, node.inputs[0], *options)
+    options = node.attr("axis", int | None), node.attr("keepdims", False)
+    return node.call(arg_extreme, node.inputs[0], node.op_type == "argmax", *options)
 
 
 _LARGEST = 2**26
 
 
-@converter("Flatten", "flatten")
-def _flatten(node: SymbolContext) -> Value:
-    return node.module(nn.Flatten(), node.inputs[0])
-
-
 @converter("Reshape", "reshape")
 def _reshape(node: SymbolContext) -> Value:
-    codes, reverse = node.ints("shape"), node.flag("reverse", False)
+    codes, reverse = node.attr("shape", list), node.attr("reverse", False)
     node.expect("target_shape", "()", "(0, 0)", "(0,0)")
-    node.attr("keep_highest")
     if codes == [0, -1] and not reverse:
         return node.call(torch.flatten, node.inputs[0], 1)
     return node.call(reshape, node.inputs[0], codes, reverse)
@@ -245,30 +235,27 @@ def _reshape(node: SymbolContext) -> Value:
 
 @converter("squeeze")
 def _squeeze(node: SymbolContext) -> Value:
-    axes = node.ints("axis", [])
+    axes = node.attr("axis", [])
     return node.call(torch.squeeze, node.inputs[0], *([tuple(axes)] if axes else []))
 
 
-@converter("Concat", "concat")
+@converter("Concat", "concat", "stack")
 def _concat(node: SymbolContext) -> Value:
-    return node.call(torch.cat, list(node.inputs), node.integer("dim", 1))
-
-
-@converter("stack")
-def _stack(node: SymbolContext) -> Value:
-    return node.call(torch.stack, list(node.inputs), node.integer("axis", 0))
+    if node.op_type == "stack":
+        return node.call(torch.stack, list(node.inputs), node.attr("axis", 0))
+    return node.call(torch.cat, list(node.inputs), node.attr("dim", 1))
 
 
 @converter("SliceChannel", "split", "_split_v2")
 def _split(node: SymbolContext) -> list[Value]:
-    squeezed = node.flag("squeeze_axis", False)
+    squeezed = node.attr("squeeze_axis", False)
     where: int | list[int]
     if node.op_type == "_split_v2":
-        axis, sections = node.integer("axis", 0), node.integer("sections", 0)
-        indices = node.ints("indices", [])
+        axis, sections = node.attr("axis", 0), node.attr("sections", 0)
+        indices = node.attr("indices", [])
         count, where = sections or len(indices), sections or indices[1:]  # the first one is 0
     else:
-        axis, count = node.integer("axis", 1), node.integer("num_outputs")
+        axis, count = node.attr("axis", 1), node.attr("num_outputs", int)
         where = count
     if not 0 < count < _LARGEST:
         node.refuse(f"it has {count} outputs; expected a positive number")
@@ -278,7 +265,7 @@ def _split(node: SymbolContext) -> list[Value]:
 
 @converter("slice", "crop")
 def _slice(node: SymbolContext) -> Value:
-    begin, end, stride = node.ints("begin"), node.ints("end"), node.ints("step", [])
+    begin, end, stride = node.attr("begin", list), node.attr("end", list), node.attr("step", [])
     if len(begin) != len(end):
         node.refuse(f"begin is {begin} and end {end}; expected equally many")
     return node.call(slice_each, node.inputs[0], begin, end, stride)
@@ -286,39 +273,38 @@ def _slice(node: SymbolContext) -> Value:
 
 @converter("slice_axis")
 def _slice_axis(node: SymbolContext) -> Value:
-    end = None if node.attr("end") is None else node.integer("end")
-    axis, begin = node.integer("axis"), node.integer("begin")
+    axis, begin, end = node.attr("axis", int), node.attr("begin", int), node.attr("end", int | None)
     return node.call(slice_axis, node.inputs[0], axis, begin, end, 1)
 
 
 @converter("take")
 def _take(node: SymbolContext) -> Value:
-    mode = node.text("mode", "clip")
+    mode = node.attr("mode", "clip")
     if mode not in ("clip", "wrap"):
         node.refuse(f"mode is {mode!r}; expected clip or wrap")
-    return node.call(take, *node.inputs, node.integer("axis", 0), mode == "wrap")
+    return node.call(take, *node.inputs, node.attr("axis", 0), mode == "wrap")
 
 
 @converter("_zeros", "_ones", "_full")
 def _filled(node: SymbolContext) -> Value:
-    shape, dtype = node.ints("shape"), node.dtype("dtype")
+    shape, dtype = node.attr("shape", list), node.attr("dtype", torch.float32)
     if not 0 < math.prod(shape) <= _LARGEST:
         node.refuse(f"its shape is {shape}; expected at most {_LARGEST} elements")
     value = {"_zeros": 0.0, "_ones": 1.0}.get(node.op_type)
-    value = node.number("value") if value is None else value
+    value = node.attr("value", float) if value is None else value
     return node.call(torch.full, shape, value, dtype=dtype)
 
 
 @converter("_arange")
 def _arange(node: SymbolContext) -> Value:
-    start, each = node.number("start", 0.0), node.number("step", 1.0)
-    repeat = node.integer("repeat", 1)
-    stop = None if node.attr("stop") is None else node.number("stop")
+    start, stop = node.attr("start", 0.0), node.attr("stop", float | None)
+    each, repeat = node.attr("step", 1.0), node.attr("repeat", 1)
     node.expect("infer_range", "False", "0")
     first, last = (0.0, start) if stop is None else (start, stop)
     if not each or not 0 <= (last - first) / each * repeat <= _LARGEST:
         node.refuse(f"got a range from {first} to {last}; expected at most {_LARGEST} elements")
-    found = node.call(torch.arange, first, last, each, dtype=node.dtype("dtype"))
+    dtype = node.attr("dtype", torch.float32)
+    found = node.call(torch.arange, first, last, each, dtype=dtype)
     return found if repeat == 1 else node.call(torch.repeat_interleave, found, repeat)
 
 
@@ -400,15 +386,15 @@ def where(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return torch.where(chosen, x, y)
 
 
-operator("transpose", permuted, ("ints", "axes", []))
-operator("SwapAxis swapaxes", torch.transpose, ("integer", "dim1", 0), ("integer", "dim2", 0))
-operator("expand_dims", torch.unsqueeze, ("integer", "axis"))
-operator("slice_like", slice_like, ("ints", "axes", []))
-operator("tile", torch.tile, ("ints", "reps"))
-operator("repeat", torch.repeat_interleave, ("integer", "repeats"), ("axis",))
-operator("reverse flip", torch.flip, ("ints", "axis"))
-operator("broadcast_to", broadcast_to, ("ints", "shape"))
-operator("broadcast_like", torch.Tensor.expand_as)
-operator("where", where)
-operator("depth_to_space", depth_to_space, ("integer", "block_size"))
-operator("space_to_depth", space_to_depth, ("integer", "block_size"))
+row("transpose", permuted, axes=[])
+row("SwapAxis swapaxes", torch.transpose, dim1=0, dim2=0)
+row("expand_dims", torch.unsqueeze, axis=int)
+row("slice_like", slice_like, axes=[])
+row("tile", torch.tile, reps=list)
+row("repeat", torch.repeat_interleave, repeats=int, axis=int | None)
+row("reverse flip", torch.flip, axis=list)
+row("broadcast_to", broadcast_to, shape=list)
+row("broadcast_like", torch.Tensor.expand_as)
+row("where", where)
+row("depth_to_space", depth_to_space, block_size=int)
+row("space_to_depth", space_to_depth, block_size=int)

@@ -14,7 +14,7 @@ from torchq.frontends.onnx.context import GraphBuilder, NodeContext, converter
 @converter("If", dtypes=None)
 def _if(node: NodeContext) -> list[Value]:
     condition = node.constant(0)
-    branches = [node.required(name) for name in ("then_branch", "else_branch")]
+    branches = [node.attr(name, object) for name in ("then_branch", "else_branch")]
     if condition is not None:
         return node.builder.convert_nodes(branches[0 if bool(condition.reshape(-1)[0]) else 1])
     return _decided_by_the_network(node, branches)

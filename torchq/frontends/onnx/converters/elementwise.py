@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from torchq.frontends.building.functions import hard_sigmoid
 from torchq.frontends.building.graph import Constant, Ints, Value
-from torchq.frontends.onnx.context import NUMBERS, NodeContext, converter, operators
+from torchq.frontends.onnx.context import NUMBERS, NodeContext, converter, row
 from torchq.frontends.onnx.reader import dtype_of
 
 #: From an operator to the functions for tensors and for numbers.
@@ -127,10 +127,10 @@ def _is_inf(node: NodeContext) -> Value:
 @converter("Not")
 def _not(node: NodeContext) -> Value:
     value = node.inputs[0]
-    if isinstance(value, Ints):
-        items = [node.arithmetic(operator.not_, item) for item in value.items]
-        return node.sizes(items, value.scalar, torch.bool)
-    return node.call(torch.logical_not, value)
+    if not isinstance(value, Ints):
+        return node.call(torch.logical_not, value)
+    items = [node.arithmetic(operator.not_, item) for item in value.items]
+    return node.sizes(items, value.scalar, torch.bool)
 
 
 @converter("Where")
@@ -157,7 +157,7 @@ _OF_SIZES = (torch.int64, torch.int32, torch.float32, torch.float64)
 @converter("Cast", "CastLike", dtypes=None)
 def _cast(node: NodeContext) -> Value:
     value, source = node.inputs[0], node.dtype(0)
-    dtype = dtype_of(node.required("to")) if node.op_type == "Cast" else node.dtype(1)
+    dtype = dtype_of(node.attr("to", int)) if node.op_type == "Cast" else node.dtype(1)
     unknown = source is None and node.builder.dtypes.get(node.input_names[0], 0) is None
     if dtype not in NUMBERS or unknown:
         node.refuse("torch computes nothing with its elements")
@@ -210,35 +210,26 @@ def _prelu(node: NodeContext) -> Value:
 @converter("Softmax", "LogSoftmax")
 def _softmax(node: NodeContext) -> Value:
     axis = node.attr("axis", -1 if node.version >= 13 else 1)
-    modules = {"Softmax": nn.Softmax, "LogSoftmax": nn.LogSoftmax}
+    cls = nn.Softmax if node.op_type == "Softmax" else nn.LogSoftmax
     last = node.shape(0) is not None and axis in (-1, node.ndim(0) - 1)
     if node.version >= 13 or last:
-        return node.module(modules[node.op_type](axis), node.inputs[0])
+        return node.module(cls(axis), node.inputs[0])
     # Before opset 13 the axes from ``axis`` on count as one.
     flat = node.call(torch.flatten, node.inputs[0], axis)
-    result = node.module(modules[node.op_type](-1), flat)
-    return node.call(torch.Tensor.view_as, result, node.inputs[0])
+    return node.call(torch.Tensor.view_as, node.module(cls(-1), flat), node.inputs[0])
 
 
 @converter("Clip")
 def _clip(node: NodeContext) -> Value:
-    low = scalar_or_value(node, 1) if node.input(1) is not None else None
-    high = scalar_or_value(node, 2) if node.input(2) is not None else None
-    numbers = (int, float)
-    if isinstance(low, (*numbers, type(None))) and isinstance(high, (*numbers, type(None))):
-        return _clamp(node, -torch.inf if low is None else low, torch.inf if high is None else high)
-    return node.call(clip, node.inputs[0], node.input(1), node.input(2))
-
-
-def _clamp(node: NodeContext, low: float, high: float) -> Value:
-    if (low, high) == (0, 6) and node.floating(0):
-        return node.module(nn.ReLU6(), node.inputs[0])
-    if (low, high) == (0, torch.inf) and node.floating(0):
-        return node.module(nn.ReLU(), node.inputs[0])
+    x, given = node.inputs[0], [node.input(index) is not None for index in (1, 2)]
+    low = scalar_or_value(node, 1) if given[0] else -torch.inf
+    high = scalar_or_value(node, 2) if given[1] else torch.inf
+    if not isinstance(low, (int, float)) or not isinstance(high, (int, float)):
+        return node.call(clip, x, node.input(1), node.input(2))
+    if low == 0 and high in (6, torch.inf) and node.floating(0):
+        return node.module(nn.ReLU6() if high == 6 else nn.ReLU(), x)
     bounds = [None if abs(bound) == torch.inf else bound for bound in (low, high)]
-    if bounds == [None, None]:
-        return node.inputs[0]
-    return node.call(torch.clamp, node.inputs[0], *bounds)
+    return x if bounds == [None, None] else node.call(torch.clamp, x, *bounds)
 
 
 @converter("Dropout")
@@ -294,37 +285,16 @@ def prelu(x: Tensor, slope: Tensor) -> Tensor:
     return torch.where(x < 0, slope * x, x)
 
 
-operators(
-    {
-        "Abs": (torch.abs, {}),
-        "And": (torch.logical_and, {}),
-        "Atan": (torch.atan, {}),
-        "Ceil": (torch.ceil, {}),
-        "Cos": (torch.cos, {}),
-        "Elu": (nn.ELU, {"alpha": 1.0}),
-        "Erf": (torch.erf, {}),
-        "Exp": (torch.exp, {}),
-        "Floor": (torch.floor, {}),
-        "Gelu": (nn.GELU, {"approximate": "none"}),
-        "HardSwish": (nn.Hardswish, {}),
-        "IsNaN": (torch.isnan, {}),
-        "LeakyRelu": (nn.LeakyReLU, {"alpha": 0.01}),
-        "Log": (torch.log, {}),
-        "Mish": (nn.Mish, {}),
-        "Mod": (remainder, {"fmod": 0}),
-        "Neg": (torch.neg, {}),
-        "Or": (torch.logical_or, {}),
-        "Reciprocal": (torch.reciprocal, {}),
-        "Relu": (nn.ReLU, {}),
-        "Round": (torch.round, {}),
-        "Sigmoid": (nn.Sigmoid, {}),
-        "Sign": (torch.sign, {}),
-        "Sin": (torch.sin, {}),
-        "Softplus": (nn.Softplus, {}),
-        "Softsign": (nn.Softsign, {}),
-        "Sqrt": (torch.sqrt, {}),
-        "Tan": (torch.tan, {}),
-        "Tanh": (nn.Tanh, {}),
-        "Xor": (torch.logical_xor, {}),
-    }
-)
+_SAME_NAMES = "Abs Atan Ceil Cos Erf Exp Floor IsNaN Neg Log Reciprocal Round Sign Sin Sqrt Tan"
+for _name in _SAME_NAMES.split():
+    row(_name, getattr(torch, _name.lower()))
+for _name in ("And", "Or", "Xor"):
+    row(_name, getattr(torch, f"logical_{_name.lower()}"))
+for _name in ("Mish", "Sigmoid", "Softplus", "Softsign", "Tanh"):
+    row(_name, getattr(nn, _name))
+row("Relu", nn.ReLU)
+row("HardSwish", nn.Hardswish)
+row("Elu", nn.ELU, alpha=1.0)
+row("Gelu", nn.GELU, approximate="none")
+row("LeakyRelu", nn.LeakyReLU, alpha=0.01)
+row("Mod", remainder, fmod=0)

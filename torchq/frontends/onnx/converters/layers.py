@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +16,10 @@ from torchq.frontends.building.layers import (
     CONVOLUTIONS,
     GLOBAL_POOLS,
     INSTANCE_NORMS,
-    POOLS,
     convolution,
     filled,
+    pooling,
+    symmetric,
 )
 from torchq.frontends.onnx.context import NodeContext, converter
 from torchq.frontends.onnx.converters.quantization import module_name, weighted
@@ -34,41 +34,28 @@ class _Window:
     dilation: list[int]
     pads: list[int] | str
 
-    @property
-    def padding(self) -> list[int] | None:
-        """Return the pads of each side where both sides have the same, else None."""
-        if isinstance(self.pads, str):
-            return None
-        before, behind = self.pads[: len(self.kernel)], self.pads[len(self.kernel) :]
-        return before if before == behind and min(before, default=0) >= 0 else None
-
 
 def _window(node: NodeContext) -> _Window:
-    kernel = list(node.attr("kernel_shape", ()))
+    kernel = node.attr("kernel_shape", [])
     if not kernel and len(node.inputs) > 1:
         kernel = [int(size or 0) for size in (node.shape(1) or [])[2:]]
     spatial = len(kernel)
     if spatial not in CONVOLUTIONS:
         node.refuse(f"got a kernel of {spatial} dimensions; expected 1 to 3")
-    stride = list(node.attr("strides", [1] * spatial))
-    dilation = list(node.attr("dilations", [1] * spatial))
-    pads = list(node.attr("pads", [0] * (2 * spatial)))
+    stride, dilation = node.attr("strides", [1] * spatial), node.attr("dilations", [1] * spatial)
+    pads, auto = node.attr("pads", [0] * (2 * spatial)), node.attr("auto_pad", "NOTSET")
     if [len(stride), len(dilation), len(pads)] != [spatial, spatial, 2 * spatial]:
         node.refuse(f"strides, dilations or pads do not fit a kernel of {spatial} dimensions")
-    auto = node.attr("auto_pad", "NOTSET")
     if auto in ("SAME_UPPER", "SAME_LOWER"):
         return _Window(kernel, stride, dilation, auto)
     return _Window(kernel, stride, dilation, [0] * len(pads) if auto == "VALID" else pads)
 
 
 def _padded(node: NodeContext, window: _Window) -> tuple[Value, list[int]]:
-    """Return the input, and the padding that is left to the layer.
-
-    The input is padded already where the padding is not the same on both sides.
-    """
-    x, none = node.inputs[0], [0] * len(window.kernel)
-    if window.padding is not None:
-        return x, window.padding
+    """Return the input, padded where both sides differ, and the padding that is left to a layer."""
+    x, none, padding = node.inputs[0], [0] * len(window.kernel), symmetric(window.pads)
+    if padding is not None:
+        return x, padding
     if isinstance(window.pads, str):
         options = (window.kernel, window.stride, window.dilation, window.pads == "SAME_UPPER")
         return node.call(pad_same, x, *options), none
@@ -104,21 +91,22 @@ def _conv(node: NodeContext) -> Value:
 @converter("ConvTranspose")
 def _conv_transpose(node: NodeContext) -> Value:
     window, groups, stored = _window(node), node.attr("group", 1), _stored(node)
-    extra = list(node.attr("output_padding", [0] * len(window.kernel)))
+    extra = node.attr("output_padding", [0] * len(window.kernel))
     window = _transposed_window(node, window, extra)
     stride, dilation = window.stride, window.dilation
     fits = all(e < max(s, d) for e, s, d in zip(extra, stride, dilation, strict=True))
-    if window.padding is None or not fits or stored is None:
+    padding = symmetric(window.pads)
+    if padding is None or not fits or stored is None:
         options = (stride, dilation, groups, window.pads, extra)
         return node.call(conv_transpose, *node.inputs[:2], node.input(2), *options)
-    sizes = (stride, window.padding, dilation)
+    sizes = (stride, padding, dilation)
     module = convolution(node.builder, *stored, sizes, groups, extra)
     return weighted(node, module, stored[0], node.inputs[0])
 
 
 def _transposed_window(node: NodeContext, window: _Window, extra: list[int]) -> _Window:
     """Return the window with the pads that follow from the output shape, or from ``auto_pad``."""
-    wanted, shape = node.attr("output_shape"), node.shape(0)
+    wanted, shape = node.attr("output_shape", list | None), node.shape(0)
     if not isinstance(window.pads, str) and not wanted:
         return window
     if wanted is not None and (shape is None or None in shape[2:]):
@@ -164,22 +152,15 @@ def shifted(x: Tensor, zero_point: Tensor | None, axis: int) -> Tensor:
 
 @converter("MaxPool", "AveragePool")
 def _pool(node: NodeContext) -> Value:
-    node.required("kernel_shape")
+    node.attr("kernel_shape", list)
     kind, window = "max" if node.op_type == "MaxPool" else "avg", _window(node)
     if node.dtype(0) is not None and not node.floating(0):
         node.refuse("a pooling of integers is not supported")
-    include, ceil_mode = bool(node.attr("count_include_pad", 0)), bool(node.attr("ceil_mode", 0))
-    kernel, padding = window.kernel, window.padding
-    fits = padding is not None and all(2 * p <= k for p, k in zip(padding, kernel, strict=True))
-    if ceil_mode or not fits or (kind == "avg" and set(window.dilation) != {1}):
-        sizes = (kernel, window.stride, window.dilation, window.pads)
-        convention = "ceil" if ceil_mode else "valid"
-        return node.call(pool, node.inputs[0], kind, *sizes, convention, include)
-    options: dict[str, Any] = {"dilation": window.dilation}
-    if kind == "avg":
-        options = {"count_include_pad": include or not any(padding or ())}
-    module = POOLS[kind][len(kernel)](kernel, window.stride, padding, **options)
-    return node.module(module, node.inputs[0])
+    sizes = (window.kernel, window.stride, window.dilation, window.pads)
+    include = node.attr("count_include_pad", False)
+    if node.attr("ceil_mode", False):
+        return node.call(pool, node.inputs[0], kind, *sizes, "ceil", include)
+    return pooling(node, kind, *sizes, "valid", include)
 
 
 @converter("GlobalAveragePool", "GlobalMaxPool")
@@ -257,7 +238,7 @@ def _matmul(node: NodeContext) -> Value:
 @converter("Gemm")
 def _gemm(node: NodeContext) -> Value:
     x, weight, bias = node.inputs[0], node.inputs[1], node.input(2)
-    transposed = bool(node.attr("transA", 0)), bool(node.attr("transB", 0))
+    transposed = node.attr("transA", False), node.attr("transB", False)
     alpha, beta = node.attr("alpha", 1.0), node.attr("beta", 1.0)
     if _is_linear(node) and isinstance(weight, Constant):
         x = node.call(torch.t, x) if transposed[0] else x
@@ -311,7 +292,7 @@ def _matmul_integer(node: NodeContext) -> Value:
 
 @converter("Einsum")
 def _einsum(node: NodeContext) -> Value:
-    return node.call(torch.einsum, node.required("equation").replace(" ", ""), list(node.inputs))
+    return node.call(torch.einsum, node.attr("equation", str).replace(" ", ""), list(node.inputs))
 
 
 def _constants(node: NodeContext, *indices: int) -> list[Constant] | None:
@@ -379,7 +360,7 @@ def layer_norm(
 
 @converter("GroupNormalization")
 def _group_norm(node: NodeContext) -> Value:
-    groups, epsilon = node.required("num_groups"), node.attr("epsilon", 1e-5)
+    groups, epsilon = node.attr("num_groups", int), node.attr("epsilon", 1e-5)
     parts = _constants(node, 1, 2)
     shape = node.shape(0)
     channels = shape[1] if shape else None
@@ -392,7 +373,7 @@ def _group_norm(node: NodeContext) -> Value:
 @converter("LRN")
 def _lrn(node: NodeContext) -> Value:
     alpha, beta, bias = node.attr("alpha", 1e-4), node.attr("beta", 0.75), node.attr("bias", 1.0)
-    size = node.required("size")
+    size = node.attr("size", int)
     if size % 2 == 0:
         node.refuse(f"its size is {size}; expected an odd number of channels")
     return node.module(nn.LocalResponseNorm(size, alpha, beta, bias), node.inputs[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -17,36 +18,38 @@ from torchq.frontends.building.functions import (
     space_to_depth,
 )
 from torchq.frontends.building.graph import Constant, Ints, Value
-from torchq.frontends.onnx.context import NodeContext, converter, operators
+from torchq.frontends.onnx.context import CONVERTERS, NodeContext, converter
 from torchq.frontends.onnx.converters.quantization import module_name
+
+#: How a Constant states numbers, and their element types.
+_STATED = {
+    "value_float": torch.float32,
+    "value_floats": torch.float32,
+    "value_int": torch.int64,
+    "value_ints": torch.int64,
+}
 
 
 @converter("Constant", dtypes=None)
 def _constant(node: NodeContext) -> Value:
-    if "value" in node.attributes:
-        return Constant(node.attributes["value"])
-    kinds = {
-        "value_float": torch.float32,
-        "value_floats": torch.float32,
-        "value_int": torch.int64,
-        "value_ints": torch.int64,
-    }
-    for name, dtype in kinds.items():
-        if name in node.attributes:
-            return Constant(torch.tensor(node.attributes[name], dtype=dtype))
+    if node.attr("value") is not None:
+        return Constant(node.attr("value"))
+    for name, dtype in _STATED.items():
+        if node.attr(name) is not None:
+            return Constant(torch.tensor(node.attr(name), dtype=dtype))
     node.refuse("strings and sparse tensors are not supported")
 
 
 @converter("Shape", dtypes=None)
 def _shape(node: NodeContext) -> Value:
-    shape = node.shape(0)
-    if shape is None:
-        found = node.call(shape_of, node.inputs[0], node.attr("start", 0), node.attr("end"))
-        if not node.attr("start", 0) and node.attr("end") is None:
-            node.builder.shaped[found] = node.tensor(node.inputs[0])
-        return found
-    places = range(len(shape))[slice(node.attr("start", 0), node.attr("end"))]
-    return node.sizes([node.size(0, axis) for axis in places], dtype=torch.int64)
+    shape, start, end = node.shape(0), node.attr("start", 0), node.attr("end", int | None)
+    if shape is not None:
+        places = range(len(shape))[start:end]
+        return node.sizes([node.size(0, axis) for axis in places], dtype=torch.int64)
+    found = node.call(shape_of, node.inputs[0], start, end)
+    if (start, end) == (0, None):
+        node.builder.shaped[found] = node.tensor(node.inputs[0])
+    return found
 
 
 def shape_of(x: Tensor, start: int, end: int | None) -> Tensor:
@@ -115,22 +118,21 @@ def non_zero(x: Tensor) -> Tensor:
 @converter("Gather", dtypes=None)
 def _gather(node: NodeContext) -> Value:
     axis, value, places = node.attr("axis", 0), node.inputs[0], node.constant(1)
-    if isinstance(value, Ints) and places is not None and places.dim() <= 1:
-        items = [value.items[int(place)] for place in places.reshape(-1).tolist()]
-        return node.sizes(items, scalar=places.dim() == 0)
-    source = node.builder.shaped.get(value)
-    if source is not None and places is not None and places.dim() <= 1:
-        numbers = places.reshape(-1).tolist()
-        sizes = [node.builder.graph.call_method("size", (source, number)) for number in numbers]
-        return node.sizes(sizes, scalar=places.dim() == 0)
+    if places is not None and places.dim() <= 1:
+        numbers, scalar = places.reshape(-1).tolist(), places.dim() == 0
+        source = node.builder.shaped.get(value)
+        if isinstance(value, Ints):
+            return node.sizes([value.items[int(number)] for number in numbers], scalar)
+        if source is not None:
+            calls = [node.builder.graph.call_method("size", (source, n)) for n in numbers]
+            return node.sizes(calls, scalar)
+        if scalar and not isinstance(value, Constant):
+            return node.call(torch.select, value, axis, int(places))
     if _is_table(node, axis):
         assert isinstance(value, Constant)
-        rows, size = value.tensor.shape
-        module = nn.Embedding(rows, size, device="meta")
+        module = nn.Embedding(*value.tensor.shape, device="meta")
         module.weight = node.builder.parameter(value)
         return node.module(module, node.inputs[1], name=module_name(node, value))
-    if places is not None and places.dim() == 0 and not isinstance(value, Constant):
-        return node.call(torch.select, value, axis, int(places))
     return node.call(gather, value, node.inputs[1], axis)
 
 
@@ -146,9 +148,12 @@ def _is_table(node: NodeContext, axis: int) -> bool:
 
 @converter("ArgMax", "ArgMin")
 def _arg(node: NodeContext) -> Value:
-    last = bool(node.attr("select_last_index", 0))
-    axis, keep = node.attr("axis", 0), bool(node.attr("keepdims", 1))
-    return node.call(arg_extreme, node.inputs[0], axis, keep, last, node.op_type == "ArgMax")
+    options = (
+        node.attr("axis", 0),
+        node.attr("keepdims", True),
+        node.attr("select_last_index", False),
+    )
+    return node.call(arg_extreme, node.inputs[0], *options, node.op_type == "ArgMax")
 
 
 def arg_extreme(x: Tensor, axis: int, keep: bool, last: bool, largest: bool) -> Tensor:
@@ -164,9 +169,10 @@ def arg_extreme(x: Tensor, axis: int, keep: bool, last: bool, largest: bool) -> 
 
 @converter("TopK")
 def _top_k(node: NodeContext) -> list[Value]:
-    count = node.attributes["k"] if "k" in node.attributes else node.number(1)
-    axis, largest = node.attr("axis", -1), bool(node.attr("largest", 1))
-    return node.call_parts(2, top_k, node.inputs[0], count, axis, largest)
+    count = node.attr("k", int | None)  # an attribute up to opset 9
+    count = node.number(1) if count is None else count
+    options = node.attr("axis", -1), node.attr("largest", True)
+    return node.call_parts(2, top_k, node.inputs[0], count, *options)
 
 
 def top_k(x: Tensor, k: Tensor | int, axis: int, largest: bool) -> tuple[Tensor, Tensor]:
@@ -183,7 +189,7 @@ def top_k(x: Tensor, k: Tensor | int, axis: int, largest: bool) -> tuple[Tensor,
 
 @converter("Reshape", dtypes=None)
 def _reshape(node: NodeContext) -> Value:
-    sizes, allow_zero = node.ints(1), bool(node.attr("allowzero", 0))
+    sizes, allow_zero = node.ints(1), node.attr("allowzero", False)
     if sizes is None:
         return node.call(reshape, node.inputs[0], node.inputs[1], allow_zero)
     if isinstance(node.inputs[0], Ints) and sizes in ([-1], [1], []):
@@ -196,11 +202,10 @@ def _reshape(node: NodeContext) -> Value:
 
 @converter("Transpose", dtypes=None)
 def _transpose(node: NodeContext) -> Value:
-    order = node.attr("perm")
+    order, value = node.attr("perm", list | None), node.inputs[0]
     if order is None:
-        return node.call(permuted, node.inputs[0], None)
-    result = node.call(torch.permute, node.inputs[0], list(order))
-    value = node.inputs[0]
+        return node.call(permuted, value, None)
+    result = node.call(torch.permute, value, order)
     if isinstance(value, Constant) and isinstance(result, Constant):
         result = Constant(result.tensor, "", value.name or value.origin)
         found = node.builder.weights.get(value)
@@ -213,7 +218,7 @@ def _transpose(node: NodeContext) -> Value:
 def _flatten(node: NodeContext) -> Value:
     axis = node.attr("axis", 1)
     if axis == 1 and len(node.shape(0) or ()) > 1:
-        return node.module(torch.nn.Flatten(), node.inputs[0])
+        return node.module(nn.Flatten(), node.inputs[0])
     return node.call(flatten_at, node.inputs[0], axis)
 
 
@@ -225,17 +230,12 @@ def flatten_at(x: Tensor, axis: int) -> Tensor:
 
 @converter("Squeeze", dtypes=None)
 def _squeeze(node: NodeContext) -> Value:
-    axes = node.axes()
-    if isinstance(node.inputs[0], Ints):
-        value = node.inputs[0]
+    axes, value, shape = node.axes(), node.inputs[0], node.shape(0)
+    if isinstance(value, Ints):
         return node.sizes(value.items, scalar=len(value.items) == 1 and not value.scalar)
-    if axes is None:
-        shape = node.shape(0)
-        if shape is not None and None not in shape:
-            axes = [axis for axis, size in enumerate(shape) if size == 1]
-        else:
-            return node.call(torch.squeeze, node.inputs[0])
-    return node.call(torch.squeeze, node.inputs[0], axes)
+    if axes is None and shape is not None and None not in shape:
+        axes = [axis for axis, size in enumerate(shape) if size == 1]
+    return node.call(torch.squeeze, value, *([] if axes is None else [axes]))
 
 
 @converter("Unsqueeze", dtypes=None)
@@ -259,47 +259,36 @@ def _concat(node: NodeContext) -> Value:
     parts = [node.ints(index) for index in range(len(node.inputs))]
     if any(isinstance(value, Ints) for value in node.inputs) and None not in parts:
         return node.sizes([item for part in parts for item in part or ()])
-    return node.call(torch.cat, list(node.inputs), node.required("axis"))
+    return node.call(torch.cat, list(node.inputs), node.attr("axis", int))
 
 
 @converter("Split", dtypes=None)
 def _split(node: NodeContext) -> list[Value]:
-    axis, count = node.attr("axis", 0), len(node.output_names)
-    sizes: Any = node.attr("split")
+    axis, count, value = node.attr("axis", 0), len(node.output_names), node.inputs[0]
+    sizes: Any = node.attr("split", list | None)
     if sizes is None and node.input(1) is not None:
         sizes = node.ints_or_input(1)
-    if isinstance(node.inputs[0], Ints) and isinstance(sizes, list):
-        items, result = list(node.inputs[0].items), []
-        for size in sizes:
-            result.append(node.sizes(items[:size]))
-            items = items[size:]
-        return result
-    shape = node.shape(0)
-    size = shape[axis] if shape is not None else None
+    if isinstance(value, Ints) and isinstance(sizes, list):
+        ends = list(accumulate(sizes, initial=0))
+        return [node.sizes(value.items[start:end]) for start, end in pairwise(ends)]
+    size = (node.shape(0) or {axis: None})[axis]
     if sizes is None and size is not None and size % count == 0:
-        return node.call_parts(count, torch.split, node.inputs[0], size // count, axis)
+        return node.call_parts(count, torch.split, value, size // count, axis)
     if isinstance(sizes, list):
-        return node.call_parts(count, torch.split, node.inputs[0], list(sizes), axis)
-    return node.call_parts(count, split, node.inputs[0], sizes, count, axis)
+        return node.call_parts(count, torch.split, value, list(sizes), axis)
+    return node.call_parts(count, split, value, sizes, count, axis)
 
 
 @converter("Slice", dtypes=None)
 def _slice(node: NodeContext) -> Value:
-    starts_, ends_ = node.ints(1), node.ints(2)
-    axes_ = node.ints(3) if node.input(3) is not None else list(range(len(starts_ or ())))
-    steps_ = node.ints(4) if node.input(4) is not None else [1] * len(starts_ or ())
-    if starts_ is None or ends_ is None or axes_ is None or steps_ is None:
-        rest = [node.input(i) for i in range(1, 5)]
-        return node.call(slice_by_tensors, node.inputs[0], *rest)
-    return _sliced(node, starts_, ends_, axes_, steps_)
-
-
-def _sliced(
-    node: NodeContext, starts: list[Any], ends: list[Any], axes: list[Any], steps: list[Any]
-) -> Value:
-    value = node.inputs[0]
-    numbers = all(isinstance(item, int) for item in (*starts, *ends, *axes, *steps))
-    if isinstance(value, Ints) and numbers and len(starts) == 1:
+    value, starts, ends = node.inputs[0], node.ints(1), node.ints(2)
+    count = len(starts or ())
+    axes = node.ints(3) if node.input(3) is not None else list(range(count))
+    steps = node.ints(4) if node.input(4) is not None else [1] * count
+    if starts is None or ends is None or axes is None or steps is None:
+        return node.call(slice_by_tensors, value, *[node.input(i) for i in range(1, 5)])
+    numbers: Any = all(isinstance(item, int) for item in (*starts, *ends, *axes, *steps))
+    if isinstance(value, Ints) and numbers and count == 1:
         return node.sizes(value.items[_slice_of(starts[0], ends[0], steps[0])])
     if numbers and node.shape(0) is not None and all(step > 0 for step in steps):
         index = [slice(None)] * node.ndim(0)
@@ -322,14 +311,10 @@ def _slice_of(start: int, end: int, step: int) -> slice:
     return slice(begin, stop, None if step == 1 else step)
 
 
-@converter("Expand", dtypes=None)
+@converter("Expand", "Tile", dtypes=None)
 def _expand(node: NodeContext) -> Value:
-    return node.call(expand, node.inputs[0], node.ints_or_input(1))
-
-
-@converter("Tile", dtypes=None)
-def _tile(node: NodeContext) -> Value:
-    return node.call(tile, node.inputs[0], node.ints_or_input(1))
+    function = expand if node.op_type == "Expand" else tile
+    return node.call(function, node.inputs[0], node.ints_or_input(1))
 
 
 @converter("Pad")
@@ -343,7 +328,7 @@ def _pad(node: NodeContext) -> Value:
 
 @converter("DepthToSpace", "SpaceToDepth")
 def _blocks(node: NodeContext) -> Value:
-    block, spreads = node.required("blocksize"), node.op_type == "DepthToSpace"
+    block, spreads = node.attr("blocksize", int), node.op_type == "DepthToSpace"
     if node.attr("mode", "DCR") == "CRD":
         module = torch.nn.PixelShuffle(block) if spreads else torch.nn.PixelUnshuffle(block)
         return node.module(module, node.inputs[0])
@@ -353,7 +338,7 @@ def _blocks(node: NodeContext) -> Value:
 @converter("Trilu")
 def _trilu(node: NodeContext) -> Value:
     k = 0 if node.input(1) is None else node.number(1)
-    return node.call(triangle, node.inputs[0], k, bool(node.attr("upper", 1)))
+    return node.call(triangle, node.inputs[0], k, node.attr("upper", True))
 
 
 _LARGEST = 2**33
@@ -584,15 +569,9 @@ def _pad_by_own(x: Tensor, axis: int, before: int, behind: int, mode: str) -> Te
     return x.index_select(axis, places)
 
 
-operators(
-    {
-        "GatherElements": (gather_elements, {"axis": 0}),
-        "GatherND": (gather_nd, {"batch_dims": 0}),
-        "NonZero": (non_zero, {}),
-        "OneHot": (one_hot, {"axis": -1}),
-        "Scatter": (scatter_elements, {"axis": 0, "reduction": "none"}),
-        "ScatterElements": (scatter_elements, {"axis": 0, "reduction": "none"}),
-        "ScatterND": (scatter_nd, {"reduction": "none"}),
-    },
-    dtypes=None,
-)
+CONVERTERS.row("GatherElements", gather_elements, axis=0)
+CONVERTERS.row("GatherND", gather_nd, batch_dims=0)
+CONVERTERS.row("NonZero", non_zero)
+CONVERTERS.row("OneHot", one_hot, axis=-1)
+CONVERTERS.row("Scatter ScatterElements", scatter_elements, axis=0, reduction="none")
+CONVERTERS.row("ScatterND", scatter_nd, reduction="none")

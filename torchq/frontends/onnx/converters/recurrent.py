@@ -25,7 +25,7 @@ def _recurrent(node: NodeContext) -> list[Value]:
     activations = _activations(node, directions)
     if not set(activations) <= set(_ACTIVATIONS) or node.attr("clip") or node.attr("input_forget"):
         node.refuse("its activations, its clipping or its coupled gates are not supported")
-    x, batch_first = node.inputs[0], bool(node.attr("layout", 0))
+    x, batch_first = node.inputs[0], node.attr("layout", False)
     if batch_first:
         x = node.call(torch.transpose, x, 0, 1)
     module = _as_module(node, directions, activations)
@@ -119,7 +119,7 @@ def _as_loop(
     reverse = node.attr("direction", "forward") == "reverse"
     weights = [node.input(index) for index in (1, 2, 3)]
     weights.append(node.input(7) if node.op_type == "LSTM" else None)
-    options = (activations, directions, reverse, bool(node.attr("linear_before_reset", 0)))
+    options = (activations, directions, reverse, node.attr("linear_before_reset", False))
     count = 1 + len(states)
     return node.call_parts(
         count, run_layer, node.op_type, x, weights, node.input(4), states, *options

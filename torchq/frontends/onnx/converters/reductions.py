@@ -71,7 +71,7 @@ def _extreme(x: Tensor, axes: list[int], keep: bool, lowest: bool) -> Tensor:
 
 @converter(*_PARTS)
 def _reduce(node: NodeContext) -> Value:
-    keep, empty = bool(node.attr("keepdims", 1)), bool(node.attr("noop_with_empty_axes", 0))
+    keep, empty = node.attr("keepdims", True), node.attr("noop_with_empty_axes", False)
     value, is_known = node.inputs[0], node.input(1) is None or node.constant(1) is not None
     axes = node.axes() if is_known else None
     if not axes and is_known and empty:
@@ -110,7 +110,7 @@ def reduce_along(
 
 @converter("CumSum")
 def _cumulative(node: NodeContext) -> Value:
-    flags = bool(node.attr("exclusive", 0)), bool(node.attr("reverse", 0))
+    flags = node.attr("exclusive", False), node.attr("reverse", False)
     return node.call(cumulative, node.inputs[0], node.number(1), *flags)
 
 

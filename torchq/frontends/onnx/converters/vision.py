@@ -24,9 +24,9 @@ def _resize(node: NodeContext) -> Value:
         node.attr("coordinate_transformation_mode", "half_pixel"),
         node.attr("nearest_mode", "round_prefer_floor"),
         node.attr("cubic_coeff_a", -0.75),
-        bool(node.attr("exclude_outside", 0)),
+        node.attr("exclude_outside", False),
         node.attr("extrapolation_value", 0.0),
-        bool(node.attr("antialias", 0)),
+        node.attr("antialias", False),
     )
     scales = node.constant(2)
     sizes: Any = None
@@ -35,7 +35,7 @@ def _resize(node: NodeContext) -> Value:
         sizes = node.ints_or_input(3)
     elif factors is None:
         factors = node.input(2)
-    axes = node.attr("axes")
+    axes = node.attr("axes", list | None)
     if axes is None:
         given = factors or sizes
         axes = list(range(len(given) if isinstance(given, list) else node.ndim(0)))
@@ -101,7 +101,7 @@ def _grid_sample(node: NodeContext) -> Value:
     mode = {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)
     if mode == "bicubic" and node.ndim(0) != 4:
         node.refuse("cubic sampling of volumes is not supported")
-    padding, align = node.attr("padding_mode", "zeros"), bool(node.attr("align_corners", 0))
+    padding, align = node.attr("padding_mode", "zeros"), node.attr("align_corners", False)
     return node.call(F.grid_sample, *node.inputs, mode, padding, align)
 
 
@@ -110,7 +110,7 @@ def _non_max_suppression(node: NodeContext) -> Value:
     numbers = [node.number(index) for index in (2, 3, 4)]
     most = 0 if numbers[0] is None else numbers[0]
     limit = 0.0 if numbers[1] is None else numbers[1]
-    center = bool(node.attr("center_point_box", 0))
+    center = node.attr("center_point_box", False)
     arguments = (*node.inputs[:2], most, limit, numbers[2], center)
     return node.call(non_max_suppression, *arguments)
 
