@@ -84,11 +84,7 @@ def is_network_file(name: str) -> bool:
 
 
 def read_network(name: str, weights: str | None = None) -> fx.GraphModule:
-    """Return the network of a file, by default with the weights beside it.
-
-    These are ``NAME-0000.params`` with the highest number, or ``NAME.caffemodel``. ONNX files hold
-    their weights.
-    """
+    """Return the network of a file, by default with the weights beside it."""
     if name.endswith(".onnx"):
         return from_onnx(name)
     reader = from_mxnet if name.endswith("-symbol.json") else from_caffe

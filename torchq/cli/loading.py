@@ -38,10 +38,7 @@ def explained(what: str) -> Iterator[None]:
 
 
 def load_object(name: str, what: str) -> Any:
-    """Return what ``package.module:attribute`` names; the current folder is searched too.
-
-    Error texts name the option ``what`` that it was given for.
-    """
+    """Return what ``package.module:attribute`` names, also in the folder; errors name ``what``."""
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         files = f", or a file that ends in {', '.join(ENDINGS)}" if what == "--model" else ""
@@ -234,10 +231,7 @@ def _covering(image: Any, height: int, width: int) -> Any:
 
 
 def evenly_ordered(folder: Path, seed: int) -> list[Path]:
-    """Return the images below ``folder`` so that every part has some of each sub-folder.
-
-    A folder often has one sub-folder for each class, and calibration reads the first images only.
-    """
+    """Return the images below ``folder`` so that every part has some of each sub-folder."""
     by_folder: dict[Path, list[Path]] = {}
     for path in sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGES):
         by_folder.setdefault(path.parent, []).append(path)

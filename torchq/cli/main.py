@@ -16,15 +16,7 @@ from torchq.errors import TorchqError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command, or print the help if there is none.
-
-    Args:
-        argv: the arguments; None takes those of the process.
-
-    Returns:
-        0 on success; 1 if the doctor found an error; 2 with one line on standard error if the user
-        can mend the problem; 130 if interrupted.
-    """
+    """Run a command (None: of the process), or print the help; return the exit code."""
     parser = build_parser()
     args = parser.parse_args(argv)
     if args.command is None:

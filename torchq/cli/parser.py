@@ -29,11 +29,7 @@ that the message says how to mend; 130 interrupted. See also torchq COMMAND --he
 
 
 class Parser(argparse.ArgumentParser):
-    """An ``ArgumentParser`` whose errors suggest close names.
-
-    Attributes:
-        children: the parsers of its commands.
-    """
+    """An ``ArgumentParser`` whose errors suggest close names, also of the commands ``children``."""
 
     children: Mapping[str, argparse.ArgumentParser] = {}
 

@@ -110,10 +110,7 @@ def accuracy(output: Any, batch: Any) -> Tensor:
 def read_batches(
     model: nn.Module, args: argparse.Namespace, held_out: int = 0
 ) -> tuple[list[Any], list[Any]]:
-    """Return the batches to calibrate on, and up to ``held_out`` that come after them.
-
-    Images of a folder come in the shape that the file of a network fixes.
-    """
+    """Return the batches to calibrate on, and up to ``held_out`` that come after them."""
     size, fixed = args.image_size or (_SIZE, _SIZE), None
     if is_network_file(args.model) and Path(args.data).is_dir():
         size, fixed = _image_size(model, args), fixed_batch(model, args)
@@ -190,10 +187,7 @@ def prepare(
     held_out: int,
     check: Callable[[], None] = lambda: None,
 ) -> Prepared:
-    """Load, fuse, quantize and calibrate a model; keep ``held_out`` batches for a comparison.
-
-    ``check`` is called once model and recipe are read, before any other work.
-    """
+    """Prepare a model; call ``check`` once model and recipe are read, before any other work."""
     if args.model is None:
         require(args, "model", "data")
     model = read_model(args)

@@ -117,10 +117,7 @@ def _write(
 def _report(
     found: Prepared, metric: object, args: argparse.Namespace, say: Callable[[object], None]
 ) -> str | None:
-    """Write the report, and return its path; None where there is none.
-
-    A report that nobody asked for must not turn success into failure.
-    """
+    """Write the report, and return its path; one that nobody asked for may fail."""
     path = _report_path(args)
     if path is None:
         return None

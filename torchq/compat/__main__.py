@@ -15,13 +15,7 @@ _SHIM = str(Path(__file__).resolve().parent / "shim")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Install the old names and run a script or module as ``__main__``.
-
-    Processes that the script starts find the old names as well.
-
-    Args:
-        arguments: the command line without the program; default: that of this process.
-    """
+    """Install the old names, also for processes that start later, and run a script or module."""
     parser = argparse.ArgumentParser(
         prog="python -m torchq.compat", description="Run a pytorch-quantization script on torchq."
     )

@@ -297,10 +297,7 @@ def _compute_amax_entropy(
 
 
 def _divergence(counts: Tensor, candidates: Tensor, levels: int) -> Tensor:
-    """Return the divergence for each number of bins kept.
-
-    It is infinity if the last kept bin or all of them are empty.
-    """
+    """Return the divergence for each count of bins kept, infinity if the last or all are empty."""
     below = _running(counts)
     border = -(-candidates.unsqueeze(1) * torch.arange(levels + 1) // levels)
     mass = below[border].diff(dim=1)

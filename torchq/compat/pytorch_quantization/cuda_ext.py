@@ -18,10 +18,7 @@ def fake_tensor_quant_(inputs: Tensor, amax: Tensor, *args: Any, **kwargs: Any) 
 def fake_tensor_quant_with_axis(
     inputs: Tensor, amax: Tensor, axis: int, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Do what :func:`fake_tensor_quant` does, with one amax for each index of ``axis``.
-
-    ``amax`` has one element for each index, in any shape.
-    """
+    """Do what :func:`fake_tensor_quant` does, with one amax for each index of ``axis``."""
     amax = PerAxis((axis,)).align(amax.reshape(-1), inputs.shape)
     return fake_tensor_quant(inputs, amax, *args, **kwargs)
 

@@ -1,7 +1,4 @@
-"""Mixins that give a module its quantizers, and the base class of the layers.
-
-Scripts derive their own modules from them, and call ``init_quantizer`` from any function.
-"""
+"""Mixins, from which scripts derive too, that give quantizers; and the base of the layers."""
 
 from __future__ import annotations
 
@@ -137,10 +134,7 @@ def pop_quant_desc_in_kwargs(quant_cls: Any, input_only: bool = False, **kwargs:
 
 
 class LegacyLayer(QuantModule):
-    """Base of the legacy layers, whose quantizers have names with a leading underscore.
-
-    It stands between a mixin of ``_utils`` and a class of :mod:`torchq.nn` in the list of bases.
-    """
+    """Base of legacy layers, between a mixin and a class of :mod:`torchq.nn` in the bases."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         own = {

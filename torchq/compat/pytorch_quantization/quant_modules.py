@@ -123,11 +123,7 @@ def deactivate() -> None:
 
 @contextmanager
 def enable_onnx_export() -> Iterator[None]:
-    """Make an unknown range an error while the context lasts.
-
-    Scripts use it around ``torch.onnx.export``. Exporting works without it; an uncalibrated
-    quantizer then has the range of the example.
-    """
+    """Make an unknown range an error while the context lasts, around ``torch.onnx.export``."""
     before = quant_nn.TensorQuantizer._enable_onnx_export
     quant_nn.TensorQuantizer._enable_onnx_export = True
     try:

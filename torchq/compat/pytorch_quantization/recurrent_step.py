@@ -62,11 +62,7 @@ def direction(
     weight_quantizer: Quantizer,
     reverse: bool = False,
 ) -> tuple[list[Tensor], State]:
-    """Run one layer in one direction over a sequence whose batch may shrink, but never grows.
-
-    ``steps`` and the outputs are (batch at that time, size) for each time; ``hidden`` and the last
-    state are those of the longest batch.
-    """
+    """Run one layer in one direction over ``steps`` (batch, size), whose batch may shrink."""
     w_ih, w_hh = _quantize_together(weight_quantizer, weights[0], weights[1])
     b_ih, b_hh = weights[2:] if len(weights) > 2 else (None, None)
     h, c = hidden

@@ -152,10 +152,7 @@ def _tensor_quant(
     unsigned: bool = False,
     narrow_range: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return codes in the dtype of ``inputs`` and their scale in the dtype of the computation.
-
-    Scripts call this function of the original by its private name.
-    """
+    """Return codes and an unrounded scale; scripts call this private name of the original."""
     amax = _range(inputs, amax)
     if unsigned and bool((inputs < 0).any()):
         raise LegacyTypeError(
@@ -325,11 +322,7 @@ def _export_quantize_dequantize(
     unsigned: bool = False,
     narrow_range: bool = True,
 ) -> Tensor:
-    """Quantize and dequantize while ``torch.onnx.is_in_onnx_export()``.
-
-    The TorchScript exporter writes the range as a constant, also one that was computed from the
-    traced input. The dynamo exporter writes the arithmetic behind such a range.
-    """
+    """Write Q and DQ in an export; TorchScript makes a range computed from the input constant."""
     amax = live_range(amax)
     axes = tuple(d for d in range(amax.dim()) if amax.shape[d] != 1)
     if isinstance(num_bits, tuple):
@@ -359,11 +352,7 @@ def _export_float8(inputs: Tensor, amax: Tensor) -> Tensor:
 
 
 def _write_float8(g: Any, inputs: Any, scale: float) -> Any:
-    """Write the quantization to FP8 E4M3 and back into a TorchScript graph.
-
-    ``scale`` is amax / 448. Opsets before 19 have no standard operator for FP8, so there TensorRT's
-    own operators are written, as by the original.
-    """
+    """Write FP8 and back with scale amax / 448; before opset 19 by TensorRT's own operators."""
     constant = g.op("Constant", value_t=torch.tensor(scale, dtype=torch.float32))
     if g.opset >= 19:
         zero = g.op("Constant", value_t=torch.zeros((), dtype=torch.float8_e4m3fn))
@@ -380,10 +369,7 @@ def _write_float8(g: Any, inputs: Any, scale: float) -> Any:
 def _onnx_int8_helper(
     g: Any, inputs: Any, amax: Tensor, num_bits: int, unsigned: bool, narrow_range: bool
 ) -> Any:
-    """Write QuantizeLinear and DequantizeLinear of 8 bits into a TorchScript graph.
-
-    The ``symbolic`` methods of scripts call this function of the original by its private name.
-    """
+    """Write Q and DQ of 8 bits into a TorchScript graph; scripts call this private name."""
     axes = [d for d, size in enumerate(amax.shape) if size != 1]
     if num_bits != 8 or (narrow_range and not unsigned) or len(axes) > 1:
         raise ExportError(

@@ -307,11 +307,7 @@ class TensorQuantizer(core.TensorQuantizer):
         return amax.detach() if self._scale_amax is None else amax.detach() * self._scale_amax
 
     def _check_onnx_readiness(self, inputs: Tensor) -> None:
-        """Raise an error unless the range is known, under ``enable_onnx_export()``.
-
-        Outside of it an uncalibrated quantizer is exported with the range of the example, which
-        scripts do to read the graph before they calibrate.
-        """
+        """Raise an error unless the range is known, under ``enable_onnx_export()`` alone."""
         if self.amax is None:
             raise ExportError(
                 f"{self._where()}: Quantizer has not been calibrated; "
@@ -499,10 +495,7 @@ class TensorQuantizer(core.TensorQuantizer):
         self._switch("_if_quant", self.quantizing, on)
 
     def _switch(self, flag: str, before: bool, on: bool) -> None:
-        """Set one of the two switches and leave the other as it is.
-
-        A disabled quantizer has both off, whatever its flags say.
-        """
+        """Set one of two switches and leave the other; a disabled quantizer has both off."""
         if before == on:
             return
         if self._disabled:

@@ -22,10 +22,7 @@ def pad_amounts(pads: Sequence[int]) -> list[int]:
 def same_pads(
     x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], upper: bool
 ) -> list[int]:
-    """Return the pads of a window that gives ``ceil(size / stride)`` results.
-
-    ``upper`` puts the odd element behind.
-    """
+    """Return pads for ``ceil(size / stride)`` results; ``upper`` puts the odd element behind."""
     before, behind = [], []
     for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
         size = x.shape[axis]
@@ -149,11 +146,7 @@ def write_operator(
     dtype: torch.dtype,
     example: Tensor | None,
 ) -> Tensor:
-    """Write an operator of ONNX; call it only during an export, with either exporter.
-
-    The one that is based on ``torch.export`` needs the sizes of the result, that by TorchScript an
-    example, on which it runs the rest of the model.
-    """
+    """Write an operator in an export: torch.export needs sizes, TorchScript an example."""
     if torch.jit.is_tracing():
         assert example is not None
         return _Written.apply(op_type, attributes, example, *inputs)
@@ -297,11 +290,7 @@ def _keep(corners: Tensor, order: Tensor, most: int, overlap: float) -> list[int
 
 
 def kept_boxes(boxes: Tensor, scores: Tensor, overlap: float, score_limit: float) -> Tensor:
-    """Return True where a box is kept for a class, of the shape of ``scores``.
-
-    Arguments are those of :func:`non_max_suppression`. Boxes whose corners are in the wrong order
-    count as boxes without an area.
-    """
+    """Return which boxes a class keeps, as ``scores``; wrong corners count as an area of 0."""
     low, high = boxes[..., :2], boxes[..., 2:]
     boxes = torch.cat([low, torch.maximum(low, high)], -1).detach()
     scores = scores.detach()

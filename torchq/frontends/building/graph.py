@@ -78,10 +78,7 @@ def identifier(name: str, *, digits: bool = False) -> str:
 
 
 def free_path(root: nn.Module, name: str, op_type: str = "") -> str:
-    """Return a path below ``root`` that nothing has taken.
-
-    Dots and slashes separate its steps; exporters put the operator behind the path of a module.
-    """
+    """Return a free path below ``root`` for a name whose steps dots and slashes separate."""
     parts = [identifier(part, digits=True) for part in re.split(r"[./]+", name) if part]
     if op_type and len(parts) > 1 and re.fullmatch(rf"{op_type}(_\d+)?", parts[-1]):
         parts.pop()

@@ -48,10 +48,7 @@ def convolution(
     groups: int,
     extra: Sequence[int] | None = None,
 ) -> nn.Module:
-    """Return a convolution of a window (stride, padding, dilation).
-
-    It is a transposed one where sizes that are added to the result (``extra``) are given.
-    """
+    """Return a convolution (stride, padding, dilation), a transposed one with ``extra`` sizes."""
     stride, padding, dilation = (tuple(part) for part in window)
     first, second, *kernel = weight.tensor.shape
     spatial, size = len(kernel), tuple(kernel)

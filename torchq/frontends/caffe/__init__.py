@@ -1,7 +1,4 @@
-"""The reader of Caffe's files.
-
-A reader of messages, an importer, converters of layers, and the functions that graphs call.
-"""
+"""The reader of Caffe's files."""
 
 from torchq.frontends.caffe import converters
 from torchq.frontends.caffe.importer import from_caffe

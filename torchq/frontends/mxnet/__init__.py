@@ -1,7 +1,4 @@
-"""The reader of MXNet's files.
-
-An importer, a registry of converters, and the functions that converted graphs call.
-"""
+"""The reader of MXNet's files."""
 
 from torchq.frontends.mxnet import converters
 from torchq.frontends.mxnet.importer import from_mxnet

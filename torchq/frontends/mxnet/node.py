@@ -30,11 +30,7 @@ def _whole(text: str) -> int:
 
 
 def _whole_numbers(text: str) -> list[int | None]:
-    """Return the items of a tuple or of a single number.
-
-    ``(3, 3)``, ``[3,3]``, ``(2,)``, ``(3L, 3L)``, ``(None, 2)``, ``()`` and ``3`` are all written
-    by some version.
-    """
+    """Return the items of ``(3, 3)``, ``[3,3]``, ``(2,)``, ``(3L, 3L)``, ``(None, 2)`` or ``3``."""
     items = [item.strip() for item in text.strip("()[]").split(",") if item.strip()]
     if not all(re.fullmatch(r"None|-?\d{1,18}L?", item) for item in items):
         raise ValueError(text)

@@ -1,7 +1,4 @@
-"""The reader of ONNX files.
-
-An importer, a registry of converters, and the functions that converted graphs call.
-"""
+"""The reader of ONNX files."""
 
 from torchq.frontends.building.graph import Constant, Ints, Value
 from torchq.frontends.onnx import converters

@@ -19,11 +19,7 @@ Sizes = list["int | str | None"]
 
 
 def free_batch_(model: Any, where: str) -> None:
-    """Leave the first size of the inputs open, in place.
-
-    The inputs whose first size is that of the first input are freed. A Reshape to a constant shape
-    that repeats the batch copies it from its input instead.
-    """
+    """Leave the first size of inputs open, in place; Reshapes to it copy it from their input."""
     graph = model.graph
     stored = {tensor.name for tensor in graph.initializer}
     inputs = [value for value in graph.input if value.name not in stored]

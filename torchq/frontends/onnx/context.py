@@ -77,10 +77,7 @@ class GraphBuilder(graph.GraphBuilder):
         return self._convert(self, graph)
 
     def inside(self) -> GraphBuilder:
-        """Return a builder for a sub-graph, which knows the constants of this one.
-
-        Parameters are shared. What this graph computes is not known there.
-        """
+        """Return a builder for a sub-graph, which knows only the constants of this one."""
         inner = GraphBuilder(self.where, self._convert)
         inner.share_parameters(self)
         known = self.values.items()
@@ -141,10 +138,7 @@ class NodeContext(FileNode):
         self.input_names, self.output_names = input_names, output_names
 
     def ints(self, index: int) -> list[int | fx.Node] | None:
-        """Return the elements of an input of sizes: numbers and nodes.
-
-        None for a tensor that the network computes, and for flags and floating-point numbers.
-        """
+        """Return the elements (numbers, nodes) of an input of sizes, None for other tensors."""
         value = self.input(index)
         if isinstance(value, Constant):
             integers = not value.tensor.is_floating_point() and value.tensor.dtype is not torch.bool
@@ -163,18 +157,11 @@ class NodeContext(FileNode):
         return self.input(index) if known is None else known.reshape(-1)[0].item()
 
     def known_ints(self, index: int, what: str) -> list[int]:
-        """Return the elements of an input that must be known now.
-
-        Raises:
-            FrontendError: the input is computed by the network.
-        """
+        """Return the elements of an input that must be known now."""
         return [int(item) for item in self.known(index, what).reshape(-1).tolist()]
 
     def axes(self, index: int = 1) -> list[int] | None:
-        """Return axes: an attribute in old versions of an operator, an input in newer ones.
-
-        None where they are left out.
-        """
+        """Return axes: an attribute in old versions, an input in newer ones; None if left out."""
         given = self.attr("axes", list | None)
         if given is not None or self.input(index) is None:
             return given
@@ -190,11 +177,7 @@ class NodeContext(FileNode):
         return self.builder.shapes.get(self.input_names[index])
 
     def ndim(self, index: int) -> int:
-        """Return the number of dimensions of an input.
-
-        Raises:
-            FrontendError: the number is not known.
-        """
+        """Return the number of dimensions of an input, which must be known."""
         shape = self.shape(index)
         if shape is None:
             self.refuse(f"the number of dimensions of {self.input_names[index]!r} is not known")
@@ -217,13 +200,7 @@ class NodeContext(FileNode):
     def sizes(
         self, items: Sequence[int | fx.Node], scalar: bool = False, dtype: torch.dtype | None = None
     ) -> Value:
-        """Return integers as a value: a constant where all are known.
-
-        Args:
-            items: the numbers.
-            scalar: see :class:`Ints`.
-            dtype: see :class:`Ints`; by default that of the first sizes among the inputs.
-        """
+        """Return integers as a value (see :class:`Ints`): a constant where all are known."""
         if dtype is None:
             given = (value.dtype for value in self.inputs if isinstance(value, Ints))
             dtype = next(given, torch.int64)

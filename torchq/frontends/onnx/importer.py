@@ -126,10 +126,7 @@ class Importer:
                 builder.four_bits.add(value)
 
     def convert_nodes(self, builder: GraphBuilder, graph: Any) -> list[Value]:
-        """Convert the nodes of a graph, or of a sub-graph that sees the values so far.
-
-        Return its outputs.
-        """
+        """Convert a graph, or a sub-graph that sees the values so far; return the outputs."""
         if graph is not self.model.graph:
             self._store(builder, graph)
         for number, node in enumerate(graph.node):

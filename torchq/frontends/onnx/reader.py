@@ -1,7 +1,4 @@
-"""Reading an ONNX file.
-
-The protobuf message, its tensors, and files beside it. Nothing in a file is trusted.
-"""
+"""Reading an ONNX file, its tensors, and files beside it. Nothing in a file is trusted."""
 
 from __future__ import annotations
 
@@ -178,10 +175,7 @@ def _external(proto: Any, size: int, folder: Path | None, where: str) -> bytes:
 
 
 def attribute_values(node: Any, folder: Path | None, where: str) -> dict[str, Any]:
-    """Return the attributes of a node.
-
-    Tensors as torch tensors, strings decoded, sub-graphs as they are.
-    """
+    """Return attributes: tensors as torch's, strings decoded, sub-graphs as they are."""
     get = import_optional("onnx.helper", "from_onnx").get_attribute_value
     result: dict[str, Any] = {}
     for attribute in node.attribute:

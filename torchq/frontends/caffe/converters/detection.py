@@ -104,10 +104,7 @@ def _sides(options: PriorOptions) -> list[tuple[float, float]]:
 
 
 class PriorBoxes(nn.Module):
-    """Default boxes of a map: corners as fractions of the image, and variances.
-
-    It takes sizes instead of tensors, so that a graph shows that the boxes do not depend on data.
-    """
+    """Default boxes (corners as shares of the image) and variances, made from sizes alone."""
 
     def __init__(self, options: PriorOptions) -> None:
         super().__init__()

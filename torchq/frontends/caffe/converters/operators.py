@@ -207,10 +207,7 @@ def _interp(layer: CaffeLayer) -> Value:
 
 
 def reshape(x: Tensor, shape: Sequence[int], axis: int, count: int) -> Tensor:
-    """Return ``x`` with ``count`` sizes from ``axis`` on replaced by a shape.
-
-    0 keeps a size, -1 is the rest; a count of -1 replaces all.
-    """
+    """Return ``x`` with ``count`` sizes (-1: all) replaced; 0 keeps a size, -1 is the rest."""
     sizes = list(x.shape)
     start = axis if axis >= 0 else len(sizes) + axis + 1
     end = len(sizes) if count == -1 else start + count
@@ -236,11 +233,7 @@ def crop(x: Tensor, like: Tensor, axis: int, offsets: Sequence[int]) -> Tensor:
 def interpolate(
     x: Tensor, like: Tensor | None, size: Sequence[int], factors: Sequence[int], pads: Sequence[int]
 ) -> Tensor:
-    """Return images resized bilinearly, with their corners kept in place.
-
-    The size is that of ``like``, or ``size``, or the old one with pads (not positive), less 1
-    divided by the first factor and multiplied by the second.
-    """
+    """Return images of a size, or (old + pads - 1) / shrink * zoom, with corners in place."""
     before, behind = pads
     height, width = (n + before + behind for n in x.shape[2:])
     x = F.pad(x, [before, behind, before, behind])

@@ -78,10 +78,7 @@ def arg_extreme(x: Tensor, largest: bool, axis: int | None, keepdims: bool) -> T
 
 
 def dot(a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> Tensor:
-    """Return products summed over the last axis of ``a`` and the first of ``b``.
-
-    The transposed operands are summed over the first axis and the last one.
-    """
+    """Return products over the last axis of ``a`` and the first of ``b``, unless transposed."""
     axes = ([0 if transpose_a else a.dim() - 1], [b.dim() - 1 if transpose_b else 0])
     return _vector(torch.tensordot(a, b, dims=axes))
 
@@ -101,11 +98,7 @@ def batch_norm(
 
 
 def l2_normalize(x: Tensor, mode: str, eps: float) -> Tensor:
-    """Return ``x`` divided by a root of sums of squares.
-
-    Over a sample (``"instance"``), the channels of a place (``"channel"``), or the places of a
-    channel (``"spatial"``).
-    """
+    """Return ``x`` over the norm of each sample, of a place's channels, or a channel's places."""
     axes = [1] if mode == "channel" else list(range(2 if mode == "spatial" else 1, x.dim()))
     return x / torch.sqrt(torch.sum(x * x, axes, keepdim=True) + eps)
 

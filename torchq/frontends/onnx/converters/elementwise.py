@@ -31,10 +31,7 @@ _NUMERIC: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 def scalar_or_value(node: NodeContext, index: int) -> Any:
-    """Return an input; a constant without dimensions as a Python number.
-
-    A Python number keeps the element type of the tensor that it meets.
-    """
+    """Return an input; a constant scalar as a number, which keeps the type of what it meets."""
     value = node.inputs[index]
     if isinstance(value, Constant) and value.tensor.dim() == 0:
         return value.tensor.item()
@@ -42,10 +39,7 @@ def scalar_or_value(node: NodeContext, index: int) -> Any:
 
 
 def _sizes_of(node: NodeContext) -> tuple[list[Any], list[Any], bool] | None:
-    """Return two operands that are sizes element by element, and if the result is a scalar.
-
-    None for other tensors.
-    """
+    """Return two operands of sizes, and if the result is a scalar; None for other tensors."""
     if not any(isinstance(value, Ints) for value in node.inputs):
         return None
     first, second = node.ints(0), node.ints(1)
@@ -83,10 +77,7 @@ def _numeric(node: NodeContext) -> Value:
 
 
 def _as_bias(node: NodeContext) -> Value:
-    """Give a constant to the linear layer without a bias that it is added to.
-
-    None if there is no such layer.
-    """
+    """Give a constant to the linear layer that it is added to; None if there is none."""
     for layer, other in (node.inputs, node.inputs[::-1]):
         if isinstance(layer, fx.Node) and isinstance(other, Constant):
             return node.builder.add_bias(layer, other)
@@ -278,10 +269,7 @@ def choose(flag: bool, first: int, second: int) -> int:
 
 
 def prelu(x: Tensor, slope: Tensor) -> Tensor:
-    """Return ``x`` where it is not negative, else ``slope * x``.
-
-    The slope broadcasts from the right.
-    """
+    """Return ``x``, times a slope that broadcasts from the right where it is negative."""
     return torch.where(x < 0, slope * x, x)
 
 

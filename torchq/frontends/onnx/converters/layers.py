@@ -139,10 +139,7 @@ def _conv_integer(node: NodeContext) -> Value:
 
 
 def shifted(x: Tensor, zero_point: Tensor | None, axis: int) -> Tensor:
-    """Return integers minus their zero point, as float64, which is exact.
-
-    The zero point is one number, or one for each index of ``axis``.
-    """
+    """Return integers as exact float64 minus their zero point, one or along ``axis``."""
     if zero_point is None:
         return x.double()
     if zero_point.numel() > 1:
@@ -185,10 +182,7 @@ def conv_transpose(
     pads: Sequence[int],
     extra: Sequence[int],
 ) -> Tensor:
-    """Return a transposed convolution.
-
-    The result is cropped by ``pads`` (all before, then all behind), and grown by ``extra`` behind.
-    """
+    """Return a transposed convolution, cropped by ``pads``, and grown by ``extra`` behind."""
     function = _TRANSPOSED[weight.dim() - 2]
     y = function(x, weight, bias, list(stride), 0, 0, groups, list(dilation))
     spatial = len(stride)
@@ -346,10 +340,7 @@ def _layer_norm(node: NodeContext) -> Value | list[Value]:
 def layer_norm(
     x: Tensor, scale: Tensor, bias: Tensor | None, axis: int, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the normalised tensor, the means, and the inverses of the deviations.
-
-    Computed in float32 at least.
-    """
+    """Return the normalised tensor, means, and inverse deviations, in float32 at least."""
     axes = list(range(axis % x.dim(), x.dim()))
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     mean = wide.mean(axes, keepdim=True)

@@ -98,10 +98,7 @@ def _range(node: NodeContext) -> Value:
 
 
 def _bound(node: NodeContext, index: int) -> float | fx.Node | None:
-    """Return a bound of a range: a number, or a node that computes a size; None for a tensor.
-
-    Detectors compute their grids from sizes that are cast to floats.
-    """
+    """Return a bound of a range: a number, or a node that computes a size; None for a tensor."""
     value = node.inputs[index]
     if isinstance(value, Ints) and len(value.items) == 1:
         return value.items[0]
@@ -157,10 +154,7 @@ def _arg(node: NodeContext) -> Value:
 
 
 def arg_extreme(x: Tensor, axis: int, keep: bool, last: bool, largest: bool) -> Tensor:
-    """Return where the largest or smallest element along ``axis`` is.
-
-    The first, or the last one of several.
-    """
+    """Return where the extreme element along ``axis`` is: the first, or the last of several."""
     function = torch.argmax if largest else torch.argmin
     if not last:
         return function(x, axis, keep)
@@ -176,10 +170,7 @@ def _top_k(node: NodeContext) -> list[Value]:
 
 
 def top_k(x: Tensor, k: Tensor | int, axis: int, largest: bool) -> tuple[Tensor, Tensor]:
-    """Return the ``k`` largest or smallest elements in order, and their positions.
-
-    Of equal ones the first come first.
-    """
+    """Return the ``k`` extreme elements in order and their places; of equal ones the first."""
     if torch.onnx.is_in_onnx_export():  # the operator in the file has this order of equal ones
         return torch.topk(x, int(k), axis, largest)
     values, indices = torch.sort(x, dim=axis, descending=largest, stable=True)
@@ -362,10 +353,7 @@ def check_size(sizes: Sequence[int], what: str) -> None:
 
 
 def reshape(x: Tensor, shape: Tensor | Sequence[int], allow_zero: bool) -> Tensor:
-    """Return ``x`` in another shape.
-
-    -1 stands for the rest, 0 for the size of ``x`` at that place unless ``allow_zero``.
-    """
+    """Return ``x`` reshaped: -1 is the rest, 0 the size at that place unless ``allow_zero``."""
     sizes = _numbers(shape)
     if not allow_zero:
         sizes = [
@@ -441,10 +429,7 @@ def slice_by_tensors(
 def split(
     x: Tensor, sizes: Tensor | Sequence[int] | None, count: int, axis: int
 ) -> tuple[Tensor, ...]:
-    """Return parts of ``x`` along ``axis``.
-
-    Of the given sizes, or ``count`` parts, the last one smaller if need be.
-    """
+    """Return parts of the given sizes, or ``count`` parts, the last one smaller if need be."""
     if sizes is None:
         size = -(-x.shape[axis] // count)
         parts = list(torch.split(x, max(size, 1), axis))
@@ -532,10 +517,7 @@ def pad(
     axes: Sequence[int] | None,
     mode: str,
 ) -> Tensor:
-    """Return ``x`` padded (all before, then all behind) with a value, or by its own elements.
-
-    Negative pads cut off.
-    """
+    """Return ``x`` padded (all before, then behind) by a value or itself; negative pads cut off."""
     amounts = _numbers(pads)
     places = [axis % x.dim() for axis in axes] if axes is not None else list(range(x.dim()))
     fill = 0 if value is None else value

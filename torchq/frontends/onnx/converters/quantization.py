@@ -84,11 +84,7 @@ def module_name(node: NodeContext, weight: Constant) -> str:
 def weighted(
     node: NodeContext, module: nn.Module, weight: Constant, x: Value, transposed: bool = False
 ) -> Value:
-    """Call a layer.
-
-    A layer whose weight the file holds as codes becomes its quantized twin, with the ranges of the
-    file.
-    """
+    """Call a layer, or its quantized twin with the file's ranges if it stores codes."""
     builder, name = node.builder, module_name(node, weight)
     found = builder.weights.get(weight)
     if found is not None and transposed:
@@ -186,10 +182,7 @@ def _quantizer_name(node: NodeContext) -> str:
 
 
 def aligned(part: Tensor, x: Tensor, axis: int, block_size: int = 0) -> Tensor:
-    """Return a scale or zero point in a shape that broadcasts against ``x``.
-
-    One number, one for each index of ``axis``, or blocks.
-    """
+    """Return a scale or zero point (one, one per index of ``axis``, or blocks) to broadcast."""
     if block_size:
         return part.repeat_interleave(block_size, axis).narrow(axis, 0, x.shape[axis])
     if part.numel() == 1:
@@ -207,10 +200,7 @@ def quantize_linear(
     block_size: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return ``saturate(round(x / scale) + zero_point)``, ties to even.
-
-    FP8 types round their own way.
-    """
+    """Return ``saturate(round(x / scale) + zero_point)``, ties to even; FP8 rounds its own way."""
     scale = aligned(scale, x, axis, block_size)
     if dtype.is_floating_point:
         largest = torch.finfo(dtype).max

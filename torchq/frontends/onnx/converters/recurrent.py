@@ -178,10 +178,7 @@ _Step = Callable[..., tuple[Tensor, ...]]
 def _run(
     step: _Step, x: Tensor, state: tuple[Tensor, ...], lengths: Tensor | None, reverse: bool
 ) -> tuple[Tensor, ...]:
-    """Return all hidden states of one direction, and the last states.
-
-    A sequence that has ended keeps its states, and its outputs are 0.
-    """
+    """Return all hidden states and the last states; a sequence that ended keeps its states."""
     results = [torch.zeros_like(state[0])] * x.shape[0]
     for time in reversed(range(x.shape[0])) if reverse else range(x.shape[0]):
         new = step(x[time], *state)

@@ -97,10 +97,7 @@ def _reduce(node: NodeContext) -> Value:
 def reduce_along(
     x: Tensor, op_type: str, axes: Tensor | Sequence[int], keep: bool, empty: bool
 ) -> Tensor:
-    """Return a reduction of a tensor of any number of dimensions, or along computed axes.
-
-    ``empty`` axes mean none instead of all.
-    """
+    """Return a reduction along computed or all axes; ``empty`` axes mean none instead of all."""
     places = axes.tolist() if isinstance(axes, Tensor) else list(axes)
     if not places and empty:
         function = _ELEMENTWISE.get(op_type)
