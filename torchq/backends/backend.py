@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -13,49 +12,20 @@ from torch import Tensor, fx, nn
 
 from torchq.errors import ConfigError
 from torchq.formats import IntFormat
-from torchq.graph.operators import MAX_POOLING, REARRANGING, operator_name
+from torchq.graph.operators import (
+    ASSIGNING,
+    effects_of,
+    operator_name,
+    operator_named,
+    operator_of,
+)
 from torchq.nn import TensorQuantizer
 from torchq.nn.tensor_quantizer import Delegate
 from torchq.recipes import PLATFORMS
 from torchq.utils import short_repr
 
-# Operators that return codes for codes, one grid before and behind them.
-_KEEPS_GRID = (
-    REARRANGING | MAX_POOLING | frozenset(["relu", "dropout", "identity", "adaptive_max_pool2d"])
-)
-_MODULES: tuple[tuple[type[nn.Module], str], ...] = (
-    (nn.AdaptiveAvgPool1d, "adaptive_avg_pool1d"),
-    (nn.AdaptiveAvgPool2d, "adaptive_avg_pool2d"),
-    (nn.AdaptiveAvgPool3d, "adaptive_avg_pool3d"),
-    (nn.AdaptiveMaxPool2d, "adaptive_max_pool2d"),
-    (nn.AvgPool1d, "avg_pool1d"),
-    (nn.AvgPool2d, "avg_pool2d"),
-    (nn.AvgPool3d, "avg_pool3d"),
-    (nn.Conv1d, "conv1d"),
-    (nn.Conv2d, "conv2d"),
-    (nn.Conv3d, "conv3d"),
-    (nn.ConvTranspose1d, "conv_transpose1d"),
-    (nn.ConvTranspose2d, "conv_transpose2d"),
-    (nn.ConvTranspose3d, "conv_transpose3d"),
-    (nn.Dropout, "dropout"),
-    (nn.Flatten, "flatten"),
-    (nn.Identity, "identity"),
-    (nn.LeakyReLU, "leaky_relu"),
-    (nn.Linear, "linear"),
-    (nn.MaxPool1d, "max_pool1d"),
-    (nn.MaxPool2d, "max_pool2d"),
-    (nn.MaxPool3d, "max_pool3d"),
-    (nn.PixelShuffle, "pixel_shuffle"),
-    (nn.ReLU, "relu"),
-)
-#: The functions behind ``x += y`` and its like, by the names of what they compute.
-_ASSIGNING = {
-    getattr(operator, short): name
-    for short, name in (
-        *(("iadd", "add"), ("isub", "sub"), ("imul", "mul"), ("itruediv", "div")),
-        *(("imatmul", "matmul"), ("ipow", "pow")),
-    )
-}
+# Operators that return codes for codes, one grid before and behind them, beside moves and max.
+_KEEPS_GRID = frozenset(["relu", "dropout", "identity", "adaptive_max_pool2d"])
 
 
 def writes_first_argument(node: fx.Node, graph_module: fx.GraphModule) -> bool:
@@ -63,7 +33,7 @@ def writes_first_argument(node: fx.Node, graph_module: fx.GraphModule) -> bool:
     if node.op == "call_module":
         module = graph_module.get_submodule(str(node.target))
         return getattr(module, "inplace", False) is True
-    if node.target in _ASSIGNING or _is_underscored(operator_name(node.target).partition(".")[0]):
+    if node.target in ASSIGNING or _is_underscored(operator_name(node.target).partition(".")[0]):
         return True
     if getattr(node.target, "__module__", None) != "torch.nn.functional":
         return False
@@ -85,12 +55,11 @@ def operation_of(node: fx.Node, graph_module: fx.GraphModule) -> str:
     if node.op != "call_module":
         name = operator_name(node.target).partition(".")[0]
         plain = name[:-1] if _is_underscored(name) else name
-        return _ASSIGNING.get(node.target, plain)
+        row = operator_named(name)
+        return plain if row is None else row.name
     module = graph_module.get_submodule(str(node.target))
-    for cls, name in _MODULES:
-        if isinstance(module, cls):
-            return name
-    return type(module).__qualname__
+    row = operator_of(module)
+    return type(module).__qualname__ if row is None else row.name
 
 
 @dataclass(frozen=True)
@@ -178,7 +147,8 @@ class Call:
 
     def _keeps_grid(self, node: fx.Node) -> bool:
         calls = node.op in ("call_function", "call_method", "call_module")
-        return calls and operation_of(node, self.graph_module) in _KEEPS_GRID
+        name = operation_of(node, self.graph_module) if calls else ""
+        return name in _KEEPS_GRID or not effects_of(name).isdisjoint(("move", "max"))
 
 
 def _is_integer_grid(quantizer: TensorQuantizer) -> bool:

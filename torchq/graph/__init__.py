@@ -7,15 +7,17 @@ from torchq.graph.calling import Forward, call_arguments, call_model, move_to, t
 from torchq.graph.facade import PASSES, Graph, GraphPass, graph_pass
 from torchq.graph.flow import Call, Flow, flow_of_graph, read_arguments, record
 from torchq.graph.operators import (
-    ALL_KINDS,
-    MAX_POOLING,
-    METADATA,
-    REARRANGING,
-    SHAPE,
+    KINDS,
+    OPERATORS,
+    Operator,
+    effects_of,
     operator_kind,
     operator_name,
+    operator_named,
+    operator_of,
     reads_metadata,
     reads_shape,
+    writes,
 )
 from torchq.graph.runner import GraphRunner, NodeMeta
 from torchq.graph.source import Router, rewrite_forward
@@ -31,7 +33,12 @@ from torchq.graph.tracing import (
 )
 
 __all__ = [
-    "ALL_KINDS",
+    "KINDS",
+    "OPERATORS",
+    "Operator",
+    "effects_of",
+    "operator_named",
+    "operator_of",
     "Router",
     "operator_kind",
     "rewrite_forward",
@@ -44,11 +51,7 @@ __all__ = [
     "GraphPass",
     "graph_pass",
     "GraphRunner",
-    "MAX_POOLING",
-    "METADATA",
     "NodeMeta",
-    "REARRANGING",
-    "SHAPE",
     "Trace",
     "call_arguments",
     "call_model",
@@ -60,6 +63,7 @@ __all__ = [
     "read_arguments",
     "reads_metadata",
     "reads_shape",
+    "writes",
     "record",
     "tensors_in",
     "trace",

@@ -9,44 +9,23 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from torchq.graph.calling import call_model, tensors_in
-from torchq.graph.operators import METADATA, operator_name, reads_metadata
+from torchq.graph.operators import effects_of, operator_name, operator_of, reads_metadata
 from torchq.graph.tracing import is_torch_leaf
 from torchq.utils import untouched
 
-#: Functions whose second argument is the weight of a layer. A call with the weight of a module
-#: counts as a call of that module.
-LAYER_FUNCTIONS = frozenset(
-    [
-        F.linear,
-        F.conv1d,
-        F.conv2d,
-        F.conv3d,
-        F.conv_transpose1d,
-        F.conv_transpose2d,
-        F.conv_transpose3d,
-    ],
-)
 
-#: Functions that read only the shape or type of their second argument.
-_SHAPED_LIKE = frozenset(["reshape_as", "view_as", "expand_as", "type_as", "to"])
-#: Functions that read only the shape or type of their first argument.
-_MADE_LIKE = frozenset(
-    [
-        "zeros_like",
-        "ones_like",
-        "empty_like",
-        "rand_like",
-        "randn_like",
-        "new_zeros",
-        "new_ones",
-        "new_empty",
-    ],
-)
+def _is_layer(function: Any) -> bool:
+    """Return True for ``F.linear`` and its like.
+
+    Their second argument is the weight of a layer, and a call with the weight of a module counts
+    as a call of that module.
+    """
+    row = operator_of(function)
+    return row is not None and bool(row.layer) and row.right == (1, "weight") and not row.module
 
 
 def passes_bias(
@@ -55,7 +34,7 @@ def passes_bias(
     kwargs: Mapping[str, Any],
     is_own: Callable[[Any], bool],
 ) -> bool:
-    """Return True if a call of one of :data:`LAYER_FUNCTIONS` is given the bias of ``layer``.
+    """Return True if a call such as ``F.linear`` is given the bias of ``layer``.
 
     A call without a bias argument would not see a bias that the layer gets later.
     """
@@ -67,9 +46,10 @@ def passes_bias(
 
 def read_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the arguments of function ``name`` whose values it reads, not only their shapes."""
-    if name in _MADE_LIKE:
+    effects = effects_of(name)
+    if "like" in effects:
         return ()
-    return args[:1] if name in _SHAPED_LIKE else (args, kwargs)
+    return args[:1] if "as" in effects else (args, kwargs)
 
 
 @dataclass(frozen=True)
@@ -141,7 +121,7 @@ class Flow:
 
 
 def _layer_of(node: fx.Node, owners: Mapping[str, nn.Module]) -> nn.Module | None:
-    if node.op == "call_function" and node.target in LAYER_FUNCTIONS:
+    if node.op == "call_function" and _is_layer(node.target):
         weight = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
         if isinstance(weight, fx.Node) and weight.op == "get_attr":
             layer, own = (
@@ -293,13 +273,13 @@ class _Recorder(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if self.depth or _name(func) in METADATA:
+        if self.depth or "metadata" in effects_of(_name(func)):
             return func(*args, **kwargs)
         values = read_arguments(_name(func), args, kwargs)
         inputs = self.sources(values)
         out = func(*args, **kwargs)
         name, module = _name(func), None
-        if func in LAYER_FUNCTIONS:
+        if _is_layer(func):
             weight = args[1] if len(args) > 1 else kwargs.get("weight")
             path, layer = self.owners.get(id(weight), (name, None))
             if layer is not None and passes_bias(

@@ -1,45 +1,250 @@
-"""Kinds of torch operators, and what nodes do besides returning a value: views and writes."""
+"""The operators of torch, one row each, and what nodes do besides returning a value.
+
+A row says how an operator is spelled, what it does to values, and what stands for it in a
+quantized model. Tracing, routing, placement, export and lowering read these rows, so a new
+operator that a runtime quantizes is one row, with a module in :mod:`torchq.nn.modules.operators`
+if no module there computes it. Rows name modules of torchq as text: this package knows none.
+"""
 
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-#: Operators that read the shape of a tensor and nothing else.
-SHAPE = frozenset(["size", "shape", "dim", "ndim", "ndimension", "numel", "nelement", "__len__"])
+from torchq.utils import Registry
 
-#: Operators that read what a tensor is like, not what it holds. They do not count as readers.
-METADATA = SHAPE | frozenset(
-    [
-        *("stride", "layout", "is_contiguous", "dtype", "type", "device", "get_device"),
-        *("element_size", "names", "requires_grad"),
-        *("is_complex", "is_cuda", "is_floating_point", "is_quantized"),
-    ]
-)
+#: Position and keyword of an argument.
+Place: TypeAlias = tuple[int, str]
+#: Takes the arguments of a call and returns the values that it computes with; None where the call
+#: has another form, such as an addition with ``alpha``.
+Operands: TypeAlias = Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[Any, ...] | None]
 
-#: Operators that rearrange the elements of their first argument and compute nothing. Applied to
-#: codes they give the codes of what they give for values. ``Tensor.view`` counts only without a
-#: dtype among its arguments.
-REARRANGING = frozenset(
-    [
-        *("flatten", "reshape", "view", "squeeze", "unsqueeze"),
-        *("permute", "transpose", "swapaxes", "movedim", "contiguous"),
-        *("channel_shuffle", "pixel_shuffle"),
-    ]
-)
 
-#: Operators that return the largest element of each window: they give codes of codes too.
-#: The underscored names are those that torch functions see on the inside.
-MAX_POOLING = frozenset(
-    [
-        *("max_pool1d", "max_pool2d", "max_pool3d"),
-        *("_max_pool1d", "_max_pool2d", "_max_pool3d"),
-    ]
-)
+def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    return args[:1] or None
+
+
+def _two(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    return args if len(args) == 2 and not kwargs else None
+
+
+def _three(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    return args[:3] if len(args) > 2 else None
+
+
+def _listed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    if not args or kwargs.keys() - {"dim"}:
+        return None
+    return tuple(args[0]) if isinstance(args[0], (list, tuple)) else args[:1]
+
+
+def _pooled(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """Return the operand of a mean over several dimensions, which is global pooling."""
+    dims = args[1] if len(args) > 1 else kwargs.get("dim")
+    return args[:1] if isinstance(dims, (tuple, list)) and len(dims) > 1 else None
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator: how it is spelled, what it does to values, and what stands for it.
+
+    Attributes:
+        name: what it is called, the same for its function, its method and its module.
+        functions: the functions that compute it.
+        methods: the methods of a tensor that do.
+        kind: the word for it in :attr:`torchq.swap.Target.operators` and in records, where that
+            names several operators.
+        syntax: the class of :mod:`ast` for its sign in code.
+        classes: the modules of torch that compute it.
+        effects: what it does to values. ``"move"``: rearranges the elements of its first argument,
+            so that it gives codes for codes. ``"max"``: gives the largest element of each window.
+            ``"clip"``: clips single values, which a quantizer behind it can include. ``"part"``:
+            returns parts of its argument. ``"view"``: may return memory of its argument.
+            ``"metadata"``: reads what a tensor is like, and no element; ``"shape"``: its shape
+            alone. ``"product"``: multiplies by weights in forms that have no quantized one.
+            ``"like"``: reads no element of its first argument; ``"as"``: of any other one.
+        nonnegative: ``"always"``: no result is negative; ``"kept"``: none is where no operand is.
+        module: the class of torchq that stands for it where its operands are quantized.
+        operands: what it computes with.
+        layer: the class whose rules apply where one operand is a weight.
+        left, right: the two operands of such a product; the right one is the weight.
+        symmetric: the left one may be the weight too.
+        outputs: the axis of the output channels of the weight: ``"first"``, ``"last"`` or
+            ``"any"``.
+    """
+
+    name: str
+    functions: tuple[Any, ...] = ()
+    methods: tuple[str, ...] = ()
+    kind: str = ""
+    syntax: str = ""
+    classes: tuple[type[nn.Module], ...] = ()
+    effects: frozenset[str] = frozenset()
+    nonnegative: Literal["", "kept", "always"] = ""
+    module: str = ""
+    operands: Operands = _first
+    layer: str = ""
+    left: Place = (0, "input")
+    right: Place = (1, "weight")
+    symmetric: bool = False
+    outputs: Literal["first", "last", "any"] = "first"
+
+    @property
+    def word(self) -> str:
+        """The kind, or else the name."""
+        return self.kind or self.name
+
+
+def _row(name: str, *spellings: Any, effects: str = "", **fields: Any) -> Operator:
+    """Return a row; spellings are functions, and methods as text."""
+    methods = tuple(s for s in spellings if isinstance(s, str))
+    functions = tuple(s for s in spellings if not isinstance(s, str))
+    return Operator(name, functions, methods, effects=frozenset(effects.split()), **fields)
+
+
+def _rows(names: str, effects: str) -> Iterator[Operator]:
+    """Yield a row for each name of a function or method with these effects."""
+    for name in names.split():
+        found = [getattr(home, name, None) for home in (torch, F, operator)]
+        functions = [f for f in dict.fromkeys(found) if callable(f) and not isinstance(f, type)]
+        yield _row(name, name, *functions, effects=effects)
+
+
+def _pools() -> Iterator[Operator]:
+    tap: dict[str, Any] = {"kind": "pool", "module": "Tap", "nonnegative": "kept"}
+    for d in "123":
+        for kind, title in (("max", "Max"), ("avg", "Avg"), ("adaptive_avg", "AdaptiveAvg")):
+            name, effects = f"{kind}_pool{d}d", "max" if kind == "max" else ""
+            classes = (getattr(nn, f"{title}Pool{d}d"),)
+            # Those of torch alone are called where a function of torch is looked into.
+            inner = [getattr(torch, n) for n in (name,) if n in ("max_pool2d", "avg_pool1d")]
+            yield _row(name, getattr(F, name), *inner, effects=effects, classes=classes, **tap)
+        pool = getattr(nn, f"AdaptiveMaxPool{d}d")
+        yield _row(f"adaptive_max_pool{d}d", nonnegative="kept", classes=(pool,))
+    yield _row("mean", torch.mean, "mean", operands=_pooled, **tap)
+
+
+def _layers() -> Iterator[Operator]:
+    """Yield the products of layers, whose weight is their second argument."""
+    yield _row("linear", F.linear, layer="Linear", classes=(nn.Linear,))
+    for name, title in (("conv", "Conv"), ("conv_transpose", "ConvTranspose")):
+        for d in "123":
+            layer = f"{title}{d}d"
+            classes = (getattr(nn, layer),)
+            yield _row(f"{name}{d}d", getattr(F, f"{name}{d}d"), layer=layer, classes=classes)
+
+
+def _products() -> Iterator[Operator]:
+    """Yield the products of matrices, in which either operand may be a weight."""
+    shared: dict[str, Any] = {"layer": "Linear", "symmetric": True, "outputs": "last"}
+    matmul: dict[str, Any] = {**shared, "kind": "matmul", "module": "MatMul", "operands": _two}
+    yield _row(
+        "matmul",
+        *(operator.matmul, operator.imatmul, torch.matmul, "matmul"),
+        syntax="MatMult",
+        right=(1, "other"),
+        **matmul,
+    )
+    yield _row("bmm", torch.bmm, "bmm", right=(1, "mat2"), **matmul)
+    yield _row("mm", torch.mm, "mm", kind="matmul", right=(1, "mat2"), **shared)
+    places: dict[str, Any] = {"left": (1, "mat1"), "right": (2, "mat2")}
+    yield _row("addmm", torch.addmm, "addmm", **places, **shared)
+    places = {"left": (1, "batch1"), "right": (2, "batch2"), "kind": "addmm"}
+    yield _row("baddbmm", torch.baddbmm, "baddbmm", **places, **shared)
+    # In these any axis may be summed over.
+    shared["outputs"] = "any"
+    places = {"left": (1, "operands"), "right": (2, "operands"), "effects": "product"}
+    yield _row("einsum", torch.einsum, **places, **shared)
+    yield _row("tensordot", torch.tensordot, left=(0, "a"), right=(1, "b"), **shared)
+
+
+def _other_products() -> Iterator[Operator]:
+    """Yield products that are reported where one operand is a weight, and stay float."""
+    yield from _rows("bilinear mv addmv addbmm inner convolution conv_tbc", "product")
+    yield _row("multi_dot", torch.linalg.multi_dot, effects="product")
+
+
+def _activations() -> Iterator[Operator]:
+    tap: dict[str, Any] = {"kind": "activation", "module": "Tap"}
+    yield _row("silu", F.silu, classes=(nn.SiLU,), **tap)
+    yield _row("hardswish", F.hardswish, classes=(nn.Hardswish,), **tap)
+    yield _row("leaky_relu", F.leaky_relu, classes=(nn.LeakyReLU,), **tap)
+    yield _row("elu", F.elu, classes=(nn.ELU,), **tap)
+    yield _row("mish", F.mish, classes=(nn.Mish,), **tap)
+    tap["nonnegative"] = "always"
+    yield _row("hardsigmoid", F.hardsigmoid, classes=(nn.Hardsigmoid,), **tap)
+    yield _row("sigmoid", F.sigmoid, torch.sigmoid, "sigmoid", classes=(nn.Sigmoid,), **tap)
+
+
+def _clips() -> Iterator[Operator]:
+    relu = (F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_")
+    yield _row("relu", *relu, effects="clip", nonnegative="always", classes=(nn.ReLU,))
+    yield _row("relu6", F.relu6, effects="clip", nonnegative="always", classes=(nn.ReLU6,))
+    yield _row("clamp", torch.clamp, torch.clamp_, "clamp", "clamp_", effects="clip")
+    yield _row("clip", torch.clip, torch.clip_, "clip", "clip_", effects="clip")
+    yield _row("hardtanh", F.hardtanh, F.hardtanh_, effects="clip", classes=(nn.Hardtanh,))
+
+
+def _elementwise() -> Iterator[Operator]:
+    two: dict[str, Any] = {"operands": _two, "nonnegative": "kept"}
+    add = (operator.add, operator.iadd, torch.add, "add", "add_")
+    mul = (operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_", "multiply")
+    yield _row("add", *add, syntax="Add", module="Add", **two)
+    yield _row("mul", *mul, syntax="Mult", module="Mul", **two)
+    yield _row("maximum", torch.maximum, "maximum", module="Maximum", **two)
+    yield _row("sub", operator.sub, operator.isub, torch.sub, "sub", "sub_")
+    yield _row("div", operator.truediv, operator.itruediv, torch.div, "div", "div_")
+    yield _row("pow", operator.pow, operator.ipow, torch.pow, "pow", "pow_")
+    cat = (torch.cat, torch.concat, torch.concatenate)
+    yield _row("cat", *cat, module="Cat", operands=_listed, nonnegative="kept")
+    module, attend = "ScaledDotProductAttention", F.scaled_dot_product_attention
+    attention: dict[str, Any] = {"kind": "attention", "module": module, "layer": module}
+    yield _row(operator_name(attend), attend, operands=_three, **attention)
+
+
+def _moves() -> Iterator[Operator]:
+    """Yield what rearranges elements. ``Tensor.view`` counts only without a dtype."""
+    names = "reshape view squeeze unsqueeze permute transpose swapaxes movedim contiguous"
+    yield from _rows(names, "move view")
+    effects = "move view"
+    yield _row("flatten", torch.flatten, "flatten", effects=effects, classes=(nn.Flatten,))
+    yield _row("channel_shuffle", F.channel_shuffle, effects=effects, classes=(nn.ChannelShuffle,))
+    yield _row("pixel_shuffle", F.pixel_shuffle, effects=effects, classes=(nn.PixelShuffle,))
+
+
+def _views() -> Iterator[Operator]:
+    yield from _rows("getitem chunk split tensor_split", "part view")
+    yield from _rows(
+        "select narrow slice unbind split_with_sizes unsafe_chunk unsafe_split expand broadcast_to "
+        "unflatten ravel t swapdims moveaxis diagonal unfold as_strided alias detach getattr "
+        "float half double bfloat16 cpu cuda real imag view_as_real view_as_complex positive conj "
+        "atleast_1d atleast_2d atleast_3d broadcast_tensors tuple list dict T mT mH H adjoint "
+        "lift_fresh_copy to_copy as_tensor hsplit vsplit dsplit resolve_conj resolve_neg "
+        "dropout1d dropout2d dropout3d alpha_dropout feature_dropout native_dropout",
+        "view",
+    )
+    yield _row("identity", effects="view", classes=(nn.Identity,))
+    yield _row("dropout", F.dropout, torch.dropout, effects="view", classes=(nn.Dropout,))
+    yield from _rows("view_as reshape_as expand_as type_as to", "view as")
+    yield from _rows(
+        "zeros_like ones_like empty_like rand_like randn_like new_zeros new_ones new_empty", "like"
+    )
+
+
+def _reads() -> Iterator[Operator]:
+    yield from _rows("size shape dim ndim ndimension numel nelement len", "metadata shape")
+    yield from _rows(
+        "stride layout is_contiguous dtype device get_device element_size names requires_grad "
+        "is_complex is_cuda is_floating_point is_quantized",
+        "metadata",
+    )
+    yield _row("type", "type", effects="metadata view")
 
 
 def operator_name(target: Any) -> str:
@@ -47,79 +252,102 @@ def operator_name(target: Any) -> str:
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 
-def reads_metadata(node: fx.Node) -> bool:
-    """Return True if ``node`` reads the shape, dtype or device of a tensor, but no element."""
-    return _reads(node, METADATA)
+#: Every row, by :attr:`Operator.name`.
+OPERATORS: Registry[str, Operator] = Registry("operator")
+_TARGETS: Registry[Any, Operator] = Registry("operator for")
+_NAMES: dict[str, Operator] = {}
+_CLASSES: Registry[type, Operator] = Registry("operator for")
 
 
-def reads_shape(node: fx.Node) -> bool:
-    """Return True if ``node`` reads the shape of a tensor and nothing else."""
-    return _reads(node, SHAPE)
+def add_operator(row: Operator) -> Operator:
+    """Add a row to the table, and return it."""
+    OPERATORS.add(row.name, row)
+    names = (*row.methods, *([f"__{row.name}__"] if row.syntax else []))
+    own = (getattr(torch.Tensor, name, None) for name in names)
+    for target in dict.fromkeys((*row.functions, *row.methods, *filter(callable, own))):
+        _TARGETS.add(target, row)
+    for cls in row.classes:
+        _CLASSES.add(cls, row)
+    if row.module:
+        KINDS[row.word] = row.module
+    for target in (row.name, *row.functions, *row.methods):
+        _NAMES.setdefault(operator_name(target).strip("_"), row)
+    return row
 
 
-def _reads(node: fx.Node, names: frozenset[str]) -> bool:
-    if node.op == "call_method":
-        return node.target in names
-    return node.op == "call_function" and node.target is getattr and node.args[1] in names
+#: Every kind that :func:`operator_kind` returns, with the module of torchq that stands for it.
+KINDS: dict[str, str] = {}
+
+for _group in (
+    *(
+        _elementwise(),
+        _activations(),
+        _clips(),
+        _pools(),
+        _layers(),
+        _products(),
+        _other_products(),
+    ),
+    *(_moves(), _views(), _reads()),
+):
+    for _found in _group:
+        add_operator(_found)
 
 
-_FUNCTIONS: dict[str, list[Any]] = {
-    "add": [operator.add, operator.iadd, torch.add, "add", "add_"],
-    "mul": [operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_", "multiply"],
-    "matmul": [
-        *(operator.matmul, operator.imatmul, torch.matmul, torch.bmm),
-        *("matmul", "bmm"),
-    ],
-    "cat": [torch.cat, torch.concat, torch.concatenate],
-    "pool": [
-        *(F.max_pool1d, F.max_pool2d, F.max_pool3d, torch.max_pool2d),
-        *(F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, torch.avg_pool1d),
-        *(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
-        *(torch.mean, "mean"),
-    ],
-    "attention": [F.scaled_dot_product_attention],
-    "activation": [
-        *(F.silu, F.hardswish, F.hardsigmoid, F.leaky_relu, F.elu, F.mish),
-        *(F.sigmoid, torch.sigmoid, "sigmoid"),
-    ],
-}
-_KINDS = {target: kind for kind, targets in _FUNCTIONS.items() for target in targets}
-
-#: Every kind that :func:`operator_kind` returns.
-ALL_KINDS = frozenset(_FUNCTIONS)
-
-
-def operator_kind(target: Any) -> str | None:
-    """Return the kind of an operator, or None if it has none."""
+def operator_of(target: Any) -> Operator | None:
+    """Return the row of a function, of a method (a string) or of a module; None without a row."""
+    if isinstance(target, nn.Module):
+        rows = (_CLASSES.get(cls) for cls in type(target).__mro__)
+        return next((row for row in rows if row is not None), None)
     try:
-        return _KINDS.get(target)
+        return _TARGETS.get(target)
     except TypeError:  # not hashable, so no function of torch
         return None
 
 
-_IN_PLACE = frozenset(
+def operator_named(name: str) -> Operator | None:
+    """Return the row of a function or method by its name, as a run or ATen spells it."""
+    return _NAMES.get(name.partition(".")[0].strip("_"))
+
+
+def effects_of(name: str) -> frozenset[str]:
+    """Return the :attr:`Operator.effects` of a function or method by its name."""
+    row = operator_named(name)
+    return frozenset() if row is None else row.effects
+
+
+def operator_kind(target: Any) -> str | None:
+    """Return the kind of a function or method that a module can stand for, or None."""
+    row = operator_of(target)
+    return row.word if row is not None and row.module else None
+
+
+def reads_metadata(node: fx.Node) -> bool:
+    """Return True if ``node`` reads the shape, dtype or device of a tensor, but no element."""
+    return _reads_only(node, "metadata")
+
+
+def reads_shape(node: fx.Node) -> bool:
+    """Return True if ``node`` reads the shape of a tensor and nothing else."""
+    return _reads_only(node, "shape")
+
+
+def _reads_only(node: fx.Node, effect: str) -> bool:
+    if node.op == "call_method":
+        return effect in effects_of(str(node.target))
+    is_attribute = node.op == "call_function" and node.target is getattr
+    return is_attribute and effect in effects_of(str(node.args[1]))
+
+
+#: The functions behind ``x += y`` and its like.
+ASSIGNING = frozenset(
     getattr(operator, name)
     for name in (
-        *("setitem", "iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod"),
+        *("iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod"),
         *("ipow", "ilshift", "irshift", "iand", "ior", "ixor"),
     )
 )
 
-#: Functions and methods whose result may share memory with their input.
-_VIEWS = REARRANGING | frozenset(
-    [
-        *("getitem", "__getitem__", "getattr", "select", "narrow", "slice", "unbind", "chunk"),
-        *("split", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split"),
-        *("expand", "expand_as", "broadcast_to", "view_as", "reshape_as", "unflatten", "ravel"),
-        *("t", "swapdims", "moveaxis", "diagonal", "unfold", "as_strided", "alias", "detach"),
-        *("to", "type", "type_as", "float", "half", "double", "bfloat16", "cpu", "cuda"),
-        *("real", "imag", "view_as_real", "view_as_complex", "dropout", "dropout1d"),
-        *("dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "positive", "conj"),
-        *("atleast_1d", "atleast_2d", "atleast_3d", "broadcast_tensors", "native_dropout"),
-        *("tuple", "list", "dict", "T", "mT", "lift_fresh_copy", "_to_copy", "as_tensor"),
-        *("hsplit", "vsplit", "dsplit", "adjoint", "mH", "H", "resolve_conj", "resolve_neg"),
-    ]
-)
 _VIEW_MODULES = (
     nn.Identity,
     nn.Flatten,
@@ -143,7 +371,7 @@ def writes(node: fx.Node, module: nn.Module | None) -> bool:
         return False
     name = operator_name(node.target).split(".")[0]
     ends = name.endswith("_") and not name.endswith("__")
-    special = node.target in _IN_PLACE or name == "__setitem__" or name.startswith("__i")
+    special = node.target in ASSIGNING or name.strip("_") == "setitem" or name.startswith("__i")
     return ends or special or node.kwargs.get("inplace") is True or "out" in node.kwargs
 
 
@@ -160,7 +388,7 @@ def may_alias(node: fx.Node, module: nn.Module | None) -> bool:
         return True  # A quantizer that is switched off returns its input.
     if node.op == "call_module":
         return isinstance(module, (*_VIEW_MODULES, nn.Sequential))
-    return operator_name(node.target).split(".")[0] in _VIEWS
+    return "view" in effects_of(operator_name(node.target))
 
 
 def _is_foreign(node: fx.Node, module: nn.Module | None) -> bool:

@@ -20,15 +20,20 @@ import ast
 import inspect
 import textwrap
 import types
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from torch import nn
 
-from torchq.graph.operators import operator_kind
+from torchq.graph.operators import OPERATORS, operator_kind
 
 _ROUTE, _START, _FUNCTION = "__torchq_route__", "__torchq_start__", "__torchq_function__"
-_BINARY: dict[type[ast.operator], str] = {ast.Add: "add", ast.Mult: "mul", ast.MatMult: "matmul"}
+_ROWS = [OPERATORS[name] for name in OPERATORS]
+_BINARY = {getattr(ast, row.syntax): row.name for row in _ROWS if row.syntax}
+#: The kinds of sites that share one count, as in files of torchq 0.2; other kinds have their own,
+#: so that a new row of the table renames no site. The empty one is a call of a function with such.
+_NUMBERED = frozenset(["", "add", "mul", "matmul", "cat", "pool", "activation", "attention"])
 _STATIC = ast.dump(ast.Name("staticmethod", ast.Load()))
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _CHILDREN = ("children", "named_children", "modules", "named_modules", "_modules")
@@ -64,9 +69,10 @@ def rewrite_forward(
     if not isinstance(function, types.FunctionType) or issubclass(cls, _CONTAINERS):
         return None
     try:
-        return _Rewriting(cls, ()).rewrite(function, start)
+        found = _Rewriting(cls, ()).rewrite(function, start)
     except (SyntaxError, RecursionError):  # code that cannot stand outside of its class
         return None
+    return None if found is None else found[0]
 
 
 class _Rewriting:
@@ -78,14 +84,14 @@ class _Rewriting:
 
     def rewrite(
         self, function: types.FunctionType, start: Callable[[Any], Router] | None = None
-    ) -> Callable[..., Any] | None:
-        """Return ``function`` rewritten, or None."""
+    ) -> tuple[Callable[..., Any], bool] | None:
+        """Return ``function`` rewritten, and whether it has numbered sites; or None."""
         tree = _parse(function)
         if tree is None:
             return None
         sites = _Sites(self.cls, function, tree, self.callers)
         body = [sites.visit(statement) for statement in tree.body]
-        if not sites.count:
+        if not sites.counts:
             return None
         hidden: dict[str, Any] = dict(sites.helpers)
         if start is None:
@@ -97,7 +103,7 @@ class _Rewriting:
             begin = ast.Call(ast.Name(_START, ast.Load()), [first], [])
             body.insert(0, ast.Assign([ast.Name(_ROUTE, ast.Store())], begin))
         tree.body = body
-        return _compile(function, tree, hidden)
+        return _compile(function, tree, hidden), "" in sites.counts
 
 
 def _parse(function: types.FunctionType) -> ast.FunctionDef | None:
@@ -178,7 +184,8 @@ class _Sites(ast.NodeTransformer):
     """Replaces each operator of one function by a call of the router.
 
     Attributes:
-        count: how many sites there are; their names are numbers in the order of the code.
+        counts: how many sites there are, by the groups of their names: a number in the order of the
+            code, alone for the kinds that are :data:`_NUMBERED`, behind the kind for others.
         helpers: hidden name -> rewritten function that the code calls.
     """
 
@@ -191,7 +198,7 @@ class _Sites(ast.NodeTransformer):
     ) -> None:
         self.cls, self.function = cls, function
         self.callers = (*callers, function)
-        self.count = 0
+        self.counts: Counter[str] = Counter()
         self.helpers: dict[str, Any] = {}
         is_method = any(function in vars(c).values() for c in cls.__mro__)
         self._self = tree.args.args[0].arg if is_method else None
@@ -200,10 +207,11 @@ class _Sites(ast.NodeTransformer):
             n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and not _is_load(n)
         }
 
-    def _name(self) -> str:
-        """Return the name of the next site; that of a site in a nested function ends in ``f``."""
-        self.count += 1
-        return f"{self.count - 1}{'f' if self._depth else ''}"
+    def _name(self, kind: str) -> str:
+        """Return the name of the next site of a kind; it ends in ``f`` in a nested function."""
+        group = "" if kind in _NUMBERED else kind
+        self.counts[group] += 1
+        return f"{group}{self.counts[group] - 1}{'f' if self._depth else ''}"
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         """Note that sites inside belong to a nested function, which may run again at any time."""
@@ -219,7 +227,7 @@ class _Sites(ast.NodeTransformer):
         name = _BINARY.get(type(node.op))
         if name is None:
             return self.generic_visit(node)
-        site = self._name()
+        site = self._name(name)
         self.generic_visit(node)
         return _routed(node, "binary", site, ast.Constant(name), node.left, node.right)
 
@@ -228,7 +236,7 @@ class _Sites(ast.NodeTransformer):
         name = _BINARY.get(type(node.op))
         if name is None or not isinstance(node.target, ast.Name):
             return self.generic_visit(node)
-        site = self._name()
+        site = self._name(name)
         self.generic_visit(node)
         old = ast.Name(node.target.id, ast.Load())
         new = _routed(node, "binary", site, ast.Constant(f"i{name}"), old, node.value)
@@ -237,8 +245,9 @@ class _Sites(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         """Replace calls of functions and methods that have a kind, and follow others."""
         target = self._resolve(node.func)
-        if target is not None and operator_kind(target):
-            site = self._name()
+        kind = operator_kind(target)
+        if kind:
+            site = self._name(kind)
             self.generic_visit(node)
             return _routed(node, "call", site, node.func, *node.args, keywords=node.keywords)
         if target is None and isinstance(node.func, ast.Attribute):
@@ -247,9 +256,10 @@ class _Sites(ast.NodeTransformer):
 
     def _visit_method(self, node: ast.Call, callee: ast.Attribute) -> ast.AST:
         """Replace ``x.add(y)`` and the like, where ``x`` is not the module itself."""
-        if self._is_self(callee) or not operator_kind(callee.attr):
+        kind = operator_kind(callee.attr)
+        if self._is_self(callee) or not kind:
             return self._follow(node, None)
-        site = self._name()
+        site = self._name(kind)
         self.generic_visit(node)
         arguments = (ast.Constant(callee.attr), callee.value, *node.args)
         return _routed(node, "method", site, *arguments, keywords=node.keywords)
@@ -263,10 +273,11 @@ class _Sites(ast.NodeTransformer):
                 target = target.__func__
             elif self._self is not None:
                 receiver = ast.Name(self._self, ast.Load())
-        helper = self._rewritten(target)
-        if helper is None:
+        found = self._rewritten(target)
+        if found is None:
             return self.generic_visit(node)
-        site = self._name()
+        helper, is_numbered = found
+        site = self._name("" if is_numbered else "call")
         self.generic_visit(node)
         name = f"__torchq_helper_{len(self.helpers)}__"
         self.helpers[name] = helper
@@ -279,7 +290,7 @@ class _Sites(ast.NodeTransformer):
         )
         return ast.copy_location(new, node)
 
-    def _rewritten(self, target: Any) -> Callable[..., Any] | None:
+    def _rewritten(self, target: Any) -> tuple[Callable[..., Any], bool] | None:
         if not isinstance(target, types.FunctionType) or target in self.callers:
             return None
         library = (target.__module__ or "").split(".")[0]

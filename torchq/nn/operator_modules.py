@@ -30,20 +30,14 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, ClassVar
 
-import torch
-import torch.nn.functional as F
 from torch import fx, nn
 
 from torchq.errors import QuantizationError
 from torchq.graph import ForwardTracer, rewrite_forward, trace_call
 from torchq.nn.convert import QuantModule, change_class
 from torchq.nn.modules.operators import (
-    Add,
-    Cat,
-    MatMul,
-    Mul,
-    ScaledDotProductAttention,
     Tap,
+    function_of,
     operator_name,
     operator_named,
 )
@@ -51,13 +45,6 @@ from torchq.nn.operator_routes import MARK, Recorder, Route, base_name
 from torchq.utils import qualified_name
 
 _META = "torchq_operators"
-_FUNCTIONS: dict[type[nn.Module], Callable[..., Any]] = {
-    Add: torch.add,
-    Mul: torch.mul,
-    MatMul: torch.matmul,
-    Cat: torch.cat,
-    ScaledDotProductAttention: F.scaled_dot_product_attention,
-}
 _TRACED = ("_eval_run", "_train_run", "_constants", "_stale")
 
 
@@ -421,8 +408,7 @@ class RewrittenGraph(OperatorOwner):
             node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
             node.graph.erase_node(node)
             return
-        cls = next(cls for cls in type(child).__mro__ if cls in _FUNCTIONS)
-        node.op, node.target = "call_function", _FUNCTIONS[cls]
+        node.op, node.target = "call_function", function_of(child)
 
     def __reduce__(self) -> Any:
         reduced: Any = super().__reduce__()

@@ -12,16 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
-from torchq.graph import operator_kind
+from torchq.graph import operator_of
 from torchq.nn.modules.operators import Tap
 
 #: The first character of the names of sites; those of nodes of a trace do not have it.
 MARK = "@"
-
-_OPERANDS = {"add": 2, "mul": 2, "matmul": 2, "attention": 3}
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class Visit:
     Attributes:
         name: where it is in the code.
         kind: see :func:`torchq.graph.operator_kind`.
-        operands: see :func:`operands_of`.
+        operands: see :attr:`torchq.graph.Operator.operands`.
         result: what it returned.
     """
 
@@ -80,7 +77,7 @@ class Route:
     def call(self, site: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Carry out ``function(*args, **kwargs)``, or call the child for it."""
         child = self._child(site)
-        if child is not None and _are_tensors(function, args):
+        if child is not None and _are_tensors(function, args, kwargs):
             if isinstance(child, Tap):
                 return function(child(args[0]), *args[1:], **kwargs)
             return child(*args, **kwargs)
@@ -92,7 +89,7 @@ class Route:
     def method(self, site: str, name: str, owner: Any, *args: Any, **kwargs: Any) -> Any:
         """Carry out ``owner.<name>(*args, **kwargs)``, or call the child for it."""
         child = self._child(site)
-        if child is not None and _are_tensors(name, (owner, *args)):
+        if child is not None and _are_tensors(name, (owner, *args), kwargs):
             if isinstance(child, Tap):
                 return getattr(child(owner), name)(*args, **kwargs)
             return child(owner, *args, **kwargs)
@@ -119,42 +116,15 @@ class Route:
     def _note(
         self, site: str, function: Any, args: Any, kwargs: dict[str, Any], result: Any
     ) -> None:
-        kind = operator_kind(function)
-        if kind is None:
+        row = operator_of(function)
+        if row is None or not row.module:
             return
-        name = self._name(site)
-        operands = operands_of(kind, function, args, kwargs)
-        self._owner.recorder.visits.append(Visit(name, kind, operands, result))
+        operands = row.operands(args, kwargs)
+        self._owner.recorder.visits.append(Visit(self._name(site), row.word, operands, result))
 
 
-def operands_of(
-    kind: str, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Any, ...] | None:
-    """Return what an operator computes with, None where an argument such as ``alpha`` changes it.
-
-    A mean counts over several dimensions alone: that is global pooling.
-    """
-    if function in (torch.mean, "mean"):
-        dims = args[1] if len(args) > 1 else kwargs.get("dim")
-        if not isinstance(dims, (tuple, list)) or len(dims) < 2:
-            return None
-    operands = _operands(kind, args)
-    rest = kwargs.keys() - ({"dim"} if kind == "cat" else set())
-    is_plain = not rest or kind in ("pool", "activation", "attention")
-    return operands if is_plain and len(operands) == _OPERANDS.get(kind, len(operands)) else None
-
-
-def _operands(kind: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    if kind in ("pool", "activation"):
-        return args[:1]
-    if kind == "attention":
-        return args[:3]
-    if kind == "cat":
-        return tuple(args[0]) if args and isinstance(args[0], (list, tuple)) else args[:1]
-    return args
-
-
-def _are_tensors(function: Any, args: tuple[Any, ...]) -> bool:
-    """Return False where this call has a number in the place of a tensor."""
-    operands = _operands(operator_kind(function) or "", args)
-    return all(isinstance(operand, (Tensor, fx.Proxy)) for operand in operands)
+def _are_tensors(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return False where a call has a number in the place of a tensor, or another form."""
+    row = operator_of(function)
+    operands = None if row is None else row.operands(args, kwargs)
+    return operands is not None and all(isinstance(o, (Tensor, fx.Proxy)) for o in operands)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from torchq.graph import operator_of
 from torchq.nn import (
     QuantModule,
     ScaledDotProductAttention,
@@ -141,22 +142,11 @@ def _calls_without_example(module: nn.Module, quantized: dict[int, Decision]) ->
     calls = FoundCalls()
     for path in weights_read(module):
         child = module.get_submodule(path)
-        kind = _KINDS.get(quantized_as(type(child)) or type(child))
-        if kind is not None and id(child) in quantized:
-            calls.sites.append(CallSite(kind, f"{path}.weight"))
+        row = operator_of(child)
+        if row is not None and row.layer and id(child) in quantized:
+            calls.sites.append(CallSite(row.word, f"{path}.weight"))
             calls.ndims.append(child.get_parameter("weight").dim())
     return calls
-
-
-_KINDS: dict[type, str] = {
-    nn.Linear: "linear",
-    nn.Conv1d: "conv1d",
-    nn.Conv2d: "conv2d",
-    nn.Conv3d: "conv3d",
-    nn.ConvTranspose1d: "conv_transpose1d",
-    nn.ConvTranspose2d: "conv_transpose2d",
-    nn.ConvTranspose3d: "conv_transpose3d",
-}
 
 
 def _decide_module(

@@ -10,40 +10,26 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from torchq.graph import (
-    SHAPE,
+    KINDS,
     call_model,
     operator_kind,
     operator_name,
+    operator_of,
     read_arguments,
+    reads_metadata,
+    writes,
 )
 from torchq.nn import (
-    Add,
-    Cat,
-    MatMul,
-    Mul,
     QuantModule,
-    ScaledDotProductAttention,
-    Tap,
     TensorQuantizer,
 )
-from torchq.nn.modules.operators import stand_in
+from torchq.nn.modules.operators import OPERATORS, stand_in
 from torchq.nn.operator_modules import recording_operators, replace_operators_, trace_forward
-from torchq.nn.operator_routes import Recorder, Visit, operands_of
+from torchq.nn.operator_routes import Recorder, Visit
 from torchq.utils import modules_with_names, untouched
 
 #: The module that stands for each kind of operator.
-MODULES: dict[str, type[nn.Module]] = {
-    "add": Add,
-    "mul": Mul,
-    "matmul": MatMul,
-    "cat": Cat,
-    "pool": Tap,
-    "activation": Tap,
-    "attention": ScaledDotProductAttention,
-}
-#: Operators whose results are numbers.
-_NUMBERS = SHAPE | {"device", "dtype", "stride"}
-_WRITING = frozenset(["setitem", "iadd", "isub", "imul", "itruediv"])
+MODULES: dict[str, type[nn.Module]] = {kind: OPERATORS[name] for kind, name in KINDS.items()}
 _LINEAR = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
@@ -214,7 +200,7 @@ def _nodes_between_tensors(graph: fx.Graph, kinds: frozenset[str]) -> list[tuple
     for node in graph.nodes:
         if node.op != "placeholder" and all(source in fixed for source in _read_by(node)):
             fixed.add(node)
-        elif _writes(node):
+        elif writes(node, None):
             fixed.clear()
         if _is_number(node, numbers):
             numbers.add(node)
@@ -226,7 +212,7 @@ def _nodes_between_tensors(graph: fx.Graph, kinds: frozenset[str]) -> list[tuple
         constants = numbers | stored if kind == "mul" else numbers
         if kind is None or kind not in kinds or node in fixed:
             continue
-        if _is_between_tensors(node, kind, constants):
+        if _is_between_tensors(node, constants):
             found.append((node, kind))
     return found
 
@@ -243,28 +229,17 @@ def _read_by(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _writes(node: fx.Node) -> bool:
-    """Return True if a node changes one of its arguments in place."""
-    name = operator_name(node.target)
-    return (
-        name in _WRITING
-        or (name.endswith("_") and not name.endswith("__"))
-        or ("out" in node.kwargs)
-    )
-
-
 def _is_number(node: fx.Node, numbers: set[fx.Node]) -> bool:
-    if node.op == "call_method" and node.target in _NUMBERS:
-        return True
-    if node.op == "call_function" and node.target is getattr and node.args[1] in _NUMBERS:
+    if reads_metadata(node) and node.target != "type":  # which makes a tensor of another type too
         return True
     sources = node.all_input_nodes
     only_numbers = bool(sources) and all(source in numbers for source in sources)
     return only_numbers and node.op != "call_module"
 
 
-def _is_between_tensors(node: fx.Node, kind: str, numbers: set[fx.Node]) -> bool:
-    operands = operands_of(kind, node.target, node.args, node.kwargs)
+def _is_between_tensors(node: fx.Node, numbers: set[fx.Node]) -> bool:
+    row = operator_of(node.target)
+    operands = None if row is None else row.operands(node.args, node.kwargs)
     return operands is not None and all(
         isinstance(o, fx.Node) and o.op != "get_attr" and o not in numbers for o in operands
     )

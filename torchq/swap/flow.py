@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
-from torchq.graph import MAX_POOLING, REARRANGING, Call, Flow, is_torch_leaf, record
+from torchq.graph import Call, Flow, effects_of, is_torch_leaf, operator_named, record
 from torchq.nn import (
     InputQuantized,
     QuantConv1d,
@@ -24,8 +24,6 @@ from torchq.swap.decision import Decision
 from torchq.swap.targets import Target
 from torchq.utils import untouched
 
-_RELU = frozenset(["relu", "relu_"])
-_CLIPS = frozenset(["relu6", "clamp", "clamp_", "clip", "clip_", "hardtanh", "hardtanh_"])
 _MOVING_MODULES = (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten)
 _PADDING_MODULES = (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
@@ -52,20 +50,29 @@ def is_float_layer(module: nn.Module | None) -> bool:
 
 def is_relu(call: Call) -> bool:
     """Return True for a ReLU, as a module or as a function."""
-    return isinstance(call.module, nn.ReLU) or (call.module is None and call.name in _RELU)
+    return isinstance(call.module, nn.ReLU) or _operator(call) == "relu"
+
+
+def _operator(call: Call) -> str:
+    """Return the name of the operator of a function call; "" for modules and other functions."""
+    row = None if call.module is not None else operator_named(call.name)
+    return "" if row is None else row.name
+
+
+def _has(call: Call, effect: str) -> bool:
+    """Return True for a function call that has an effect; see :class:`torchq.graph.Operator`."""
+    return call.module is None and effect in effects_of(call.name)
 
 
 def clips(call: Call) -> bool:
     """Return True for ReLU and its like, which a quantizer behind them includes."""
-    if is_relu(call) or isinstance(call.module, nn.Hardtanh):
-        return True
-    return call.module is None and call.name in _CLIPS
+    return isinstance(call.module, (nn.ReLU, nn.Hardtanh)) or _has(call, "clip")
 
 
 def moves_elements(call: Call) -> bool:
     """Return True for a call that rearranges the elements of a tensor, or returns it."""
     if call.module is None:
-        return call.name in REARRANGING
+        return _has(call, "move")
     return isinstance(call.module, _MOVING_MODULES) and not isinstance(call.module, QuantModule)
 
 
@@ -165,7 +172,7 @@ def _behind(flow: Flow, call: Call) -> Iterator[Call]:
 
 
 def _is_max_pooling(call: Call) -> bool:
-    return isinstance(call.module, _MAX_POOLS) or call.name in MAX_POOLING
+    return isinstance(call.module, _MAX_POOLS) or _has(call, "max")
 
 
 def _is_pointwise(call: Call) -> bool:
@@ -173,12 +180,12 @@ def _is_pointwise(call: Call) -> bool:
     module = call.module
     if isinstance(module, (InputQuantized, *_NORMS, TensorQuantizer)):
         return "Pool" not in type(module).__name__
-    return clips(call) or moves_elements(call) or (module is None and call.name in _ACTIVATIONS)
+    return clips(call) or moves_elements(call) or _operator(call) in _ACTIVATIONS
 
 
 _CONVOLUTIONS = (QuantConv1d, QuantConv2d, QuantConv3d)
 #: Products with, and sums of, stored numbers: exporters fold them into the convolution.
-_AFFINE = frozenset(["mul", "mul_", "add", "add_", "multiply"])
+_AFFINE = frozenset(["mul", "add"])
 
 
 def decide_outputs(
@@ -277,8 +284,8 @@ class _Readers:
         others = [i for i in reader.inputs if i != operand.index]
         if isinstance(reader.module, _NORMS):
             return True
-        return reader.name in _AFFINE and all(map(self._is_stored, others))
+        return _operator(reader) in _AFFINE and all(map(self._is_stored, others))
 
     def _is_stored(self, index: int) -> bool:
         call = self._flow.calls[index]
-        return call.module is None and not call.inputs and call.name in REARRANGING
+        return not call.inputs and _has(call, "move")

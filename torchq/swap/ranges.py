@@ -13,14 +13,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchq.formats import PerTensor
-from torchq.graph import MAX_POOLING, REARRANGING, Call, Flow, call_model, record
+from torchq.graph import Call, Flow, call_model, effects_of, operator_name, record
 from torchq.nn import QuantCat, QuantModule, TensorQuantizer, share_quantizers_
 from torchq.swap.flow import computing_in_float, is_leaf, moves_elements, quantizes
 
 #: The address of a tensor's elements, and their number. Views of all of them have the same key.
 _Key: TypeAlias = tuple[int, int]
-#: Functions that return parts of a tensor.
-_PARTS = frozenset(["chunk", "split", "tensor_split", "getitem", "__getitem__"])
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,7 @@ def _leads_to_float(flow: Flow, call: Call) -> bool:
         return True
     return any(
         _leads_to_float(flow, reader)
-        if moves_elements(reader) or (reader.module is None and reader.name in _PARTS)
+        if moves_elements(reader) or (reader.module is None and "part" in effects_of(reader.name))
         else not quantizes(reader)
         for reader in flow.consumers(call)
     )
@@ -154,9 +152,6 @@ def _differ(calls: list[list[_Range]], most_unequal: float) -> bool:
 def _is_regular(calls: list[list[_Range]]) -> bool:
     """Return True if all calls have as many tensors."""
     return len({len(call) for call in calls}) == 1
-
-
-_MOVES = REARRANGING | MAX_POOLING
 
 
 def share_common_ranges_(model: nn.Module, example: Any) -> list[list[str]]:
@@ -218,7 +213,7 @@ class _ValueFlow(TorchFunctionMode):
     ) -> Any:
         """Carry out ``func``; the result of one that moves values has the origin of its input."""
         out = func(*args, **(kwargs or {}))
-        moves = getattr(func, "__name__", "") in _MOVES
+        moves = not {"move", "max"}.isdisjoint(effects_of(operator_name(func)))
         if moves and args and isinstance(args[0], Tensor) and isinstance(out, Tensor):
             origin = self._root(args[0])
             if self._known(out) is None:

@@ -24,14 +24,12 @@ from torchq.lowering.registry import active
 from torchq.lowering.traced import AssertNone, BuildDict, nth_chunk
 from torchq.nn import (
     InputQuantized,
-    QuantAdd,
     QuantCat,
-    QuantMatMul,
-    QuantMul,
     QuantSiLU,
     TensorQuantizer,
     revert_,
 )
+from torchq.nn.modules.operators import QuantBinary, function_of
 from torchq.utils import copy_module
 
 _IDENTITIES = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -124,13 +122,6 @@ def select_chunk(editor: GraphEditor, node: fx.Node) -> bool:
     return _call_instead(editor, node, nth_chunk, *arguments, **chunks.kwargs)
 
 
-_OPERATORS: dict[type, Callable[..., Any]] = {
-    QuantAdd: operator.add,
-    QuantMul: operator.mul,
-    QuantMatMul: torch.matmul,
-}
-
-
 def static_qparams(quantizer: nn.Module) -> QParams | None:
     """Return the qparams of a quantizer with a fixed range per tensor; None for other ones."""
     found = active(quantizer)
@@ -146,11 +137,11 @@ def open_quantized_operator(editor: GraphEditor, node: fx.Node) -> bool:
     Before: ``QuantAdd(x, y)``. After: ``Dequantize(Quantize(x)) + Dequantize(Quantize(y))``.
     """
     module = editor.module(node)
-    if not isinstance(module, (QuantAdd, QuantMul, QuantMatMul)) or node.kwargs:
+    if not isinstance(module, QuantBinary) or node.kwargs:
         return False
     quantizers = [module.input_quantizer, module.other_quantizer]
     values = _quantized_values(editor, node, node.args, quantizers)
-    return values is not None and _call_instead(editor, node, _OPERATORS[type(module)], *values)
+    return values is not None and _call_instead(editor, node, function_of(module), *values)
 
 
 def open_quantized_concat(editor: GraphEditor, node: fx.Node) -> bool:

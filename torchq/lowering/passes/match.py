@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from torchq.graph import REARRANGING, forward_hook_kind, operator_name
+from torchq.graph import effects_of, forward_hook_kind, operator_name, operator_of
 from torchq.lowering.pooling import CodesMaxPool2d
 from torchq.lowering.traced import nth_chunk
 
@@ -19,11 +19,12 @@ ActivationCall = tuple[str, tuple[float, ...]]
 
 _INF = float("inf")
 
-_ACTIVATION_FUNCTIONS: dict[Any, ActivationCall] = {
-    **dict.fromkeys((F.relu, torch.relu, torch.relu_, "relu", "relu_"), ("relu", ())),
-    F.relu6: ("clamp", (0.0, 6.0)),
-    F.silu: ("silu", ()),
-    F.hardswish: ("hardswish", ()),
+#: By :attr:`torchq.graph.Operator.name`, for functions and methods.
+_ACTIVATION_FUNCTIONS: dict[str, ActivationCall] = {
+    "relu": ("relu", ()),
+    "relu6": ("clamp", (0.0, 6.0)),
+    "silu": ("silu", ()),
+    "hardswish": ("hardswish", ()),
 }
 _ACTIVATION_MODULES: dict[type, Callable[[Any], ActivationCall]] = {
     nn.ReLU: lambda m: ("relu", ()),
@@ -34,7 +35,6 @@ _ACTIVATION_MODULES: dict[type, Callable[[Any], ActivationCall]] = {
     nn.GELU: lambda m: (_gelu(m.approximate), ()),
 }
 
-_ADD = {operator.add, operator.iadd, torch.add, "add", "add_"}
 _ADD_IN_PLACE = {operator.iadd, "add_"}
 _SPLIT: dict[Any, str] = {
     **{getattr(torch, name): name for name in ("chunk", "split", "unbind")},
@@ -46,18 +46,12 @@ _DROPOUT = {
     **dict.fromkeys(("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"), 2),
     "stochastic_depth": 3,
 }
-#: Modules that rearrange elements, as the operators in :data:`torchq.graph.REARRANGING` do.
+#: Modules that rearrange elements, as operators with the effect "move" do.
 _REARRANGING_MODULES = (
     *(nn.Identity, nn.Flatten, nn.ChannelShuffle, nn.PixelShuffle),
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
 )
 
-#: Never negative where their tensor arguments are not.
-_NONNEGATIVE_CALLS = {
-    *(F.adaptive_avg_pool2d, F.avg_pool2d, F.max_pool2d),
-    *(torch.mean, torch.cat, operator.mul, torch.mul, "mean", "mul"),
-    *_ADD,
-}
 _NONNEGATIVE_MODULES = (
     *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
     *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
@@ -111,6 +105,13 @@ def _calls(node: fx.Node, targets: Any) -> bool:
     return node.op in ("call_function", "call_method") and node.target in targets
 
 
+def _operator(node: fx.Node) -> str:
+    """Return the name of the operator of a function or method; "" for other nodes."""
+    is_call = node.op in ("call_function", "call_method")
+    row = operator_of(node.target) if is_call else None
+    return "" if row is None else row.name
+
+
 def _arguments(node: fx.Node, names: Sequence[str]) -> dict[str, Any]:
     """Return the arguments of a function after its first one, by name."""
     return {**dict(zip(names, node.args[1:], strict=False)), **node.kwargs}
@@ -137,8 +138,8 @@ def activation_of(node: fx.Node, modules: Modules) -> ActivationCall | None:
         describe = _ACTIVATION_MODULES.get(type(module))
         found = None if describe is None else describe(module)
         in_place = getattr(module, "inplace", False)
-    elif _calls(node, _ACTIVATION_FUNCTIONS):
-        found, in_place = _ACTIVATION_FUNCTIONS[node.target], in_place or len(node.args) > 1
+    elif (name := _operator(node)) in _ACTIVATION_FUNCTIONS:
+        found, in_place = _ACTIVATION_FUNCTIONS[name], in_place or len(node.args) > 1
     elif _calls(node, {F.gelu}):
         found = _gelu(node.kwargs.get("approximate")), ()
     return None if in_place and _input_is_shared(node) else found
@@ -169,7 +170,7 @@ def is_inactive_dropout(node: fx.Node) -> bool:
 
 def add_operands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """Return the two different tensors that ``node`` adds, or None."""
-    if not _calls(node, _ADD) or node.kwargs or len(node.args) != 2:
+    if _operator(node) != "add" or node.kwargs or len(node.args) != 2:
         return None
     a, b = node.args
     if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or a is b:
@@ -179,7 +180,7 @@ def add_operands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 def concat_operands(node: fx.Node) -> list[fx.Node]:
     """Return the tensors that ``node`` concatenates; an empty list for other nodes."""
-    if not _calls(node, {torch.cat, torch.concat, torch.concatenate}):
+    if not isinstance(node, fx.Node) or _operator(node) != "cat":
         return []
     tensors = node.args[0] if node.args else node.kwargs.get("tensors")
     if not isinstance(tensors, (list, tuple)):
@@ -217,12 +218,13 @@ def _rearranges(node: fx.Node, module: nn.Module | None) -> bool:
         in_place = getattr(module, "inplace", False)
         return isinstance(module, _REARRANGING_MODULES) and not in_place
     if node.op == "call_method":
-        return node.target in REARRANGING and not views_bits(node)
+        return "move" in effects_of(str(node.target)) and not views_bits(node)
     if node.op != "call_function":
         return False
     name = operator_name(node.target)
     from_torch = getattr(torch, name, None) is node.target
-    return node.target in (nth_chunk, operator.getitem) or (from_torch and name in REARRANGING)
+    is_part = node.target in (nth_chunk, operator.getitem)
+    return is_part or (from_torch and "move" in effects_of(name))
 
 
 def views_bits(node: fx.Node) -> bool:
@@ -289,4 +291,6 @@ def preserves_nonnegative(node: fx.Node, modules: Modules) -> bool:
         return len(node.args) < 3 and node.kwargs.get("value") in (None, 0)
     arguments = (*node.args, *node.kwargs.values())
     numbers = [value for value in arguments if isinstance(value, (int, float))]
-    return _calls(node, _NONNEGATIVE_CALLS) and all(bool(number >= 0) for number in numbers)
+    row = operator_of(node.target) if node.op in ("call_function", "call_method") else None
+    is_kept = row is not None and row.nonnegative == "kept"
+    return is_kept and all(bool(number >= 0) for number in numbers)

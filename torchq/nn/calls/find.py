@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torchq.graph import call_model, tensors_in
-from torchq.nn.calls.functions import OTHER_PRODUCTS, CallSite, Function, function_of, operand
+from torchq.graph import Operator, call_model, operator_of, tensors_in
+from torchq.nn.calls.functions import CallSite, operand, product_of
 from torchq.utils import evaluating
 
 #: Why a layer of attention that calls torch's function cannot be quantized.
@@ -135,7 +135,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        owner, function = self._stack[-1], function_of(func, args)
+        owner, function = self._stack[-1], product_of(func, args)
         found = self.found[id(owner)]
         if func is F.multi_head_attention_forward:
             found.obstacle = WHOLE_ATTENTION
@@ -145,31 +145,32 @@ class _Recorder(TorchFunctionMode):
         if function is None:
             return
         for module in self._stack[:-1]:
-            self.found[id(module)].below.add(function.kind)
+            self.found[id(module)].below.add(function.word)
         if site is None or not site.weight:
-            number = self._counts[-1][function.kind]
-            self._counts[-1][function.kind] += 1
+            number = self._counts[-1][function.word]
+            self._counts[-1][function.word] += 1
             site = site and replace(site, number=number)
         if site is not None and site not in found.sites:
             found.sites.append(site)
             found.ndims.append(ndim)
 
     def _unreached(
-        self, func: Any, function: Function | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, func: Any, function: Operator | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, str]:
         """Return the name of a function that gets a weight in a call without a site -> a clause."""
         if func in (F.embedding, F.embedding_bag):
             is_parameter = self._origins(id(operand(args, kwargs, (1, "weight"))))
             clause = f"looks up rows of a parameter with F.{func.__name__}"
             return {"embedding": clause} if is_parameter else {}
-        if func in OTHER_PRODUCTS and self._is_with_weight((args, kwargs)):
-            name = OTHER_PRODUCTS[func]
+        row = operator_of(func)
+        if row and "product" in row.effects and self._is_with_weight((args, kwargs)):
+            name = row.name
             return {name: f"multiplies by a weight in {name}"}
-        if function is None or function.symmetric or function.kind == "attention":
+        if function is None or function.symmetric or function.word == "attention":
             return {}  # A matmul of two tensors that are no parameters need not have a weight.
         if id(operand(args, kwargs, function.right)) in self._data:
-            return {function.kind: f"computes the weight of {function.kind} from its input"}
-        return {function.kind: f"calls {function.kind} with a weight that is no parameter"}
+            return {function.word: f"computes the weight of {function.word} from its input"}
+        return {function.word: f"calls {function.word} with a weight that is no parameter"}
 
     def _is_with_weight(self, arguments: Any) -> bool:
         """Return True if both data and a weight of several dimensions are among arguments."""
@@ -178,9 +179,9 @@ class _Recorder(TorchFunctionMode):
         return bool(weights) and any(id(t) in self._data for t in tensors)
 
     def _site(
-        self, owner: nn.Module, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, owner: nn.Module, function: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[CallSite | None, int]:
-        if function.kind == "attention":
+        if function.word == "attention":
             return CallSite("attention"), 0
         for left in (False, True) if function.symmetric else (False,):
             weight = operand(args, kwargs, function.left if left else function.right)
@@ -190,10 +191,10 @@ class _Recorder(TorchFunctionMode):
             if id(weight) in self._parameters:
                 path = next((n for n, p in owner.named_parameters() if p is weight), "")
                 if path:
-                    return CallSite(function.kind, path, weight_is_left=left), weight.dim()
+                    return CallSite(function.word, path, weight_is_left=left), weight.dim()
             if origins := self._origins(id(weight)):
                 self.found[id(owner)].sources |= origins
-                return CallSite(function.kind, weight_is_left=left), weight.dim()
+                return CallSite(function.word, weight_is_left=left), weight.dim()
         return None, 0
 
 

@@ -2,90 +2,18 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
-from torchq.nn.modules.operators import ScaledDotProductAttention
+from torchq.graph import OPERATORS, Operator, operator_of
+from torchq.nn.modules.operators import OPERATORS as STAND_INS
 
-
-@dataclass(frozen=True)
-class Function:
-    """A function of torch that multiplies an input by a weight.
-
-    Attributes:
-        kind: Its name in :class:`CallSite`.
-        layer: The float class that computes the same; rules for this class apply to the call.
-        left, right: Position and keyword of the two operands.
-        symmetric: True where the weight may be either operand; else it is the right one.
-    """
-
-    kind: str
-    layer: type[nn.Module]
-    left: tuple[int, str] = (0, "input")
-    right: tuple[int, str] = (1, "weight")
-    symmetric: bool = False
-
-
-_LINEAR = Function("linear", nn.Linear)
-_MATMUL = Function("matmul", nn.Linear, right=(1, "other"), symmetric=True)
-_MM = Function("matmul", nn.Linear, right=(1, "mat2"), symmetric=True)
-_ADDMM = Function("addmm", nn.Linear, left=(1, "mat1"), right=(2, "mat2"), symmetric=True)
-_BADDBMM = Function("addmm", nn.Linear, left=(1, "batch1"), right=(2, "batch2"), symmetric=True)
-_EINSUM = Function("einsum", nn.Linear, (1, "operands"), (2, "operands"), symmetric=True)
-_TENSORDOT = Function("tensordot", nn.Linear, (0, "a"), (1, "b"), symmetric=True)
-_ATTENTION = Function("attention", ScaledDotProductAttention)
-
-#: Function object -> what it computes. torch.Tensor's methods are functions of their own.
-FUNCTIONS: dict[Callable[..., Any], Function] = {
-    F.linear: _LINEAR,
-    F.conv1d: Function("conv1d", nn.Conv1d),
-    F.conv2d: Function("conv2d", nn.Conv2d),
-    F.conv3d: Function("conv3d", nn.Conv3d),
-    F.conv_transpose1d: Function("conv_transpose1d", nn.ConvTranspose1d),
-    F.conv_transpose2d: Function("conv_transpose2d", nn.ConvTranspose2d),
-    F.conv_transpose3d: Function("conv_transpose3d", nn.ConvTranspose3d),
-    torch.matmul: _MATMUL,
-    Tensor.matmul: _MATMUL,
-    Tensor.__matmul__: _MATMUL,
-    operator.matmul: _MATMUL,
-    torch.mm: _MM,
-    Tensor.mm: _MM,
-    torch.bmm: _MM,
-    Tensor.bmm: _MM,
-    torch.addmm: _ADDMM,
-    Tensor.addmm: _ADDMM,
-    torch.baddbmm: _BADDBMM,
-    Tensor.baddbmm: _BADDBMM,
-    torch.einsum: _EINSUM,
-    torch.tensordot: _TENSORDOT,
-    F.scaled_dot_product_attention: _ATTENTION,
-}
-#: Functions that multiply by weights too, here or in other forms of their arguments.
-OTHER_PRODUCTS: dict[Callable[..., Any], str] = {
-    torch.einsum: "einsum",
-    torch.bilinear: "bilinear",
-    F.bilinear: "bilinear",
-    torch.mv: "mv",
-    Tensor.mv: "mv",
-    torch.addmv: "addmv",
-    Tensor.addmv: "addmv",
-    torch.addbmm: "addbmm",
-    Tensor.addbmm: "addbmm",
-    torch.inner: "inner",
-    Tensor.inner: "inner",
-    torch.linalg.multi_dot: "multi_dot",
-    torch.convolution: "convolution",
-    torch.conv_tbc: "conv_tbc",
-}
-_BY_KIND = {function.kind: function for function in FUNCTIONS.values()}
+_PRODUCTS = {row.word: row for row in map(OPERATORS.__getitem__, OPERATORS) if row.layer}
 
 
 @dataclass(frozen=True)
@@ -93,7 +21,7 @@ class CallSite:
     """One call in the forward of a module.
 
     Attributes:
-        kind: The :attr:`Function.kind` of the called function.
+        kind: The :attr:`torchq.graph.Operator.word` of the called function.
         weight: The dotted path of the parameter that is the weight, seen from the module; "" where
             the forward computes the weight, and for attention.
         holder: The dotted path of the child whose quantizers are used; "" is the module itself.
@@ -118,7 +46,7 @@ class CallSite:
         """Return the site that :meth:`to_dict` described."""
         expected = {name: type(value) for name, value in asdict(cls("linear")).items()}
         types = {name: type(value) for name, value in data.items()}
-        if types != expected or data["kind"] not in _BY_KIND:
+        if types != expected or data["kind"] not in _PRODUCTS:
             raise ConfigError(f"call site: got {dict(data)}; expected the fields {expected}")
         for path in (data["weight"], data["holder"]):
             if path and not all(name.isidentifier() or name.isdigit() for name in path.split(".")):
@@ -126,15 +54,19 @@ class CallSite:
         return cls(**data)
 
 
-def function_of(func: Callable[..., Any], args: tuple[Any, ...]) -> Function | None:
-    """Return what a call computes; None for other functions, and for einsum of other than two."""
-    function = FUNCTIONS.get(func)
-    return None if function is _EINSUM and len(args) != 3 else function
+def product_of(func: Callable[..., Any], args: tuple[Any, ...]) -> Operator | None:
+    """Return the row of a product with a weight; None for others, and for einsum of not two."""
+    row = operator_of(func)
+    if row is None or not row.layer or (row.name == "einsum" and len(args) != 3):
+        return None
+    return row
 
 
 def equivalent_class(kind: str) -> type[nn.Module]:
     """Return the float class whose rules apply to calls of ``kind``."""
-    return _BY_KIND[kind].layer
+    name = _PRODUCTS[kind].layer
+    found: type[nn.Module] = STAND_INS[name] if name in STAND_INS else getattr(nn, name)
+    return found
 
 
 def operand(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: tuple[int, str]) -> Any:
@@ -165,11 +97,12 @@ def site_descriptors(
     where a linear layer (out, in) has them on axis 0; blocks follow the axis that is summed over.
     In einsum and tensordot any axis may be summed over, so the weight has one scale.
     """
-    if site.kind in ("einsum", "tensordot"):
+    outputs = _PRODUCTS[site.kind].outputs
+    if outputs == "any":
         if weight is not None and weight.block_size is None and weight.axis is not None:
             weight = weight.replace(axis=None, name=None)
         return input, weight
-    if site.kind not in ("matmul", "addmm"):
+    if outputs == "first":
         return input, weight
     if site.weight_is_left:
         if input is not None and input.block_size is not None and input.block_axis == -1:

@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import QuantizationError
-from torchq.graph import rewrite_forward
-from torchq.nn.calls.functions import CallSite, Function, function_of, operand, with_operands
+from torchq.graph import Operator, rewrite_forward
+from torchq.nn.calls.functions import CallSite, operand, product_of, with_operands
 from torchq.nn.convert import QuantModule, change_class, register
 from torchq.nn.modules.operators import ScaledDotProductAttention
 from torchq.nn.operator_modules import OperatorOwner
@@ -136,7 +136,7 @@ class _Router(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        function = function_of(func, args)
+        function = product_of(func, args)
         if function is None:
             return func(*args, **kwargs)
         site = self._site(function, args, kwargs)
@@ -163,10 +163,10 @@ class _Router(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _site(
-        self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, function: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> CallSite | None:
         """Return the site of a call: by its parameter, else by its number among the others."""
-        kind = function.kind
+        kind = function.word
         for position, site in enumerate(self.module.calls):
             if site.kind == kind and site.weight:
                 place = function.left if site.weight_is_left else function.right

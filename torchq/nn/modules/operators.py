@@ -7,13 +7,16 @@ There are three ways to use them. Write ``self.add = torchq.nn.QuantAdd()`` in a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchq.graph import KINDS
+from torchq.graph import OPERATORS as ROWS
 from torchq.nn.convert import QuantModule, register
 from torchq.nn.modules.input_quantized import InputQuantized
 from torchq.nn.tensor_quantizer import TensorQuantizer
@@ -41,6 +44,14 @@ class MatMul(nn.Module):
     def forward(self, input: Tensor, other: Tensor) -> Tensor:
         """Return the matrix product."""
         return torch.matmul(input, other)
+
+
+class Maximum(nn.Module):
+    """The function ``torch.maximum(input, other)`` as a module."""
+
+    def forward(self, input: Tensor, other: Tensor) -> Tensor:
+        """Return the larger one of each two elements."""
+        return torch.maximum(input, other)
 
 
 class Cat(nn.Module):
@@ -92,10 +103,8 @@ class Tap(nn.Identity):
     """Identity that marks a place in a forward where a quantizer can sit."""
 
 
-#: The float modules of this file, by class name.
-OPERATORS: dict[str, type[nn.Module]] = {
-    cls.__name__: cls for cls in (Add, Mul, MatMul, Cat, ScaledDotProductAttention, Tap)
-}
+#: The float modules of this file that rows of :mod:`torchq.graph.operators` name.
+OPERATORS: dict[str, type[nn.Module]] = {name: globals()[name] for name in KINDS.values()}
 #: The largest number of ranges of a concatenation that a name can ask for.
 _MOST_RANGES = 256
 
@@ -121,12 +130,20 @@ def operator_named(name: str) -> nn.Module | None:
     return Cat(0, count) if kind == "Cat" and 1 < count <= _MOST_RANGES else None
 
 
+def function_of(module: nn.Module) -> Callable[..., Any]:
+    """Return the function of torch that a module of this file computes, quantized or not."""
+    name = operator_name(module).partition(":")[0]
+    row = next(row for row in map(ROWS.__getitem__, ROWS) if row.module == name)
+    found = (f for f in row.functions if getattr(f, "__module__", None) != operator.__name__)
+    return cast("Callable[..., Any]", next(found))
+
+
 def stand_in(cls: type[nn.Module]) -> nn.Module:
     """Return a module that computes what its function does, called with the same arguments."""
     return Cat(0) if cls is Cat else cls()  # torch.cat has another default than its module.
 
 
-class _QuantBinary(QuantModule):
+class QuantBinary(QuantModule):
     """Base of operators with two operands, each with its own range.
 
     An operand that is not a floating-point tensor (a number, an index) is not quantized.
@@ -138,6 +155,7 @@ class _QuantBinary(QuantModule):
     other_quantizer: nn.Module
 
     def forward(self, input: Any, other: Any) -> Tensor:
+        """Return what the operator gives for the quantized operands."""
         return super().forward(
             _quantized(self.input_quantizer, input), _quantized(self.other_quantizer, other)
         )
@@ -148,7 +166,7 @@ def _quantized(quantizer: nn.Module, value: Any) -> Any:
 
 
 @register(Add)
-class QuantAdd(_QuantBinary, Add):
+class QuantAdd(QuantBinary, Add):
     """:class:`Add` of quantized operands, each with its own range.
 
     Example:
@@ -161,13 +179,18 @@ class QuantAdd(_QuantBinary, Add):
 
 
 @register(Mul)
-class QuantMul(_QuantBinary, Mul):
+class QuantMul(QuantBinary, Mul):
     """:class:`Mul` of quantized operands, each with its own range."""
 
 
 @register(MatMul)
-class QuantMatMul(_QuantBinary, MatMul):
+class QuantMatMul(QuantBinary, MatMul):
     """:class:`MatMul` of quantized operands, each with its own range."""
+
+
+@register(Maximum)
+class QuantMaximum(QuantBinary, Maximum):
+    """:class:`Maximum` of quantized operands, each with its own range."""
 
 
 @register(Cat)

@@ -74,7 +74,9 @@ def check_float_outputs(model: Model) -> Iterator[str]:
 
 QNN = OnnxTarget(
     name="qnn",
-    operators=frozenset(["add", "mul", "cat", "pool", "matmul", "attention", "activation"]),
+    operators=frozenset(
+        ["add", "mul", "maximum", "cat", "pool", "matmul", "attention", "activation"]
+    ),
     modules=(MAX_POOLS, AVG_POOLS, *ACTIVATIONS),
     per_tensor_weights=(
         "type:torch.nn.modules.linear.*",
