@@ -210,7 +210,7 @@ def granularity(theme: Theme) -> Any:
 def gradient(theme: Theme) -> Any:
     """Draw the staircase of fake quantization and the gradient that training uses."""
     x = torch.linspace(-1.6, 1.6, 801, requires_grad=True)
-    y = fake_quantize(x, torch.tensor(1.0), torchq.formats.integer(3, narrow=True))
+    y = fake_quantize(x, torch.tensor(1.0), torchq.formats.integer_format(3, narrow=True))
     y.sum().backward()
     fig, (forward, backward) = figure(theme, 2, (8.0, 2.4))
     forward.plot(x.detach(), x.detach(), color=theme.quiet, linewidth=1)

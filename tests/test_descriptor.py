@@ -12,7 +12,16 @@ import torch
 import torchq
 from torchq import QuantDescriptor
 from torchq.errors import ConfigError
-from torchq.formats import E4M3, E8M0, INT8, POWER_OF_TWO, PerAxis, PerBlock, PerTensor, integer
+from torchq.formats import (
+    E4M3,
+    E8M0,
+    INT8,
+    POWER_OF_TWO,
+    PerAxis,
+    PerBlock,
+    PerTensor,
+    integer_format,
+)
 from torchq.utils import short_repr
 
 
@@ -93,11 +102,11 @@ def test_defaults() -> None:
 
 
 def test_derived_properties() -> None:
-    assert QuantDescriptor(4, unsigned=True).format == integer(4, unsigned=True)
-    assert QuantDescriptor(4, unsigned="auto").format == integer(4)
-    assert QuantDescriptor(4, narrow_range=True).format == integer(4, narrow=True)
+    assert QuantDescriptor(4, unsigned=True).format == integer_format(4, unsigned=True)
+    assert QuantDescriptor(4, unsigned="auto").format == integer_format(4)
+    assert QuantDescriptor(4, narrow_range=True).format == integer_format(4, narrow=True)
     assert QuantDescriptor((4, 3)).format == E4M3
-    assert QuantDescriptor(rounding="up").format == integer(8, rounding="up")
+    assert QuantDescriptor(rounding="up").format == integer_format(8, rounding="up")
     assert QuantDescriptor(power_of_two=True).block_scale_format is POWER_OF_TWO
     assert QuantDescriptor(axis=1).granularity == PerAxis((1,))
     assert QuantDescriptor(block_size=32, block_axis=1).granularity == PerBlock(32, 1)

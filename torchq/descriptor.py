@@ -22,8 +22,8 @@ from torchq.formats import (
     PerBlock,
     PerTensor,
     by_bits,
-    by_name,
     check_rounding,
+    format_by_name,
 )
 from torchq.utils import check_fields, parse_json, short_repr
 
@@ -145,7 +145,7 @@ class QuantDescriptor:
         """
         if self.power_of_two:
             return POWER_OF_TWO
-        return None if self.scale_format is None else by_name(self.scale_format)
+        return None if self.scale_format is None else format_by_name(self.scale_format)
 
     def replace(self, **changes: Any) -> QuantDescriptor:
         """Return a copy with some fields changed."""
@@ -373,7 +373,7 @@ def check_rules(d: Any) -> None:
         _check_scale_amax(d)
     check_rounding(d.rounding)
     if d.scale_format is not None:
-        by_name(d.scale_format)
+        format_by_name(d.scale_format)
     for text, is_wrong in (_mistakes(d) | _asymmetric_mistakes(d)).items():
         if is_wrong:
             raise ConfigError(text)

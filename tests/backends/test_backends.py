@@ -20,8 +20,8 @@ from torchq.backends import (
     GEMMLOWP,
     SINGLE_ROUNDING,
     Backend,
-    Call,
     FixedPoint,
+    NodeCall,
     fixed_point,
     integer_average_pooling,
     quantize_multiplier,
@@ -78,7 +78,7 @@ def test_handlers_of_functions_methods_and_modules(generator: torch.Generator) -
 
     seen: list[tuple[str, bool]] = []
 
-    def handler(call: Call, x: Tensor) -> Tensor:
+    def handler(call: NodeCall, x: Tensor) -> Tensor:
         seen.append((call.node.op, call.module is not None))
         return call.default(x) + 1
 
@@ -309,7 +309,7 @@ def test_operations_in_place_write_what_their_handlers_compute() -> None:
 
     seen = []
 
-    def handler(call: Call, x: Tensor, **options: Any) -> Tensor:
+    def handler(call: NodeCall, x: Tensor, **options: Any) -> Tensor:
         seen.append(call.node.name)
         before = x.clone()
         result = call.default(x, **options) + 1

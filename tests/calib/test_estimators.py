@@ -12,9 +12,19 @@ from torchq.calib import HistogramCalibrator, estimators
 from torchq.calib.estimators import entropy, largest, lp, mse, percentile
 from torchq.calib.histogram import Histogram
 from torchq.errors import ConfigError
-from torchq.formats import E2M1, E4M3, INT4, INT8, UINT4, UINT8, Format, by_name, integer
+from torchq.formats import (
+    E2M1,
+    E4M3,
+    INT4,
+    INT8,
+    UINT4,
+    UINT8,
+    Format,
+    format_by_name,
+    integer_format,
+)
 
-FORMATS = [INT8, UINT8, INT4, UINT4, integer(3), E4M3, E2M1]
+FORMATS = [INT8, UINT8, INT4, UINT4, integer_format(3), E4M3, E2M1]
 
 
 def histogram_of(counts: list[int], width: float = 1.0) -> Histogram:
@@ -192,7 +202,7 @@ def test_no_count_at_all_gives_the_largest_magnitude(estimator: object) -> None:
 @pytest.mark.parametrize("estimator", [mse, entropy])
 def test_a_grid_finer_than_the_bins_keeps_everything(estimator: object) -> None:
     assert callable(estimator)
-    assert estimator(histogram_of([5, 4, 3, 2] * 64), by_name("int16")).item() == 256.0
+    assert estimator(histogram_of([5, 4, 3, 2] * 64), format_by_name("int16")).item() == 256.0
 
 
 @pytest.mark.parametrize("estimator", [mse, entropy])

@@ -21,7 +21,7 @@ from torchq.formats import (
     PerAxis,
     PerBlock,
     PerTensor,
-    integer,
+    integer_format,
 )
 from torchq.functional import fake_quantize
 from torchq.nn import TensorQuantizer
@@ -34,7 +34,7 @@ def squared_error(values: list[float], amax: float, bits: int) -> float:
 @pytest.mark.parametrize("bits", [3, 4])
 def test_no_candidate_is_better_by_the_scalar_oracle(bits: int, generator: torch.Generator) -> None:
     x = torch.randn(3, 40, generator=generator, dtype=torch.float64)
-    found = search_amax(x, integer(bits), PerAxis((0,)), candidates=21)
+    found = search_amax(x, integer_format(bits), PerAxis((0,)), candidates=21)
     assert (found < PerAxis((0,)).amax(x)).any()
     for row, amax in zip(x.tolist(), found.flatten().tolist(), strict=True):
         least = min(

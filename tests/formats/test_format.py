@@ -24,8 +24,8 @@ from torchq.formats import (
     Format,
     IntFormat,
     by_bits,
-    by_name,
-    integer,
+    format_by_name,
+    integer_format,
     power_of_two_below,
 )
 
@@ -150,10 +150,19 @@ def test_power_of_two_below() -> None:
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: integer(1), "format int1: got 1 bits; expected 2 to 16 for signed integers"),
-        (lambda: integer(17), "got 17 bits; expected 2 to 16 for signed integers"),
-        (lambda: integer(0, unsigned=True), "got 0 bits; expected 1 to 16 for unsigned integers"),
-        (lambda: by_name("int99"), "unknown format 'int99'; expected one of: .*'e4m3'.*'int8'"),
+        (
+            lambda: integer_format(1),
+            "format int1: got 1 bits; expected 2 to 16 for signed integers",
+        ),
+        (lambda: integer_format(17), "got 17 bits; expected 2 to 16 for signed integers"),
+        (
+            lambda: integer_format(0, unsigned=True),
+            "got 0 bits; expected 1 to 16 for unsigned integers",
+        ),
+        (
+            lambda: format_by_name("int99"),
+            "unknown format 'int99'; expected one of: .*'e4m3'.*'int8'",
+        ),
         (lambda: by_bits((3, 4)), "unknown format 'e3m4'"),
         (
             lambda: by_bits((4, 3), unsigned=True),
@@ -176,10 +185,10 @@ def test_errors(call: Any, text: str) -> None:
 
 def test_formats_are_values() -> None:
     """Equal by content, hashable, and one object per name."""
-    assert by_bits(8) == integer(8) == INT8 and hash(by_bits(8)) == hash(INT8)
-    assert integer(8, unsigned=True, narrow=True) == by_name("uint8")
-    assert integer(1, unsigned=True).values == (0.0, 1.0)
-    assert integer(8) != integer(8, narrow=True)
+    assert by_bits(8) == integer_format(8) == INT8 and hash(by_bits(8)) == hash(INT8)
+    assert integer_format(8, unsigned=True, narrow=True) == format_by_name("uint8")
+    assert integer_format(1, unsigned=True).values == (0.0, 1.0)
+    assert integer_format(8) != integer_format(8, narrow=True)
     with pytest.raises(AttributeError):
         INT8.width = 4  # type: ignore[misc]
 

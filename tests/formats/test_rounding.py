@@ -15,7 +15,7 @@ from torchq.formats import (
     POWER_OF_TWO,
     ROUNDINGS,
     by_bits,
-    integer,
+    integer_format,
     round_,
     round_number,
 )
@@ -71,9 +71,9 @@ def test_table_of_ties() -> None:
 
 
 def test_formats_carry_the_policy() -> None:
-    away = integer(4, rounding="half_away")
+    away = integer_format(4, rounding="half_away")
     assert away.snap_(torch.tensor([0.5, -0.5, 6.5, 99.0])).tolist() == [1, -1, 7, 7]
-    assert away != integer(4) and away.name == "int4"
+    assert away != integer_format(4) and away.name == "int4"
     assert by_bits(8, rounding="half_even") == INT8
     # Between 16 and 18, the grid values of E4M3 there, lies one tie.
     up = dataclasses.replace(E4M3, rounding="half_up")
@@ -83,7 +83,7 @@ def test_formats_carry_the_policy() -> None:
 
 def test_unknown_policies_are_named() -> None:
     with pytest.raises(ConfigError, match="rounding: got 'nearest'; expected one of half_even, "):
-        integer(8, rounding="nearest")
+        integer_format(8, rounding="nearest")
     with pytest.raises(ConfigError, match="rounding: got 'bankers'; expected one of"):
         round_number(0.5, "bankers")
 

@@ -23,7 +23,7 @@ from torchq.formats import (
     PerAxis,
     PerBlock,
     PerTensor,
-    integer,
+    integer_format,
 )
 from torchq.functional import (
     dequantize,
@@ -37,7 +37,14 @@ from torchq.functional import (
 )
 from torchq.functional.kernels import use_backend
 
-FORMATS = [INT8, UINT8, UINT4, integer(2), integer(16), integer(8, rounding="half_away")]
+FORMATS = [
+    INT8,
+    UINT8,
+    UINT4,
+    integer_format(2),
+    integer_format(16),
+    integer_format(8, rounding="half_away"),
+]
 GRANULARITIES = [PerTensor(), PerAxis((1,)), PerAxis((0, -1)), PerBlock(2, 1)]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 

@@ -15,7 +15,7 @@ from tests.contracts.quantize_contract import expected, layouts, mx_expected, nv
 from tests.reference import E2M1, E2M3, E3M2, E4M3, E5M2, FloatSpec
 from torchq import formats
 from torchq.errors import ConfigError
-from torchq.formats import CATALOG, INT8, Granularity, PerAxis, PerBlock, PerTensor, integer
+from torchq.formats import CATALOG, INT8, Granularity, PerAxis, PerBlock, PerTensor, integer_format
 from torchq.functional import (
     compute_dtype,
     dequantize,
@@ -218,7 +218,7 @@ def test_poisoned_values_are_seen() -> None:
 
 def test_unsigned_clamps_negative_values() -> None:
     x = torch.tensor([-3.0, -1e-8, 0.4])
-    assert fake_quantize(x, 1.0, integer(1, unsigned=True)).tolist() == [0.0, 0.0, 0.0]
+    assert fake_quantize(x, 1.0, integer_format(1, unsigned=True)).tolist() == [0.0, 0.0, 0.0]
     assert fake_quantize(x, 1.0, formats.UINT8).tolist() == [0.0, 0.0, pytest.approx(0.4)]
 
 

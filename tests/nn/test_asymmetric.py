@@ -17,7 +17,7 @@ from tests.reference import affine_fake_quantize, power_of_two_above
 from torchq import QuantDescriptor, Rule
 from torchq.calib import RangeCalibrator, methods, search_range
 from torchq.errors import CalibrationError, ConfigError, QuantizationError
-from torchq.formats import INT8, UINT4, UINT8, PerAxis, PerTensor, integer
+from torchq.formats import INT8, UINT4, UINT8, PerAxis, PerTensor, integer_format
 from torchq.functional import fake_quantize
 from torchq.nn import TensorQuantizer
 from torchq.workflow import quantizers
@@ -96,7 +96,7 @@ def test_percentile_leaves_out_each_side(generator: torch.Generator) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_mse_is_better_than_the_whole_range(bits: int, generator: torch.Generator) -> None:
     x = torch.cat([gelu(generator), torch.tensor([12.0])])
-    format = integer(bits, unsigned=True)
+    format = integer_format(bits, unsigned=True)
 
     def error(ends: tuple[Tensor, Tensor]) -> float:
         return float((fake_quantize(x, ends[1], format, amin=ends[0]) - x).square().sum())

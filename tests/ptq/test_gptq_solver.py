@@ -29,7 +29,7 @@ def problem(seed: int, rows: int = 3, columns: int = 4) -> tuple[Tensor, Tensor,
     x = torch.randn(columns, 6, generator=generator, dtype=torch.float64)
     x = torch.cat([x, x.mean(0, keepdim=True).expand(columns, -1)], 1)
     scale = (weight.abs().amax(1, keepdim=True) / 3).float().expand(-1, columns)
-    return weight, x @ x.T / 12, Grid(scale, scale, torchq.formats.integer(3))
+    return weight, x @ x.T / 12, Grid(scale, scale, torchq.formats.integer_format(3))
 
 
 def brute_force(weight: Tensor, h: Tensor, grid: Grid) -> Tensor:

@@ -6,7 +6,7 @@ model with it. Three come with torchq: :func:`shift_leaky_relu`, :func:`integer_
 place.
 """
 
-from torchq.backends.backend import Backend, Call, register_delegate, register_handler
+from torchq.backends.backend import Backend, NodeCall, register_delegate, register_handler
 from torchq.backends.handlers import (
     GEMMLOWP,
     SINGLE_ROUNDING,
@@ -22,7 +22,7 @@ __all__ = [
     "GEMMLOWP",
     "SINGLE_ROUNDING",
     "Backend",
-    "Call",
+    "NodeCall",
     "FixedPoint",
     "fixed_point",
     "integer_average_pooling",

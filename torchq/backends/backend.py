@@ -1,4 +1,4 @@
-"""Backends compute the operations of a graph in place of torch; handlers see each as a `Call`."""
+"""Backends compute the operations of a graph in place of torch; each is a :class:`NodeCall`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def operation_of(node: fx.Node, graph_module: fx.GraphModule) -> str:
 
 
 @dataclass(frozen=True)
-class Call:
+class NodeCall:
     """One call of a graph, for the handlers of a :class:`~torchq.backends.Backend`.
 
     Attributes:
@@ -256,7 +256,7 @@ class Backend:
         """
         handlers, function = self.handlers(operation_of(node, graph_module)), default
         for handler in handlers:
-            function = partial(handler, Call(graph_module, node, function))
+            function = partial(handler, NodeCall(graph_module, node, function))
         written = args[0] if args and handlers else None
         if isinstance(written, Tensor) and writes_first_argument(node, graph_module):
             return written.copy_(function(written.clone(), *args[1:], **kwargs))
@@ -272,7 +272,7 @@ def register_handler(handler: Handler, operation: str, platform: Backend) -> Non
 
     Args:
         handler: ``handler(call, *args, **kwargs) -> value``. ``call`` is a
-            :class:`torchq.backends.Call`; ``call.default(*args, **kwargs)`` is what would be
+            :class:`torchq.backends.NodeCall`; ``call.default(*args, **kwargs)`` is what would be
             computed without the handler.
         operation: the name of the operation, such as ``"leaky_relu"``.
         platform: the backend, such as ``Backend("fpga")``. A name alone would have to change all

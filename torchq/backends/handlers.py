@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from torchq.backends.backend import Backend, Call
+from torchq.backends.backend import Backend, NodeCall
 from torchq.errors import ConfigError, QuantizationError
 from torchq.formats import check_rounding, round_
 from torchq.nn import TensorQuantizer
@@ -172,7 +172,7 @@ def shift_leaky_relu(shift: int = 3) -> Backend:
     if type(shift) is not int or not 1 <= shift <= 15:
         raise ConfigError(f"shift_leaky_relu: got shift={shift!r}; expected 1 to 15")
 
-    def handler(call: Call, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def handler(call: NodeCall, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         quantizer = call.quantizer_of(0)
         if quantizer is None or quantizer.amax.numel() != 1:
             return call.default(x, *args, **kwargs)
@@ -189,7 +189,7 @@ def integer_average_pooling() -> Backend:
     input is quantized to integers are treated, with one range for the tensor.
     """
 
-    def handler(call: Call, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def handler(call: NodeCall, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         quantizer = call.quantizer_of(0)
         if quantizer is None or quantizer.amax.numel() != 1:
             return call.default(x, *args, **kwargs)
@@ -240,7 +240,7 @@ _LAYERS = (
 )
 
 
-def _layer(arithmetic: FixedPoint, call: Call, *args: Any, **kwargs: Any) -> Tensor:
+def _layer(arithmetic: FixedPoint, call: NodeCall, *args: Any, **kwargs: Any) -> Tensor:
     """Return the result of a convolution or linear layer; see :func:`fixed_point`."""
     quantizers = call.quantizer_of(0), call.quantizer_of(1, "weight")
     if len(args) < 2 or call.module is not None or None in quantizers:
@@ -275,7 +275,7 @@ def _channel_scales(x_scale: Tensor, w_scale: Tensor, channels: int) -> Tensor |
     return scales if own == 1 else scales.repeat(channels // own)
 
 
-def _matmul(arithmetic: FixedPoint, call: Call, *args: Any, **kwargs: Any) -> Tensor:
+def _matmul(arithmetic: FixedPoint, call: NodeCall, *args: Any, **kwargs: Any) -> Tensor:
     """Return a product of two quantized tensors; see :func:`fixed_point`."""
     quantizers = call.quantizer_of(0), call.quantizer_of(1, "other")
     if len(args) != 2 or kwargs or any(q is None or q.amax.numel() != 1 for q in quantizers):
@@ -285,7 +285,7 @@ def _matmul(arithmetic: FixedPoint, call: Call, *args: Any, **kwargs: Any) -> Te
     return _scaled(call, call.default(a.double(), b.double()), scale, arithmetic).to(args[0].dtype)
 
 
-def _add(arithmetic: FixedPoint, call: Call, *args: Any, **kwargs: Any) -> Tensor:
+def _add(arithmetic: FixedPoint, call: NodeCall, *args: Any, **kwargs: Any) -> Tensor:
     """Return a sum of two quantized tensors in the codes of the next quantizer.
 
     Reference: ``AddElementwise`` of TensorFlow Lite (kernels/internal/reference/add.h).
@@ -310,7 +310,7 @@ def _add(arithmetic: FixedPoint, call: Call, *args: Any, **kwargs: Any) -> Tenso
 _HEADROOM = 20
 
 
-def _scaled(call: Call, sums: Tensor, scales: Tensor, arithmetic: FixedPoint) -> Tensor:
+def _scaled(call: NodeCall, sums: Tensor, scales: Tensor, arithmetic: FixedPoint) -> Tensor:
     """Return sums of products of codes as the next quantizer reads them."""
     accumulator = sums.to(torch.int64)
     if accumulator.numel() and not _INT32[0] <= accumulator.min() <= accumulator.max() <= _INT32[1]:

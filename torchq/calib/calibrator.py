@@ -24,7 +24,7 @@ from torchq.formats import (
     PerAxis,
     PerTensor,
     by_bits,
-    integer,
+    integer_format,
 )
 from torchq.functional import reduce_amax, reduce_range
 from torchq.utils import Registry, short_repr
@@ -430,7 +430,7 @@ class RangeCalibrator:
     ) -> None:
         self.format = format
         self.scale_format: Format | None = None
-        side = integer(format.bits, unsigned=True)
+        side = integer_format(format.bits, unsigned=True)
         self.upper = make_calibrator(method, format=side, granularity=granularity, **options)
         self.lower = make_calibrator(method, format=side, granularity=granularity, **options)
 
@@ -526,7 +526,7 @@ def _entropy_range(upper: Histogram, lower: Histogram, format: Format) -> tuple[
     counts[:, 0] = torch.minimum(sides[0][:, 0], sides[1][:, 0])
     largest = torch.maximum(upper.amax, lower.amax)
     magnitudes = Histogram(counts, width, largest, upper.shape)
-    threshold = estimators.entropy(magnitudes.to("cpu"), integer(max(2, format.bits)))
+    threshold = estimators.entropy(magnitudes.to("cpu"), integer_format(max(2, format.bits)))
     threshold = threshold.to(counts.device)
     ends = (torch.minimum(threshold, side.amax.view(side.shape)) for side in (lower, upper))
     amin, amax = ends

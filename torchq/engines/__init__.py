@@ -8,7 +8,7 @@ from torchq.engines.fastest import Candidate, FastestReport
 from torchq.engines.graph_engine import EngineModule, GraphEngine
 from torchq.engines.onnxruntime import OnnxRuntime
 from torchq.engines.openvino import OpenVino
-from torchq.engines.registry import ENGINES, Engine, register
+from torchq.engines.registry import ENGINES, Engine, register_engine
 from torchq.engines.torch_engine import TorchEngine
 
 __all__ = [
@@ -22,5 +22,5 @@ __all__ = [
     "OpenVino",
     "TorchEngine",
     "deploy",
-    "register",
+    "register_engine",
 ]

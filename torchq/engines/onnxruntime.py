@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchq.engines.graph_engine import GraphEngine, run_by_shape
 from torchq.engines.interface import ReadGraph, Run, Shapes
-from torchq.engines.registry import Engine, register
+from torchq.engines.registry import Engine, register_engine
 from torchq.errors import ConfigError, ExportError
 from torchq.onnx import inspect_onnx
 from torchq.onnx.passes.pads import with_lengths
@@ -27,7 +27,7 @@ _PROVIDERS = {
 }
 
 
-@register("onnxruntime")
+@register_engine("onnxruntime")
 @dataclass(frozen=True)
 class OnnxRuntime(GraphEngine):
     """ONNX Runtime.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchq.engines.export import OpenLengths
 from torchq.engines.graph_engine import EngineModule, GraphEngine, run_by_shape
 from torchq.engines.interface import ReadGraph, Run, Shapes
-from torchq.engines.registry import Engine, Task, register
+from torchq.engines.registry import Engine, Task, register_engine
 from torchq.errors import ConfigError, ExportError
 from torchq.onnx.passes.pads import with_lengths
 from torchq.onnx.targets.openvino import with_signed_codes
@@ -34,7 +34,7 @@ _COMPUTING = frozenset(
 )
 
 
-@register("openvino")
+@register_engine("openvino")
 @dataclass(frozen=True)
 class OpenVino(GraphEngine):
     """OpenVINO on the CPU.

@@ -2,7 +2,7 @@
 
 To add one, write a file with a frozen dataclass that derives from :class:`Engine`, or from
 :class:`torchq.engines.graph_engine.GraphEngine` where it reads ONNX files, decorate it with
-``@register``, and import the file in ``torchq/engines/__init__.py``. tests/engines runs its
+``@register_engine``, and import the file in ``torchq/engines/__init__.py``. tests/engines runs its
 conformance suite over the registry.
 """
 
@@ -133,7 +133,7 @@ ENGINES: Registry[str, type[Engine]] = Registry("engine")
 E = TypeVar("E", bound=type[Engine])
 
 
-def register(name: str) -> Callable[[E], E]:
+def register_engine(name: str) -> Callable[[E], E]:
     """Return a decorator that enters an engine under ``name``.
 
     Raises:

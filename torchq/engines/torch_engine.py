@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from torchq.engines.registry import Engine, Task, register
+from torchq.engines.registry import Engine, Task, register_engine
 from torchq.lowering.api import lower_model
 from torchq.utils import copy_module
 
 
-@register("torch")
+@register_engine("torch")
 @dataclass(frozen=True)
 class TorchEngine(Engine):
     """The kernels of torch; needs no other package.

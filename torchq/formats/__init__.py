@@ -23,8 +23,8 @@ from torchq.formats.format import (
     IntFormat,
     PowersOfTwo,
     by_bits,
-    by_name,
-    integer,
+    format_by_name,
+    integer_format,
     power_of_two_below,
 )
 from torchq.formats.granularity import Granularity, PerAxis, PerBlock, PerTensor
@@ -54,9 +54,9 @@ __all__ = [
     "PerTensor",
     "PowersOfTwo",
     "by_bits",
-    "by_name",
+    "format_by_name",
     "check_rounding",
-    "integer",
+    "integer_format",
     "power_of_two_below",
     "round_",
     "round_number",

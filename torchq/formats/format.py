@@ -294,7 +294,7 @@ def _exponent(value: float) -> int:
 CATALOG: Registry[str, Format] = Registry("format")
 
 
-def integer(
+def integer_format(
     bits: int, *, unsigned: bool = False, narrow: bool = False, rounding: str = "half_even"
 ) -> IntFormat:
     """Return the integer format of a width.
@@ -306,9 +306,9 @@ def integer(
         rounding: one of :data:`torchq.formats.ROUNDINGS`.
 
     Example:
-        >>> integer(4).quant_min, integer(4).quant_max
+        >>> integer_format(4).quant_min, integer_format(4).quant_max
         (-8.0, 7.0)
-        >>> integer(4, narrow=True).quant_min, integer(4, unsigned=True).quant_max
+        >>> integer_format(4, narrow=True).quant_min, integer_format(4, unsigned=True).quant_max
         (-7.0, 15.0)
     """
     narrow = narrow and not unsigned
@@ -321,7 +321,8 @@ def integer(
 
 
 for _bits in range(2, 17):
-    for _fmt in (integer(_bits), integer(_bits, narrow=True), integer(_bits, unsigned=True)):
+    _kinds = ({}, {"narrow": True}, {"unsigned": True})
+    for _fmt in (integer_format(_bits, **_kind) for _kind in _kinds):
         CATALOG.add(_fmt.name, _fmt)
 
 INT4, INT8, INT16 = CATALOG["int4"], CATALOG["int8"], CATALOG["int16"]
@@ -335,14 +336,14 @@ E2M1 = CATALOG.add("e2m1", FloatFormat("e2m1", True, 2, 1, bias=1))
 E8M0 = CATALOG.add("e8m0", FloatFormat("e8m0", False, 8, 0, bias=127, reserved=1, has_zero=False))
 
 
-def by_name(name: str) -> Format:
+def format_by_name(name: str) -> Format:
     """Return the format called ``name``.
 
     Raises:
         ConfigError: an unknown name; the text lists the known ones.
 
     Example:
-        >>> by_name("e4m3").qmax
+        >>> format_by_name("e4m3").qmax
         448.0
     """
     return CATALOG[name]
@@ -359,8 +360,8 @@ def by_bits(
 
     Args:
         num_bits: the width of an integer, or the ``(exponent, mantissa)`` bits of a signed float.
-        unsigned: as for :func:`integer`; no float is unsigned.
-        narrow: as for :func:`integer`; no float is narrow.
+        unsigned: as for :func:`integer_format`; no float is unsigned.
+        narrow: as for :func:`integer_format`; no float is narrow.
         rounding: one of :data:`torchq.formats.ROUNDINGS`.
 
     Raises:
@@ -372,12 +373,12 @@ def by_bits(
         ('int8', 'e4m3', 'uint4')
     """
     if isinstance(num_bits, int):
-        return integer(num_bits, unsigned=unsigned, narrow=narrow, rounding=rounding)
+        return integer_format(num_bits, unsigned=unsigned, narrow=narrow, rounding=rounding)
     if unsigned or narrow:
         raise ConfigError(
             f"num_bits={num_bits}: got unsigned={unsigned}, narrow_range={narrow}; "
             "expected neither for a floating-point format"
         )
-    format = by_name("e{}m{}".format(*num_bits))
+    format = format_by_name("e{}m{}".format(*num_bits))
     assert isinstance(format, FloatFormat)
     return dataclasses.replace(format, rounding=rounding)

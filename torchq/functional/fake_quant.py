@@ -327,7 +327,7 @@ def fake_quantize(
         ConfigError: the shape of amax does not fit.
 
     Example:
-        >>> int4 = torchq.formats.integer(4, narrow=True)
+        >>> int4 = torchq.formats.integer_format(4, narrow=True)
         >>> fake_quantize(torch.tensor([-1.0, -0.6, 0.26, 1.2]), 1.0, int4)
         tensor([-1.0000, -0.5714,  0.2857,  1.0000])
     """

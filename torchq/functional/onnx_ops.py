@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchq.errors import ExportError
-from torchq.formats import INT8, UINT8, Format, IntFormat, PerAxis, PerBlock, by_name
+from torchq.formats import INT8, UINT8, Format, IntFormat, PerAxis, PerBlock, format_by_name
 from torchq.formats.granularity import Granularity
 from torchq.functional.scale import scale_from_amax
 from torchq.utils import constant_while_tracing
@@ -67,7 +67,7 @@ def onnx_type(format: Format) -> tuple[Format, OnnxType]:
         return format, _TYPES[format.name]
     if isinstance(format, IntFormat):
         width = next(w for w in (4, 8, 16) if w >= format.width)
-        wider = by_name(f"{'' if format.signed else 'u'}int{width}")
+        wider = format_by_name(f"{'' if format.signed else 'u'}int{width}")
         return wider, _TYPES[wider.name]
     raise ExportError(
         f"format {format}: ONNX QuantizeLinear has no such type; "

@@ -16,7 +16,7 @@ from torchq.formats import (
     IntFormat,
     PerAxis,
     PerTensor,
-    integer,
+    integer_format,
 )
 from torchq.functional import quantize, scale_from_amax
 from torchq.lowering.conv import Int8Conv, Int8ConvTranspose
@@ -95,7 +95,7 @@ def integer_weight(
     if quantizer.delegate is not None:
         return "a quantizer has a delegate"
     if reduce_range and format.bits > 7:
-        format = integer(7, narrow=format.narrow, rounding=format.rounding)
+        format = integer_format(7, narrow=format.narrow, rounding=format.rounding)
     if quantizer.pre_quant_scale is not None:
         weight = weight * quantizer.pre_quant_scale.to(weight.dtype)
     amax = quantizer.range_for(weight).detach().to(torch.float32)

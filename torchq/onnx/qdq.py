@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq.formats import Format, IntFormat, by_name
+from torchq.formats import Format, IntFormat, format_by_name
 from torchq.onnx.ir import (
     DataType,
     Model,
@@ -104,7 +104,7 @@ class NodeQParams:
 
 def format_of(dtype: DataType) -> Format:
     """Return torchq's format of an ONNX type that QuantizeLinear writes."""
-    return by_name(_FLOAT8.get(dtype.name, dtype.name.lower()))
+    return format_by_name(_FLOAT8.get(dtype.name, dtype.name.lower()))
 
 
 def axis_of(node: Node) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq.formats import by_name
+from torchq.formats import format_by_name
 from torchq.onnx.ir import (
     DataType,
     Model,
@@ -185,7 +185,7 @@ def _store_codes(model: Model, node: Node, weight: Tensor) -> None:
 def _stored_type(model: Model, node: Node) -> DataType:
     """Return the type to store: 4 bits for a quantizer of 4 bits, where the opset has them."""
     written = element_type(node)
-    wanted = by_name(node.meta["format"]) if "format" in node.meta else format_of(written)
+    wanted = format_by_name(node.meta["format"]) if "format" in node.meta else format_of(written)
     narrow = wanted.is_integer and wanted.bits <= 4 and format_of(written).bits == 8
     if not narrow or opset_of(model) < _FOUR_BITS_SINCE:
         return written

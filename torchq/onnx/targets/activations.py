@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchq.formats import IntFormat, by_name
+from torchq.formats import IntFormat, format_by_name
 from torchq.onnx.ir import (
     Model,
     Node,
@@ -180,7 +180,7 @@ def _share(format: IntFormat) -> float:
 def _unsigned(old: NodeQParams, finer: bool) -> NodeQParams:
     """Return unsigned codes: with the zero point 0 on a finer grid, or moved by half the codes."""
     assert isinstance(old.format, IntFormat)
-    format, scale = by_name(f"uint{old.format.width}"), old.scale
+    format, scale = format_by_name(f"uint{old.format.width}"), old.scale
     zero_point = torch.zeros_like(scale) if finer else old.zero_point + _half(old.format)
     return NodeQParams(scale * _share(old.format) if finer else scale, zero_point, format)
 
@@ -188,6 +188,6 @@ def _unsigned(old: NodeQParams, finer: bool) -> NodeQParams:
 def _signed(old: NodeQParams, coarser: bool) -> NodeQParams:
     """Return signed codes with the zero point 0, on a coarser grid for codes that began at 0."""
     assert isinstance(old.format, IntFormat)
-    format = by_name(f"int{old.format.width}")
+    format = format_by_name(f"int{old.format.width}")
     scale = old.scale / _share(old.format) if coarser else old.scale
     return NodeQParams(scale, torch.zeros_like(scale), format)

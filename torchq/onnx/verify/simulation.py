@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from torchq.formats import by_name
+from torchq.formats import format_by_name
 from torchq.functional.onnx_ops import onnx_type
 from torchq.nn import TensorQuantizer
 from torchq.onnx.qdq import NodeQParams
@@ -151,7 +151,7 @@ def parameter_difference(quantizer: TensorQuantizer, found: NodeQParams) -> str:
     own = _own_layout(quantizer, found)
     stored = onnx_type(own.format)[0]
     if stored.bits == 4 and found.format.bits == 8:  # Written as 8 bits, clipped.
-        stored = by_name("int8" if own.format.signed else "uint8")
+        stored = format_by_name("int8" if own.format.signed else "uint8")
     highest = own.quant_max
     own = NodeQParams(own.scale, own.zero_point, stored, own.axis, own.block_size)
     candidates = derived_qparams(own, highest) if own.scale.numel() == 1 else (own,)
