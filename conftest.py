@@ -53,7 +53,7 @@ def results_may_overflow(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
         request.node.add_marker(pytest.mark.xfail(reason=reason, strict=False))
         return True
 
-    for module in ("lowering.api", "engines.graph_engine"):
+    for module in ("lowering.api", "runtimes.graph_engine"):
         monkeypatch.setattr(f"torchq.{module}.saturates", asked)
 
 

@@ -1,7 +1,7 @@
 """Time the engines of ``torchq.deploy`` on whole networks, beside FP32 and BF16 of torch.
 
 All candidates run the same network with random weights, calibrated with the placement for their
-engine. "fastest" is what ``engine="fastest"`` takes of the network placed for OpenVINO, timed once
+engine. "fastest" is what ``target="fastest"`` takes of the network placed for OpenVINO, timed once
 more among the others; ``behind_best`` compares it with the best of them. The engine "torch" runs
 that network too, and one with the placement and the codes that suit it best. BatchNorm is folded
 first for every candidate but the baseline, which is FP32 eager as a user would run it: the model as
@@ -27,12 +27,12 @@ from torch import Tensor, nn
 
 import torchq
 from benchmarks.harness import Reporter, compare, decibels, finished_rows, parse, parser, timing
-from torchq.engines import ENGINES, OnnxRuntime
-from torchq.engines.fastest import build_fastest
-from torchq.engines.registry import Task
 from torchq.errors import ExportError, MissingExtraError
 from torchq.graph import call_model
 from torchq.lowering.api import simulated_copy
+from torchq.runtimes import RUNTIMES, Engine, OnnxRuntime
+from torchq.runtimes.engine import Task
+from torchq.runtimes.fastest import build_fastest
 
 MODELS = ("resnet18", "resnet50", "mobilenet_v2", "encoder", "vit_b_16", "unet")
 #: Twenty networks of torchvision.
@@ -202,7 +202,7 @@ def openvino_call(path: Path, x: Tensor, threads: int, precision: str = "f32") -
     return lambda: request.infer([array])
 
 
-RUNTIMES: dict[str, Callable[[Path, Tensor, int], Callable[[], Any]]] = {
+DIRECT: dict[str, Callable[[Path, Tensor, int], Callable[[], Any]]] = {
     "onnxruntime": onnxruntime_call,
     "openvino": openvino_call,
 }
@@ -280,7 +280,8 @@ def engine_candidates(
     found: Candidates = {}
     modules: dict[str, nn.Module] = {}
     for name in engines:
-        engine = ENGINES[name]()
+        engine = RUNTIMES[name]
+        assert isinstance(engine, Engine)
         try:
             engine.check()
         except MissingExtraError as error:
@@ -338,7 +339,7 @@ def maker_candidates(
             try:
                 source.write_bytes(OnnxRuntime(quantized=False).build(task).graph_bytes())
                 label = quantize(source, path, [x[:1], x[-1:]], transformer)
-                found[label] = RUNTIMES[engine](path, x, options.threads)
+                found[label] = DIRECT[engine](path, x, options.threads)
                 if engine == "openvino":
                     found[f"{label} bf16"] = openvino_call(path, x, options.threads, "bf16")
             except Exception as error:  # a tool may fail in any way it likes, or be absent
@@ -347,7 +348,7 @@ def maker_candidates(
 
 
 def measure(name: str, batch: int, options: argparse.Namespace, report: Reporter) -> None:
-    """Time all candidates on one network, and report which one ``engine="fastest"`` takes."""
+    """Time all candidates on one network, and report which one ``target="fastest"`` takes."""
     model, x = build(name, batch)
     case = {"model": name, "batch": batch, "threads": options.threads}
     tasks = {name: Task(simulated_copy(quantized(model, x, name)), x) for name in PLACEMENTS}
@@ -388,7 +389,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments.add_argument("--models", nargs="+", default=MODELS, help=models)
     arguments.add_argument("--batch", nargs="+", type=int, default=[1])
     engines = "those to time one by one, where all need more memory than there is"
-    names = list(ENGINES)
+    runtimes = RUNTIMES.values()
+    names = [r.name for r in runtimes if isinstance(r, Engine) and r.measured]
     arguments.add_argument("--engines", nargs="+", default=names, choices=names, help=engines)
     makers = "the quantizers of the engines' makers as well"
     arguments.add_argument("--makers", action="store_true", help=makers)

@@ -83,7 +83,7 @@ def _agreements(
     yield "simulation", fields(plain)
     for name in names:
         try:
-            deployed = torchq.deploy(simulated, test.images[:_BATCH], engine=name)
+            deployed = torchq.deploy(simulated, test.images[:_BATCH], target=name)
         except MissingExtraError as error:
             print(f"# {error}", flush=True)
             continue

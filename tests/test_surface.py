@@ -13,10 +13,10 @@ import torchq
 
 # What users type in most scripts; the rest is in packages.
 TOP = """
-__version__ analysis backends calib calibrate deploy disabled doctor errors export_onnx formats
+__version__ analysis calib calibrate deploy disabled doctor errors export_onnx formats
 from_caffe from_mxnet from_onnx functional fuse_ inspect_onnx layer_errors load load_model
 mixed_precision nn onnx patch plan ptq qat QuantConfig QuantDescriptor quantize_ recipes report
-restore_ Rule save sensitivity summary targets TensorQuantizer tune verify_onnx workflow
+restore_ Rule runtimes save sensitivity summary targets TensorQuantizer tune verify_onnx workflow
 """
 
 

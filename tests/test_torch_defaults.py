@@ -61,7 +61,7 @@ found = {
 if len(sys.argv) > 1:
     torchq.export_onnx(net := quantized("onnxruntime"), x, sys.argv[1] + "/net.onnx")
     found["in a file"] = float(torchq.verify_onnx(net, sys.argv[1] + "/net.onnx", [x]).ok)
-    found["on ONNX Runtime"] = total(torchq.deploy(net, x, engine="onnxruntime"))
+    found["on ONNX Runtime"] = total(torchq.deploy(net, x, target="onnxruntime"))
 print(json.dumps(found))
 """
 

@@ -9,7 +9,6 @@ torch.Size([1, 2])
 
 from torchq import (
     analysis,
-    backends,
     calib,
     errors,
     formats,
@@ -19,18 +18,20 @@ from torchq import (
     ptq,
     qat,
     recipes,
+    runtimes,
     workflow,
 )
 from torchq.analysis import doctor, layer_errors, mixed_precision, report, sensitivity
 from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
-from torchq.engines import deploy
 from torchq.frontends import from_caffe, from_mxnet, from_onnx
 from torchq.fusion import fuse_
 from torchq.nn import TensorQuantizer
 from torchq.onnx import export_onnx, inspect_onnx, verify_onnx
 from torchq.ptq import tune
-from torchq.swap import patch, plan, quantize_, restore_, targets
+from torchq.runtime import targets
+from torchq.runtimes import deploy
+from torchq.swap import patch, plan, quantize_, restore_
 from torchq.version import __version__
 from torchq.workflow import calibrate, disabled, load, load_model, save, summary
 
@@ -41,7 +42,6 @@ __all__ = [
     "TensorQuantizer",
     "__version__",
     "analysis",
-    "backends",
     "calib",
     "calibrate",
     "deploy",
@@ -70,6 +70,7 @@ __all__ = [
     "recipes",
     "report",
     "restore_",
+    "runtimes",
     "save",
     "sensitivity",
     "summary",

@@ -95,7 +95,7 @@ def test_deploy_refuses_a_simulation_that_returns_nan(engine: str) -> None:
         pytest.importorskip(engine)
     model, x, _ = broken("bias", math.nan)
     with pytest.raises(ExportError, match=r"deploy: result 0 of the simulation is NaN .*layer_err"):
-        torchq.deploy(model, x, engine=engine, progress=False)
+        torchq.deploy(model, x, target=engine, progress=False)
 
 
 def test_deploy_takes_models_that_mask_scores_by_infinity() -> None:

@@ -69,9 +69,9 @@ def test_onnxruntime_then_computes_the_same(model: nn.Module, x: Tensor) -> None
     pytest.importorskip("onnxruntime")
     head = model[:4]
     images = torch.rand(64, 3, 12, 12, generator=torch.Generator().manual_seed(1))
-    before = sqnr(torchq.deploy(head, x, engine="onnxruntime")(images), head(images))
+    before = sqnr(torchq.deploy(head, x, target="onnxruntime")(images), head(images))
     torchq.onnx.round_biases_(head)
-    after = sqnr(torchq.deploy(head, x, engine="onnxruntime")(images), head(images))
+    after = sqnr(torchq.deploy(head, x, target="onnxruntime")(images), head(images))
     assert after > before + 6
 
 

@@ -371,7 +371,7 @@ def test_engines_open_usual_shapes_apart(
     x = images(1, 3, 16, 16)
     config = torchq.recipes.int8(reduce_range=True)
     model = calibrated(Mobile().eval(), x, config=config, target=engine, example=x)
-    deployed = torchq.deploy(model, x, engine=engine)
+    deployed = torchq.deploy(model, x, target=engine)
     opened.clear()
     deployed._reset()
     found = []

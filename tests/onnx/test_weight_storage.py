@@ -15,7 +15,7 @@ import torchq
 from tests.onnx.exported import calibrated
 from torchq import QuantConfig, QuantDescriptor, Rule
 from torchq.errors import ExportError
-from torchq.onnx.targets import onnx_target
+from torchq.runtimes import RUNTIMES
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -155,7 +155,7 @@ def test_types_that_a_runtime_cannot_compute_in_are_refused(
 ) -> None:
     x = torch.randn(4, 3, 8, 8, dtype=dtype)
     model, path = calibrated(small(dtype), x), tmp_path / "m.onnx"
-    if dtype in onnx_target(target).float_types:
+    if dtype in RUNTIMES[target].file.float_types:
         torchq.export_onnx(model, x, path, target=target)
         assert onnx.load(path).graph.input[0].type.tensor_type.elem_type == 16
         return

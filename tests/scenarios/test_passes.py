@@ -11,18 +11,14 @@ import pytest
 from torchq.fusion import passes as fusion
 from torchq.lowering import passes as lowering
 from torchq.onnx.passes import EXPORT_PASSES
-from torchq.onnx.targets import OnnxTarget
-from torchq.swap import TARGETS
+from torchq.runtimes import RUNTIMES
 
 LISTS: dict[str, tuple[Callable[..., Any], ...]] = {
     "fusion": fusion.PASSES,
     "lowering": (*lowering.INSERT_QDQ, *lowering.FUSE, *lowering.FINISH),
     "export": EXPORT_PASSES,
-    "targets": tuple(
-        rewrite
-        for target in (TARGETS[name] for name in TARGETS)
-        if isinstance(target, OnnxTarget)
-        for rewrite in target.passes
+    "runtimes": tuple(
+        rewrite for runtime in RUNTIMES.values() if runtime.file for rewrite in runtime.file.passes
     ),
 }
 

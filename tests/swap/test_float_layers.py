@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import torchq
 from torchq.nn import QuantModule, TensorQuantizer
-from torchq.swap import TARGETS
+from torchq.runtimes import RUNTIMES
 from torchq.swap.flow import float_start
 
 X = torch.randn(1, 3, 96, 96, generator=torch.Generator().manual_seed(0))
@@ -98,7 +98,7 @@ def test_the_run_leaves_no_trace() -> None:
     quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
     quantizers[0].mode = "off"
     before = [q.mode for q in quantizers]
-    assert float_start(model, report.decisions, TARGETS["onnxruntime"], X)
+    assert float_start(model, report.decisions, RUNTIMES["onnxruntime"], X)
     assert [q.mode for q in quantizers] == before
     assert model.training
     assert not any(m._forward_hooks for m in model.modules())

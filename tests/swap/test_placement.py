@@ -16,7 +16,7 @@ from tests.onnx.exported import Residual
 from torchq import QuantConfig, QuantDescriptor, Rule
 from torchq.errors import ConfigError
 from torchq.nn import TensorQuantizer
-from torchq.swap import TARGETS
+from torchq.runtimes import RUNTIMES
 from torchq.swap.find_operators import find_operators
 
 SMALL = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -116,7 +116,7 @@ def test_operators_become_children_and_go_again() -> None:
     assert torch.equal(model(x), expected)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [r.name for r in RUNTIMES.values() if r.placement])
 def test_targets_quantize_what_they_say(target: str) -> None:
     model, x = Residual().eval(), torch.randn(2, 3, 16, 16)
     expected = model(x)
@@ -240,7 +240,7 @@ def test_transformer_blocks_keep_their_sums_float() -> None:
             return x + self.up(y @ y.transpose(1, 2) @ y)
 
     names: dict[str, Any] = {}
-    for target in TARGETS:
+    for target in RUNTIMES:
         model = nn.Sequential(Block(), nn.Linear(4, 4))
         names[target] = {d.name for d in torchq.quantize_(model, target=target).replaced}
     assert names["tensorrt"] == {"0.up", "1"}

@@ -131,5 +131,5 @@ def test_functions_show_a_bar_unless_told_not_to(
     expected += [("export: write", 3), ("verify", 3)]
     assert set(expected) <= set(shown)
     shown.clear()
-    torchq.deploy(model, x, engine="onnxruntime")
+    torchq.deploy(model, x, target="onnxruntime")
     assert ("deploy: export for onnxruntime quantized", 1) in shown

@@ -136,8 +136,8 @@ _DATA = [
 _METHOD = [
     _row(
         "--recipe",
-        default="int8",
-        help=f"{', '.join(torchq.recipes.RECIPES)}, or a config file .json (default: %(default)s)",
+        help=f"{', '.join(torchq.recipes.RECIPES)}, or a config file .json (default: the target's, "
+        "or int8)",
     ),
     _row("--calib", choices=methods(), help="ranges of activations (default: the recipe's)"),
     _row(
@@ -153,7 +153,7 @@ _METHOD = [
         default="error",
         help="quantizers that no batch reached (default: %(default)s)",
     ),
-    _row("--target", choices=torchq.targets(), help="the runtime to place and export for"),
+    _row("--target", choices=torchq.targets(), help="the runtime to quantize and export for"),
     _row(
         "--no-fuse",
         dest="fuse",

@@ -72,8 +72,10 @@ def read_model(args: argparse.Namespace) -> nn.Module:
     return load_model(args.model, args.weights).to(args.device)
 
 
-def named_config(recipe: str) -> torchq.QuantConfig:
-    """Return a recipe by name, or the content of a configuration file."""
+def named_config(recipe: str | None) -> torchq.QuantConfig | None:
+    """Return a recipe by name, or the content of a configuration file; None for the target's."""
+    if recipe is None:
+        return None
     if recipe.endswith(".json"):
         return torchq.QuantConfig.from_json(Path(recipe).read_text("utf-8", errors="replace"))
     return torchq.recipes.by_name(recipe)

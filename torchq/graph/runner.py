@@ -27,7 +27,7 @@ Hook = PostHook | tuple[PreHook | None, PostHook | None]
 
 
 class NodeBackend(Protocol):
-    """What computes nodes in place of torch; :mod:`torchq.backends` has some."""
+    """What computes nodes in place of torch; :mod:`torchq.runtimes.emulation` has some."""
 
     def call(
         self,
@@ -126,8 +126,8 @@ class GraphRunner:
                 arguments, and a post hook returns a value. Hooks of nodes that do not run are not
                 called; for given values only the post hook is.
             grad: record gradients.
-            backend: what computes the nodes, such as a :class:`torchq.backends.Backend`; None is
-                torch.
+            backend: what computes the nodes, such as a
+                :class:`torchq.runtimes.emulation.Backend`; None is torch.
 
         Returns:
             A list of values in the order of ``outputs``; one value if ``outputs`` is a string;

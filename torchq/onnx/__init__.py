@@ -8,7 +8,6 @@ from torchq.onnx.biases import round_biases_
 from torchq.onnx.export import export_onnx
 from torchq.onnx.inspect import InspectReport, NodePlacement, inspect_onnx
 from torchq.onnx.report import ExportReport
-from torchq.onnx.targets import OnnxTarget
 from torchq.onnx.verify.metrics import LayerAgreement, OutputAgreement, VerifyReport
 from torchq.onnx.verify.verify import verify_onnx
 
@@ -17,7 +16,6 @@ __all__ = [
     "InspectReport",
     "LayerAgreement",
     "NodePlacement",
-    "OnnxTarget",
     "OutputAgreement",
     "VerifyReport",
     "export_onnx",

@@ -20,16 +20,18 @@ from torchq.nn import TensorQuantizer
 from torchq.onnx.interface import ExampleCall, fixes_batch
 from torchq.onnx.ir import Model, run_passes, save_model, set_opset
 from torchq.onnx.passes import EXPORT_PASSES
+from torchq.onnx.passes.activations import retype_activations
+from torchq.onnx.passes.constants import merge_duplicates
 from torchq.onnx.preflight import check_dtypes, check_quantizers, choose_exporter, default_opset
 from torchq.onnx.qdq import write_record
 from torchq.onnx.report import ExportReport, report_on
-from torchq.onnx.targets import onnx_target
 from torchq.onnx.torch_exporters import (
     TorchExportError,
     constant_grids,
     run_dynamo,
     run_torchscript,
 )
+from torchq.runtime import Runtime, check_planned, runtime_of
 from torchq.utils import (
     bullets,
     deployed_part,
@@ -50,7 +52,7 @@ def export_onnx(
     example: Any,
     path: str | os.PathLike[str],
     *,
-    target: str | None = None,
+    target: str | Runtime | None = None,
     opset: int | None = None,
     dynamo: bool | None = None,
     dynamic_batch: bool = True,
@@ -71,8 +73,9 @@ def export_onnx(
             or a mapping of keyword arguments; see :func:`torchq.graph.call_model`.
         path: The ``.onnx`` file. Tensors go to ``path + ".data"`` where they exceed what one file
             can hold.
-        target: The runtime to shape the graph for, one of ``torchq.swap.TARGETS``; None writes
-            what the simulation does.
+        target: The runtime to shape the graph for, one of :func:`torchq.targets` or a
+            :class:`torchq.runtimes.Runtime`: the one that the model was quantized for, or any if
+            that was none. None writes what the simulation does.
         opset: 10 to 23; None takes 20, or 21 for what needs it. Per-channel ranges need 13, FP8
             needs 19; int4, int16 and blocks need 21.
         dynamo: The exporter of torch: True for the one based on ``torch.export`` (opset >=
@@ -91,6 +94,7 @@ def export_onnx(
         What was written; ``print`` it.
 
     Raises:
+        ConfigError: There is no such target, or the model was quantized for another one.
         ExportError: A quantizer has no usable range, the opset or the target lacks something, or
             torch cannot export the model.
         MissingExtraError: A package of the extra "export" is not installed.
@@ -103,12 +107,12 @@ def export_onnx(
         >>> print(torchq.export_onnx(model, x, "model.onnx"))  # doctest: +SKIP
     """
     import_optional("onnx", "export_onnx")
-    model, path = unwrap(model), Path(path)
-    if target is not None:
-        check_dtypes(model, onnx_target(target))
+    model, path, runtime = unwrap(model), Path(path), runtime_of(target)
+    check_planned("export_onnx", model, runtime)
+    check_dtypes(model, runtime)
     version = default_opset(model) if opset is None else opset
     modern = choose_exporter(dynamo, version)
-    active = check_quantizers(model, version, modern, target)
+    active = check_quantizers(model, version, modern, runtime)
     if not active:
         warnings.warn(
             f"export_onnx: {type(model).__name__} has no active quantizer; "
@@ -122,24 +126,27 @@ def export_onnx(
         graph = _first_that_traces(calls, version, modern, active)
         next_stage()
         set_opset(graph, version)
-        found = _shape_for(target, graph)
+        found = _shape_for(runtime, graph)
         next_stage()
-        write_record(graph, target=target)
+        name = None if runtime is None else runtime.name
+        write_record(graph, target=name)
         size = save_model(graph, path)
     exporter = "dynamo" if modern else "torchscript"
-    return report_on(graph, path, target, exporter, size, found)
+    return report_on(graph, path, name, exporter, size, found)
 
 
-def _shape_for(target: str | None, graph: Model) -> tuple[str, ...]:
-    """Rewrite a graph for a target; warn of the rules of the target that it breaks, return them."""
+def _shape_for(runtime: Runtime | None, graph: Model) -> tuple[str, ...]:
+    """Rewrite a graph for a runtime; warn of its rules that the graph breaks, and return them."""
     run_passes(graph, EXPORT_PASSES)
-    if target is None:
+    if runtime is None or runtime.file is None:
         return ()
-    chosen = onnx_target(target)
-    chosen.rewrite(graph)
-    found = chosen.findings(graph)
+    rules = runtime.file
+    if rules.activation_types is not None:
+        retype_activations(graph, rules.activation_types)
+    run_passes(graph, (merge_duplicates, *rules.passes))
+    found = tuple(text for check in rules.checks for text in check(graph))
     if found:
-        warnings.warn(f"export_onnx(target={target!r}):\n{bullets(found)}", stacklevel=3)
+        warnings.warn(f"export_onnx(target={runtime.name!r}):\n{bullets(found)}", stacklevel=3)
     return found
 
 

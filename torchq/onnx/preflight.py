@@ -12,8 +12,8 @@ from torch import nn
 from torchq.errors import ExportError
 from torchq.functional.onnx_ops import opset_needed
 from torchq.nn import TensorQuantizer
-from torchq.onnx.targets import OnnxTarget, onnx_target
 from torchq.onnx.torch_exporters import TORCHSCRIPT_MAX
+from torchq.runtime import Runtime
 from torchq.utils.optional import import_optional
 from torchq.workflow import quantizers, weight_quantizers
 
@@ -54,14 +54,17 @@ def default_opset(model: nn.Module) -> int:
     return needed
 
 
-def check_dtypes(model: nn.Module, target: OnnxTarget) -> None:
+def check_dtypes(model: nn.Module, runtime: Runtime | None) -> None:
     """Raise an error where a parameter has a type that a runtime has no kernels for."""
+    if runtime is None or runtime.file is None:
+        return
+    types = runtime.file.float_types
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.dtype not in target.float_types:
-            known = ", ".join(_dtype_name(dtype) for dtype in target.float_types)
+        if parameter.is_floating_point() and parameter.dtype not in types:
+            known = ", ".join(map(_dtype_name, types))
             raise ExportError(
                 f"{name}: is {_dtype_name(parameter.dtype)}; expected {known}, since "
-                f"{target.name} cannot compute in other types. Export "
+                f"{runtime.name} cannot compute in other types. Export "
                 "copy.deepcopy(model).float() with a float32 example"
             )
 
@@ -84,7 +87,7 @@ def check_formats(model: nn.Module, opset: int | None = None) -> None:
 
 
 def check_quantizers(
-    model: nn.Module, opset: int, modern: bool, target: str | None = None
+    model: nn.Module, opset: int, modern: bool, runtime: Runtime | None = None
 ) -> dict[str, TensorQuantizer]:
     """Return the quantizers that are switched on, by dotted path."""
     active = {name: q for name, q in quantizers(model).items() if q.quantizing}
@@ -104,18 +107,18 @@ def check_quantizers(
             "with torchq.disabled(model, name)",
             stacklevel=3,
         )
-    if target is not None:
-        _check_zero_points(active, target)
+    if runtime is not None and runtime.file is not None and not runtime.file.zero_points:
+        _check_zero_points(active, runtime)
     return active
 
 
-def _check_zero_points(active: dict[str, TensorQuantizer], target: str) -> None:
+def _check_zero_points(active: dict[str, TensorQuantizer], runtime: Runtime) -> None:
     """Raise an error where a runtime without zero points would read asymmetric ranges."""
     found = [name for name, q in active.items() if not q.descriptor.symmetric]
-    if found and not onnx_target(target).zero_points:
+    if found:
         raise ExportError(
-            f"{_listed(found)}: has an asymmetric range, and {target} takes no zero point but 0; "
-            "expected symmetric ranges. Quantize with symmetric=True, or export for another target"
+            f"{_listed(found)}: has an asymmetric range, and {runtime.name} takes no zero point "
+            "but 0; expected symmetric ranges. Quantize with symmetric=True, or for another target"
         )
 
 

@@ -6,19 +6,15 @@ The package may import nn, config, recipes and below.
 from torchq.swap.apply import quantize_, restore_
 from torchq.swap.decisions import Decision, SwapReport, decide
 from torchq.swap.patch import Patch, patch
-from torchq.swap.plan import plan, targets
-from torchq.swap.targets import TARGETS, Target
+from torchq.swap.plan import plan
 
 __all__ = [
     "Decision",
     "Patch",
     "SwapReport",
-    "TARGETS",
-    "Target",
     "decide",
     "patch",
     "plan",
     "quantize_",
     "restore_",
-    "targets",
 ]

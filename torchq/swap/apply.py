@@ -23,6 +23,7 @@ from torchq.nn import (
 )
 from torchq.nn.calls.routed import route_calls_
 from torchq.nn.convert import unchanged_on_error
+from torchq.runtime import Runtime, remember_target
 from torchq.swap.decision import Decision
 from torchq.swap.decisions import SwapReport
 from torchq.swap.find_operators import insert_
@@ -30,7 +31,6 @@ from torchq.swap.flow import computing_in_float, decide_outputs, float_start
 from torchq.swap.plan import decide_all
 from torchq.swap.ranges import separate_ranges_, share_common_ranges_
 from torchq.swap.share import measure_work, warn_if_small
-from torchq.swap.targets import Target
 from torchq.utils import Pattern, device_of, progress_stages
 
 
@@ -40,7 +40,7 @@ def quantize_(
     *,
     include: Sequence[Pattern] | Pattern | None = None,
     exclude: Sequence[Pattern] | Pattern | None = None,
-    target: str | None = None,
+    target: str | Runtime | None = None,
     example: Any = None,
     progress: bool = True,
 ) -> SwapReport:
@@ -92,6 +92,8 @@ def quantize_(
             except _StaysFloat as found:
                 reasons |= found.reasons
                 continue
+        if report.target is not None:
+            remember_target(model, report.target)
         warn_if_small(model, report.share)
         return report
 
@@ -114,24 +116,26 @@ def _carry_out(
     with unchanged_on_error(model):
         apply_(model, report)
         if example is not None:
-            if report.target is not None:
-                report = _fit_to_flow(model, report, report.target, example, reasons)
+            if report.placement is not None:
+                report = _fit_to_flow(model, report, example, reasons)
             share_common_ranges_(model, example)
         name_quantizers(model)
     return report
 
 
 def _fit_to_flow(
-    model: nn.Module, report: SwapReport, target: Target, example: Any, reasons: Mapping[str, str]
+    model: nn.Module, report: SwapReport, example: Any, reasons: Mapping[str, str]
 ) -> SwapReport:
     """Place what depends on the values that flow between layers, and return the new report."""
-    stay_float = float_start(model, report.decisions, target, example)
+    placement = report.placement
+    assert report.target is not None and placement is not None
+    stay_float = float_start(model, report.decisions, report.target, example)
     stay_float |= dict.fromkeys(_unreached(model, report, example), _NO_TENSOR)
     if not stay_float.keys() <= reasons.keys():
         raise _StaysFloat(stay_float)
-    if target.most_unequal is not None:
-        separate_ranges_(model, example, target.most_unequal)
-    if not target.quantized_results:
+    if placement.most_unequal is not None:
+        separate_ranges_(model, example, placement.most_unequal)
+    if not placement.quantized_results:
         return report
     decided = {d.name: d for d in decide_outputs(model, report.decisions, example)}
     for decision in decided.values():
@@ -178,15 +182,16 @@ def apply_(model: nn.Module, report: SwapReport) -> None:
     for d in report.replaced:
         if d.parent is not None:
             setattr(d.parent, d.name.rpartition(".")[2], d.module)
-    if report.target is None:
+    placement = report.placement
+    if placement is None:
         return
-    if report.target.one_branch:
+    if placement.one_branch:
         for operator, _ in report.operators:
             operator.open_main()
     for module in done:
-        if isinstance(module, QuantMultiheadAttention) and "attention" in report.target.operators:
+        if isinstance(module, QuantMultiheadAttention) and "attention" in placement.operators:
             module.quantize_products()
-        if isinstance(module, QuantSiLU) and "activation" in report.target.operators:
+        if isinstance(module, QuantSiLU) and "activation" in placement.operators:
             module.quantize_gate()
 
 
@@ -229,6 +234,7 @@ def restore_(model: nn.Module) -> tuple[str, ...]:
             if isinstance(module, QuantModule):
                 revert_(module)
                 restored.append(name)
+    remember_target(model, None)
     return tuple(restored)
 
 

@@ -13,11 +13,11 @@ from torchq import recipes
 from torchq.config import QuantConfig, Rule
 from torchq.errors import ConfigError, InputError
 from torchq.nn import QuantModule, TensorQuantizer, quantized_as, quantized_class
+from torchq.runtime import Placement, Runtime
 from torchq.swap.calls import decide_calls
 from torchq.swap.decision import Decision, obstacle
 from torchq.swap.find_operators import Operator
 from torchq.swap.share import Share, Work, share_of
-from torchq.swap.targets import Target
 from torchq.utils import (
     Pattern,
     check_pattern,
@@ -47,8 +47,13 @@ class SwapReport:
     config: QuantConfig
     decisions: tuple[Decision, ...]
     operators: tuple[tuple[Operator, Decision], ...] = ()
-    target: Target | None = None
+    target: Runtime | None = None
     work: Work | None = None
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where the target wants quantizers beside the inputs of layers."""
+        return None if self.target is None else self.target.placement
 
     @property
     def share(self) -> Share | None:
@@ -116,10 +121,10 @@ def _what_text(decision: Decision) -> str:
     return f"{text}; {decision.note}" if decision.note else text
 
 
-def config_or_default(config: QuantConfig | None) -> QuantConfig:
-    """Return ``config``, or INT8 in the place of None."""
+def config_or_default(config: QuantConfig | None, runtime: Runtime | None = None) -> QuantConfig:
+    """Return ``config``, or in the place of None the recipe of a runtime, or INT8."""
     if config is None:
-        return recipes.int8()
+        return recipes.int8() if runtime is None else runtime.recipe()
     if not isinstance(config, QuantConfig):
         raise InputError(
             f"config: got {config!r:.60}; expected a QuantConfig. Call a recipe, as in "

@@ -20,8 +20,8 @@ from torchq.nn import (
     TensorQuantizer,
     quantizing_only,
 )
+from torchq.runtime import Runtime
 from torchq.swap.decision import Decision
-from torchq.swap.targets import Target
 from torchq.utils import untouched
 
 _MOVING_MODULES = (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten)
@@ -118,7 +118,7 @@ _ACTIVATIONS = frozenset(["silu", "hardswish", "leaky_relu", "elu", "mish"])
 
 
 def float_start(
-    model: nn.Module, decisions: Sequence[Decision], target: Target, example: Any
+    model: nn.Module, decisions: Sequence[Decision], target: Runtime, example: Any
 ) -> dict[str, str]:
     """Return path -> reason of the first layers, where a target runs them faster in float.
 
@@ -127,7 +127,7 @@ def float_start(
     max pooling reads a result, as it is fast between integers alone. A module whose rule is its
     path is left alone. The model is quantized; it runs once on the example.
     """
-    if not target.float_stem:
+    if target.placement is None or not target.placement.float_stem:
         return {}
     movable = {id(d.module) for d in decisions if not d.reason and d.rule not in d.names}
     names = {id(module): name for name, module in model.named_modules()}

@@ -15,6 +15,7 @@ from torchq.errors import ConfigError
 from torchq.formats import PerTensor
 from torchq.nn.calls.functions import CallSite
 from torchq.nn.operator_routes import MARK
+from torchq.runtime import Placement, Runtime, runtime_of
 from torchq.swap.decision import FLOAT_INPUT
 from torchq.swap.decisions import (
     Decision,
@@ -29,12 +30,11 @@ from torchq.swap.decisions import (
 from torchq.swap.find_operators import MODULES, Operator, find_operators
 from torchq.swap.flow import is_depthwise
 from torchq.swap.share import measure_work, warn_if_small
-from torchq.swap.targets import TARGETS, Target
 from torchq.utils import Pattern, matches, qualified_name, state_kept
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
+class Placed:
     """What a target adds to a plan: rules in front, operators, and what it leaves float."""
 
     config: QuantConfig
@@ -45,10 +45,11 @@ class Placement:
 def plan_placement(
     model: nn.Module,
     config: QuantConfig,
-    target: Target,
+    target: Runtime,
+    placement: Placement,
     include: tuple[Pattern, ...],
     example: Any = None,
-) -> Placement:
+) -> Placed:
     """Decide which operators a target wants quantized.
 
     Before: ``config`` says how activations are quantized. After: it has the target's rules in
@@ -57,13 +58,14 @@ def plan_placement(
     """
     descriptor = _activation_descriptor(config, target)
     if descriptor is None:
-        return Placement(config, (), ())
-    patterns = [f"type:{qualified_name(MODULES[kind])}" for kind in sorted(target.operators)]
+        return Placed(config, (), ())
+    patterns = [f"type:{qualified_name(MODULES[kind])}" for kind in sorted(placement.operators)]
     rules = [
-        Rule(pattern, input=descriptor, optional=True) for pattern in (*patterns, *target.modules)
+        Rule(pattern, input=descriptor, optional=True)
+        for pattern in (*patterns, *placement.modules)
     ]
     config = dataclasses.replace(config, rules=(*rules, *config.rules))
-    found, untraceable = find_operators(model, target.operators, example)
+    found, untraceable = find_operators(model, placement.operators, example)
     operators = [
         operator
         for operator in found
@@ -84,7 +86,7 @@ def plan_placement(
         for u in untraceable
     ]
     chosen = tuple((operator, d) for operator, d in decisions if not d.reason)
-    return Placement(config, chosen, tuple(skipped))
+    return Placed(config, chosen, tuple(skipped))
 
 
 _CONVOLUTIONS = (
@@ -103,7 +105,7 @@ _WRITE = (
 )
 
 
-def _activation_descriptor(config: QuantConfig, target: Target) -> QuantDescriptor | None:
+def _activation_descriptor(config: QuantConfig, target: Runtime) -> QuantDescriptor | None:
     """Return how the config quantizes activations, at 8 bits at least; None if it does not."""
     found = next((rule.input for rule in config.rules if rule.input is not None), None)
     if found is None:
@@ -117,46 +119,38 @@ def _activation_descriptor(config: QuantConfig, target: Target) -> QuantDescript
     return found.replace(num_bits=8, name=None) if narrow else found.replace(name=None)
 
 
-def adapt_to_target(decisions: Sequence[Decision], target: Target) -> tuple[Decision, ...]:
+def adapt_to_target(
+    decisions: Sequence[Decision], target: Runtime, placement: Placement
+) -> tuple[Decision, ...]:
     """Return the decisions without what the integer kernels of a target cannot take.
 
     Before: every layer is quantized as the rules say. After: inputs are float where the target
     has no integer kernel, with a note in the report, and weights have one scale where its kernels
     take no more.
     """
-    return tuple(_adapted(decision, target) for decision in decisions)
+    return tuple(_adapted(decision, target, placement) for decision in decisions)
 
 
-def _adapted(decision: Decision, target: Target) -> Decision:
+def _adapted(decision: Decision, target: Runtime, placement: Placement) -> Decision:
     def selected(patterns: tuple[str, ...]) -> bool:
         return any(matches(pattern, decision.names, decision.module) for pattern in patterns)
 
     if decision.reason:
         return decision
     module, is_named = decision.module, decision.rule in decision.names
-    if is_depthwise(module) and module.groups < target.narrow_depthwise and not is_named:
+    if is_depthwise(module) and module.groups < placement.narrow_depthwise and not is_named:
         reason = f"{target.name} runs {module.groups} channels faster in float"
         return dataclasses.replace(decision, reason=reason, input=None, weight=None)
-    if selected(target.float_inputs):
+    if selected(placement.float_inputs):
         if decision.weight is None:
             reason = f"{target.name} has no integer kernel for it"
             return dataclasses.replace(decision, reason=reason)
         note = f"{FLOAT_INPUT}, as {target.name} has no integer kernel for it"
         decision = dataclasses.replace(decision, input=None, note=note)
     weight = decision.weight
-    if weight is not None and weight.axis is not None and selected(target.per_tensor_weights):
+    if weight is not None and weight.axis is not None and selected(placement.per_tensor_weights):
         decision = dataclasses.replace(decision, weight=weight.replace(axis=None, name=None))
     return decision
-
-
-def targets() -> tuple[str, ...]:
-    """Return the names of the runtimes that ``target=`` of several functions accepts.
-
-    Example:
-        >>> "onnxruntime" in torchq.targets()
-        True
-    """
-    return tuple(sorted(TARGETS))
 
 
 def plan(
@@ -165,19 +159,21 @@ def plan(
     *,
     include: Sequence[Pattern] | Pattern | None = None,
     exclude: Sequence[Pattern] | Pattern | None = None,
-    target: str | None = None,
+    target: str | Runtime | None = None,
     example: Any = None,
 ) -> SwapReport:
     """Decide what :func:`quantize_` would do; nothing is changed.
 
     Args:
         model: any module; a bare layer too.
-        config: the rules; default :func:`torchq.recipes.int8`.
+        config: the rules; default the recipe of the target, :func:`torchq.recipes.int8` without
+            one.
         include: only modules that match one of these patterns.
         exclude: no module that matches one of these patterns.
         target: also place quantizers where this runtime wants them; one of
-            :func:`torchq.targets`. Additions, concatenations and the like in the forward of a
-            module become children of it, named ``quant_add``, ``quant_cat_1``, ...
+            :func:`torchq.targets`, or a :class:`torchq.runtimes.Runtime`. Additions,
+            concatenations and the like in the forward of a module become children of it, named
+            ``quant_add``, ``quant_cat_1``, ...
         example: the arguments for one call of the model; see
             :func:`torchq.graph.call_arguments`. The model runs once on it, which shows the
             operators of forwards that cannot be traced, and the function calls with weights in
@@ -209,21 +205,22 @@ def decide_all(
     *,
     include: Sequence[Pattern] | Pattern | None = None,
     exclude: Sequence[Pattern] | Pattern | None = None,
-    target: str | None = None,
+    target: str | Runtime | None = None,
     example: Any = None,
 ) -> SwapReport:
     """Return what :func:`plan` does, without the work of the model."""
-    config = config_or_default(config)
+    runtime = runtime_of(target)
+    config = config_or_default(config, runtime)
     _refuse_programs(model)
     wanted = patterns(include)
     config = config.with_rules(*(Rule(pattern, skip=True) for pattern in patterns(exclude)))
     with state_kept(model):
         config = resolve_positions(model, config, example=example)
-        if target is None:
+        if runtime is None or runtime.placement is None:
             decisions = decide(model, config, wanted, example=example)
-            report = SwapReport(config, decisions)
+            report = SwapReport(config, decisions, target=runtime)
         else:
-            report = _plan_for_target(model, config, wanted, TARGETS[target], example)
+            report = _plan_for_target(model, config, wanted, runtime, runtime.placement, example)
     check_used(model, report.config, wanted, report.decisions)
     return report
 
@@ -242,22 +239,22 @@ def _plan_for_target(
     model: nn.Module,
     config: QuantConfig,
     include: tuple[Pattern, ...],
-    target: Target,
+    target: Runtime,
+    placement: Placement,
     example: Any,
 ) -> SwapReport:
-    placement = plan_placement(model, config, target, include, example)
-    rewritten = frozenset(id(operator.owner) for operator, _ in placement.operators)
-    layers = adapt_to_target(
-        decide(model, placement.config, include, example=example, rewritten=rewritten), target
-    )
+    placed = plan_placement(model, config, target, placement, include, example)
+    rewritten = frozenset(id(operator.owner) for operator, _ in placed.operators)
+    decisions = decide(model, placed.config, include, example=example, rewritten=rewritten)
+    layers = adapt_to_target(decisions, target, placement)
     calls = {id(d.module): d.calls for d in layers if d.calls}
-    reasons = [_beside_calls(o, calls.get(id(o.owner), ())) for o, _ in placement.operators]
-    found = list(zip(placement.operators, reasons, strict=True))
+    reasons = [_beside_calls(o, calls.get(id(o.owner), ())) for o, _ in placed.operators]
+    found = list(zip(placed.operators, reasons, strict=True))
     operators = tuple(pair for pair, reason in found if not reason)
     float_operators = (replace(d, reason=reason) for (_, d), reason in found if reason)
-    skipped = (*float_operators, *placement.skipped)
-    decisions = (*layers, *(d for _, d in operators), *skipped)
-    return SwapReport(placement.config, decisions, operators, target)
+    skipped = (*float_operators, *placed.skipped)
+    every = (*layers, *(d for _, d in operators), *skipped)
+    return SwapReport(placed.config, every, operators, target)
 
 
 def _beside_calls(operator: Operator, calls: Sequence[CallSite]) -> str:

@@ -85,7 +85,7 @@ def deployed_part(model: nn.Module) -> tuple[str, nn.Module] | None:
     Its class is told by where it is defined, since the layers that make it are above all users.
     """
     for name, module in model.named_modules():
-        if type(module).__module__.startswith(("torchq.lowering.", "torchq.engines.")):
+        if type(module).__module__.startswith(("torchq.lowering.", "torchq.runtimes.")):
             return name or "(root)", module
     return None
 

@@ -53,6 +53,10 @@ class Registry(Generic[K, V]):
         """Return the entry of ``key``, or None."""
         return self._entries.get(key)
 
+    def values(self) -> tuple[V, ...]:
+        """Return the entries in the order in which they came."""
+        return tuple(self._entries.values())
+
     def __contains__(self, key: object) -> bool:
         return key in self._entries
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torchq.formats import format_by_name
 from torchq.functional.onnx_ops import onnx_type
 from torchq.nn import TensorQuantizer
+from torchq.onnx.passes.activations import derived_qparams
 from torchq.onnx.qdq import NodeQParams
-from torchq.onnx.targets.activations import derived_qparams
 
 #: Scales that a target derives are rounded to float32 once or twice.
 _RTOL = 1e-6

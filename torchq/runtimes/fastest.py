@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchq.engines.export import with_rows
-from torchq.engines.registry import ENGINES, Engine, Task
 from torchq.errors import ExportError, TorchqError
 from torchq.graph import call_model, tensors_in
+from torchq.runtime import RUNTIMES
+from torchq.runtimes.engine import Engine, Task
+from torchq.runtimes.export import with_rows
 from torchq.utils import progress_bar, table
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class FastestReport:
-    """What ``torchq.deploy(engine="fastest")`` measured; ``print`` it.
+    """What ``torchq.deploy(target="fastest")`` measured; ``print`` it.
 
     Attributes:
         chosen: the label of the engine that runs the model.
@@ -136,8 +137,9 @@ def build_fastest(task: Task) -> tuple[nn.Module, FastestReport]:
 
 def _entries() -> Iterator[_Entry]:
     """Yield every engine with the settings to measure, or the reason why it is not there."""
-    for name in ENGINES:
-        engine = ENGINES[name]()
+    for engine in RUNTIMES.values():
+        if not isinstance(engine, Engine) or not engine.measured:
+            continue
         try:
             engine.check()
         except TorchqError as error:

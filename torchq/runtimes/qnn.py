@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torchq.config import QuantConfig
+from torchq.descriptor import QuantDescriptor
 from torchq.onnx.ir import Model, data_type, is_constant, nodes_of
 from torchq.onnx.passes.biases import fit_biases
 from torchq.onnx.qdq import (
@@ -18,16 +20,19 @@ from torchq.onnx.qdq import (
     pair_name,
     qparams_of,
 )
-from torchq.onnx.targets.activations import ActivationTypes
-from torchq.onnx.targets.base import ACTIVATIONS, AVG_POOLS, MAX_POOLS, OnnxTarget
-from torchq.onnx.targets.checks import (
+from torchq.runtime import ActivationTypes, FileRules, Placement, Runtime
+from torchq.runtimes.checks import (
+    ACTIVATIONS,
+    AVG_POOLS,
     LAYERS,
+    MAX_POOLS,
     check_fused_norms,
     check_one_range_per_tensor,
     layer_name,
     scales_of,
     weight_of,
 )
+from torchq.runtimes.chips import layers
 
 
 def check_activation_types(model: Model) -> Iterator[str]:
@@ -72,25 +77,36 @@ def check_float_outputs(model: Model) -> Iterator[str]:
             )
 
 
-QNN = OnnxTarget(
+def recipe() -> QuantConfig:
+    """Return what the provider reads: asymmetric activations and symmetric weights."""
+    return layers("qnn", QuantDescriptor(unsigned=True, symmetric=False), QuantDescriptor())
+
+
+QNN = Runtime(
     name="qnn",
-    operators=frozenset(
-        ["add", "mul", "maximum", "cat", "pool", "matmul", "attention", "activation"]
+    recipe=recipe,
+    placement=Placement(
+        operators=frozenset(
+            ["add", "mul", "maximum", "cat", "pool", "matmul", "attention", "activation"]
+        ),
+        modules=(MAX_POOLS, AVG_POOLS, *ACTIVATIONS),
+        per_tensor_weights=(
+            "type:torch.nn.modules.linear.*",
+            "type:torch.nn.modules.conv.ConvTranspose[123]d",
+            "type:torch.nn.modules.activation.MultiheadAttention",
+        ),
     ),
-    modules=(MAX_POOLS, AVG_POOLS, *ACTIVATIONS),
-    per_tensor_weights=(
-        "type:torch.nn.modules.linear.*",
-        "type:torch.nn.modules.conv.ConvTranspose[123]d",
-        "type:torch.nn.modules.activation.MultiheadAttention",
-    ),
-    activation_types=ActivationTypes(nonnegative="unsigned", others="unsigned", widths=(8, 16)),
-    passes=(fit_biases,),
-    checks=(
-        check_activation_types,
-        check_weights,
-        check_float_outputs,
-        check_one_range_per_tensor,
-        check_fused_norms,
+    file=FileRules(
+        activation_types=ActivationTypes(nonnegative="unsigned", others="unsigned", widths=(8, 16)),
+        passes=(fit_biases,),
+        checks=(
+            check_activation_types,
+            check_weights,
+            check_float_outputs,
+            check_one_range_per_tensor,
+            check_fused_norms,
+        ),
     ),
     limits=("Biases stay float; the provider rounds them to int32.",),
+    versions="the documentation of ONNX Runtime's provider; no device",
 )

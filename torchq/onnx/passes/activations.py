@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 import torch
 
@@ -21,22 +20,7 @@ from torchq.onnx.ir import (
 )
 from torchq.onnx.passes.pads import constant_fill
 from torchq.onnx.qdq import NodeQParams, qparams_of, set_qparams, shared_name
-
-
-@dataclass(frozen=True)
-class ActivationTypes:
-    """The sign of the codes that a runtime wants for activations.
-
-    Attributes:
-        nonnegative: "unsigned" or "signed" codes for tensors that cannot be negative.
-        others: "unsigned" or "signed" codes for all other tensors.
-        widths: Bits of the activations that may be changed.
-    """
-
-    nonnegative: str
-    others: str
-    widths: tuple[int, ...] = (8,)
-
+from torchq.runtime import ActivationTypes
 
 #: Operators whose result is never negative, whatever they read.
 _POSITIVE = names("Relu Sigmoid Softmax HardSigmoid Abs Exp Softplus ReduceL2 ReduceSumSquare")

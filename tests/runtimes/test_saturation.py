@@ -53,7 +53,7 @@ x = torch.rand(1, 16, 8, 8) - 0.1
 torchq.quantize_(model, target="openvino")
 torchq.calibrate(model, [x], progress=False)
 with pytest.raises(torchq.errors.ExportError, match="recipes.int8.reduce_range=True") as caught:
-    torchq.deploy(model, x, engine="openvino")
+    torchq.deploy(model, x, target="openvino")
 """
 
 

@@ -7,6 +7,8 @@ NVIDIA/TensorRT, and the source of NVIDIA ModelOpt.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -20,9 +22,9 @@ from torchq.onnx.ir import (
     nodes_of,
 )
 from torchq.onnx.qdq import axis_of, element_type, format_of, pair_name, qparams_of
-from torchq.onnx.targets.activations import ActivationTypes
-from torchq.onnx.targets.base import AVG_POOLS, OnnxTarget
-from torchq.onnx.targets.checks import (
+from torchq.runtime import ActivationTypes, FileRules, Placement
+from torchq.runtimes.checks import (
+    AVG_POOLS,
     CONVOLUTIONS,
     LAYERS,
     check_fused_norms,
@@ -32,6 +34,7 @@ from torchq.onnx.targets.checks import (
     scales_of,
     weight_of,
 )
+from torchq.runtimes.onnxruntime import OnnxRuntime
 
 
 def check_activation_types(model: Model) -> Iterator[str]:
@@ -123,14 +126,15 @@ def check_concatenations(model: Model) -> Iterator[str]:
             )
 
 
-TENSORRT = OnnxTarget(
-    name="tensorrt",
-    float_types=(torch.float32, torch.float16, torch.bfloat16),
+_PLACEMENT = Placement(
     # TensorRT adds in int32 to the result of a convolution, before that is rounded. It moves
     # quantizers through max pooling by itself.
     operators=frozenset(["add", "cat"]),
     modules=(AVG_POOLS,),
     one_branch=True,
+)
+_FILE = FileRules(
+    float_types=(torch.float32, torch.float16, torch.bfloat16),
     activation_types=ActivationTypes(nonnegative="signed", others="signed"),
     zero_points=False,
     checks=(
@@ -142,8 +146,24 @@ TENSORRT = OnnxTarget(
         check_one_range_per_tensor,
         check_fused_norms,
     ),
-    limits=(
+)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TensorRt(OnnxRuntime):
+    """TensorRT, through the provider of onnxruntime-gpu.
+
+    Attributes:
+        quantized: see :class:`torchq.runtimes.Engine`.
+    """
+
+    measured: ClassVar[bool] = False  # it is for GPUs, and takes minutes to open a file
+    name: str = "tensorrt"
+    placement: Placement | None = _PLACEMENT
+    file: FileRules | None = _FILE
+    limits: tuple[str, ...] = (
         "FP8 needs strongly typed networks.",
         "FP8 convolutions were reported missing for some shapes (issues 3987 and 4560).",
-    ),
-)
+    )
+    versions: str = "the documents of TensorRT 10.1; no device"
+    provider: str = "tensorrt"

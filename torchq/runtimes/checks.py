@@ -1,4 +1,4 @@
-"""Rules that several runtimes have, and what the rules of single runtimes are written with."""
+"""Rules that several runtimes have, and what those of single runtimes are written with."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, stored_weight
 
 CONVOLUTIONS = ("Conv", "ConvTranspose")
 LAYERS = (*CONVOLUTIONS, "Gemm", "MatMul")
+MAX_POOLS = "type:torch.nn.modules.pooling.MaxPool[123]d"
+AVG_POOLS = "type:torch.nn.modules.pooling.*AvgPool[123]d"
+#: Activations that no runtime fuses into a convolution. Without a quantizer in front of them, the
+#: convolution would have to return floats.
+ACTIVATIONS = tuple(
+    f"type:torch.nn.modules.activation.{name}"
+    for name in ("SiLU", "Hardswish", "Hardsigmoid", "LeakyReLU", "ELU", "Mish", "Sigmoid")
+)
 
 
 def layer_name(node: Node) -> str:

@@ -14,7 +14,7 @@ from torchq import QuantDescriptor
 from torchq.errors import ConfigError
 from torchq.formats import IntFormat
 from torchq.nn import TensorQuantizer
-from torchq.recipes import PLATFORMS, platform
+from torchq.runtimes import RUNTIMES
 
 # name: activations, weights: (lowest code, highest, symmetric, powers of two, rounding), and
 # whether weights have a range for each channel.
@@ -24,9 +24,6 @@ UINT8: Row = (0, 255, False, False, "half_even")
 NARROW: Row = (-127, 127, True, False, "half_away")
 SHIFT: Row = (-128, 127, True, True, "half_even")
 TABLE: dict[str, tuple[Row, Row, bool]] = {
-    "tensorrt": (INT8, INT8, True),
-    "openvino": (INT8, INT8, True),
-    "onnxruntime": (INT8, INT8, True),
     "ncnn": (NARROW, NARROW, True),
     "mnn": (NARROW, NARROW, True),
     "rknn": (UINT8, UINT8, False),
@@ -45,27 +42,27 @@ def row(descriptor: QuantDescriptor) -> Row:
 
 
 def test_every_platform_is_in_the_table() -> None:
-    assert set(PLATFORMS) == set(TABLE)
+    assert {r.name for r in RUNTIMES.values() if r.recipe is not torchq.recipes.int8} == set(TABLE)
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_platforms_quantize_as_the_table_says(name: str) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2))
-    torchq.quantize_(model, platform(name))
+    torchq.quantize_(model, target=name)
     activations, weights, per_channel = TABLE[name]
     for layer in (model[0], model[3]):
         assert row(layer.input_quantizer.descriptor) == activations
         assert row(layer.weight_quantizer.descriptor) == weights
         assert layer.input_quantizer.descriptor.axis is None
         assert layer.weight_quantizer.descriptor.axis == ((0,) if per_channel else None)
-    assert platform(name).name == name
-    assert torchq.QuantConfig.from_json(platform(name).to_json()) == platform(name)
+    config = RUNTIMES[name].recipe()
+    assert config.name == name and torchq.QuantConfig.from_json(config.to_json()) == config
 
 
 @pytest.mark.parametrize("name", TABLE)
 @pytest.mark.parametrize("slot", ["input", "weight"])
 def test_simulation_equals_the_oracle(name: str, slot: str, generator: torch.Generator) -> None:
-    d: QuantDescriptor = getattr(PLATFORMS[name], slot)
+    d = getattr(RUNTIMES[name].recipe().rules[0], slot)
     q = TensorQuantizer(d)
     x = torch.randn(200, generator=generator) + 0.3
     q.calibrate_on(x)
@@ -85,9 +82,10 @@ def test_simulation_equals_the_oracle(name: str, slot: str, generator: torch.Gen
         assert found == expected
 
 
-def test_unknown_platforms_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"platform.*tpu.*tensorrt"):
-        platform("tpu")
+def test_unknown_targets_are_named() -> None:
+    for wrong, text in (("tpu", r"target 'tpu'.*'tensorrt'"), (3, r"target: got 3; expected one")):
+        with pytest.raises(ConfigError, match=text):
+            torchq.quantize_(nn.Linear(4, 4), target=wrong)  # type: ignore[arg-type]
 
 
 def test_asymmetric_recipes() -> None:

@@ -14,12 +14,9 @@ from torch import nn
 import torchq
 from tests.onnx.exported import Residual, calibrated
 from torchq import QuantConfig, QuantDescriptor, Rule
-from torchq.errors import ConfigError
-from torchq.onnx import OnnxTarget
 from torchq.onnx.ir import load_model, nodes_of
 from torchq.onnx.qdq import axis_of, qparams_of, quantizer_nodes, stored_weight
-from torchq.onnx.targets.activations import ActivationTypes
-from torchq.swap import TARGETS, Target
+from torchq.runtimes import RUNTIMES, ActivationTypes, FileRules, Runtime
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -71,8 +68,7 @@ CASES = {
 
 
 def test_every_target_has_a_row() -> None:
-    assert set(CASES) == set(TARGETS) == set(torchq.targets())
-    assert all(isinstance(TARGETS[name], OnnxTarget) for name in TARGETS)
+    assert set(CASES) == {name for name in torchq.targets() if RUNTIMES[name].file is not None}
 
 
 @pytest.fixture(scope="module", params=sorted(CASES))
@@ -82,7 +78,8 @@ def written(
     """A residual network, quantized and exported for a target."""
     torch.manual_seed(0)
     target, x = request.param, torch.randn(8, 3, 16, 16)
-    model = calibrated(Residual(), x, target=target, example=x[:1])
+    config = torchq.recipes.int8()  # a recipe of its own may have zero points that data chose
+    model = calibrated(Residual(), x, config=config, target=target, example=x[:1])
     path = tmp_path_factory.mktemp(target) / "m.onnx"
     export(model, x, path, target)
     return target, model, path
@@ -144,16 +141,13 @@ def test_a_broken_rule_is_a_warning_with_the_layer(target: str, tmp_path: Path) 
 def test_a_new_target_takes_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An entry of the registry is all that a target is: nothing else knows their names."""
     seen: list[str] = []
-    new = OnnxTarget(
-        name="new",
-        operators=frozenset(["add"]),
-        modules=(),
+    rules = FileRules(
         activation_types=ActivationTypes(nonnegative="unsigned", others="unsigned"),
         passes=(lambda model: seen.append("pass"),),
         checks=(lambda model: iter(["stem: this target wants nothing"]),),
     )
-    monkeypatch.setattr(TARGETS, "_entries", dict(TARGETS._entries))
-    TARGETS.add("new", new)
+    monkeypatch.setattr(RUNTIMES, "_entries", dict(RUNTIMES._entries))
+    RUNTIMES.add("new", Runtime(name="new", file=rules))
     x = torch.randn(4, 3, 16, 16)
     model = calibrated(Residual(), x)
     with pytest.warns(UserWarning, match="stem: this target wants nothing"):
@@ -161,6 +155,3 @@ def test_a_new_target_takes_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert seen == ["pass"] and report.target == "new"
     stem = quantizer_nodes(load_model(tmp_path / "m.onnx"))["stem.input_quantizer"]
     assert qparams_of(stem).format.name == "uint8"
-    TARGETS.add("placement only", Target("placement only", frozenset(), ()))
-    with pytest.raises(ConfigError, match="says nothing about ONNX files"):
-        export(model, x, tmp_path / "m.onnx", "placement only")

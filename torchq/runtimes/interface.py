@@ -135,7 +135,7 @@ def example_arguments(model: nn.Module, example: Any) -> tuple[inspect.Signature
         ):
             raise ExportError(
                 f"deploy: argument {name!r} is a {type(value).__name__} of tensors; expected a "
-                "tensor, as graphs take tensors by name. Use engine='torch'"
+                "tensor, as graphs take tensors by name. Use target='torch'"
             )
     return plain, values
 
@@ -191,7 +191,7 @@ def flatten(value: Any) -> tuple[list[Tensor], Structure]:
         if not isinstance(leaf, Tensor):
             raise ExportError(
                 f"deploy: the model returns a {type(leaf).__name__}; expected tensors in tuples,"
-                " lists, mappings and dataclasses, which a graph can return. Use engine='torch'"
+                " lists, mappings and dataclasses, which a graph can return. Use target='torch'"
             )
         tensors[id(leaf)] = leaf
         return places.setdefault(id(leaf), _Place(len(places)))

@@ -1,29 +1,28 @@
-"""What an engine is, what it is given, and the registry of engines.
+"""Runtimes whose kernels run a calibrated model in this process, and what they are given.
 
 To add one, write a file with a frozen dataclass that derives from :class:`Engine`, or from
-:class:`torchq.engines.graph_engine.GraphEngine` where it reads ONNX files, decorate it with
-``@register_engine``, and import the file in ``torchq/engines/__init__.py``. tests/engines runs its
-conformance suite over the registry.
+:class:`torchq.runtimes.graph_engine.GraphEngine` where it reads ONNX files, and enter it in
+``torchq/runtimes/__init__.py``. The contract in tests/contracts runs over the registry.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from torchq.engines.export import OpenLengths, export_graph, lengths_to_try, probes
-from torchq.engines.interface import GraphInterface, Structure, flatten
 from torchq.errors import ExportError
 from torchq.graph import call_model
 from torchq.lowering.api import float_copy
 from torchq.lowering.check import ReferenceCheck
-from torchq.utils import Registry
+from torchq.runtime import Runtime
+from torchq.runtimes.export import OpenLengths, export_graph, lengths_to_try, probes
+from torchq.runtimes.interface import GraphInterface, Structure, flatten
 
 
 class Task:
@@ -71,15 +70,16 @@ class Task:
             return [flatten(call_model(self.model, example))[1] for example in examples]
 
     def graph(
-        self, target: str | None, dynamo: bool, lengths: OpenLengths
+        self, runtime: Runtime | None, dynamo: bool, lengths: OpenLengths
     ) -> tuple[Tensor, GraphInterface]:
-        """Return the model as an ONNX file; see :func:`export_graph`."""
-        key = (target, dynamo, self.lengths.index(lengths))
+        """Return the model as an ONNX file for a runtime, or the float one for None."""
+        file = None if runtime is None else runtime.file
+        key = (runtime is None, file, dynamo, self.lengths.index(lengths))
         if key not in self._graphs:
-            model = self.float_model if target is None else self.model
+            model = self.float_model if runtime is None else self.model
             try:
                 self._graphs[key] = export_graph(
-                    model, self.example, target=target, dynamo=dynamo, lengths=lengths
+                    model, self.example, target=runtime, dynamo=dynamo, lengths=lengths
                 )
             except ExportError as error:
                 self._graphs[key] = error
@@ -89,29 +89,30 @@ class Task:
         return found
 
 
-@dataclass(frozen=True)
-class Engine(ABC):
-    """How a calibrated model is deployed: the library whose kernels run it, and its settings.
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Engine(Runtime, ABC):
+    """A runtime whose kernels are here: :func:`torchq.deploy` runs models on it.
 
     Attributes:
         quantized: False runs the model as it was before quantization.
     """
 
-    name: ClassVar[str]
+    #: Whether ``deploy(target="fastest")`` measures it.
+    measured: ClassVar[bool] = True
     quantized: bool = True
 
     @property
     def label(self) -> str:
-        """The name of the engine with the numbers that it computes with, such as ``torch int8``."""
+        """The name of the runtime with the numbers that it computes with: ``torch quantized``."""
         return f"{self.name} {'quantized' if self.quantized else 'float'}"
 
     @abstractmethod
     def check(self) -> None:
-        """Raise an error if this engine cannot run on this machine.
+        """Raise an error if this runtime cannot run on this machine.
 
         Raises:
             MissingExtraError: a package is not installed.
-            ExportError: the engine lacks something that its settings ask for.
+            ExportError: the runtime lacks something that its settings ask for.
         """
 
     @abstractmethod
@@ -119,30 +120,9 @@ class Engine(ABC):
         """Return a new module that computes what the model of ``task`` simulates.
 
         Raises:
-            ExportError: the engine cannot run the model, or its results differ.
+            ExportError: the runtime cannot run the model, or its results differ.
         """
 
     def candidates(self) -> tuple[Engine, ...]:
-        """Return the settings of this engine that ``engine="fastest"`` measures."""
-        return (self,)
-
-
-#: The engines by name.
-ENGINES: Registry[str, type[Engine]] = Registry("engine")
-
-E = TypeVar("E", bound=type[Engine])
-
-
-def register_engine(name: str) -> Callable[[E], E]:
-    """Return a decorator that enters an engine under ``name``.
-
-    Raises:
-        ConfigError: the name is taken.
-    """
-
-    def enter(cls: E) -> E:
-        cls.name = name
-        ENGINES.add(name, cls)
-        return cls
-
-    return enter
+        """Return the settings of this runtime that ``deploy(target="fastest")`` measures."""
+        return self, replace(self, quantized=False)

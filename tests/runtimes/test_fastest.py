@@ -1,4 +1,4 @@
-"""``engine="fastest"``: what is measured, what is left out and why, and which one is taken."""
+"""``target="fastest"``: what is measured, what is left out and why, and which one is taken."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import torchq
 from tests.contracts.engine_contract import calibrated_detector, images
-from torchq.engines import Engine, FastestReport, OnnxRuntime, TorchEngine, fastest
 from torchq.errors import ExportError
+from torchq.runtimes import Engine, FastestReport, OnnxRuntime, Torch, fastest
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -47,7 +47,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, times: dict[str, Any]) -> None:
 
 
 def deploy(**options: Any) -> Any:
-    return torchq.deploy(calibrated_detector(), images(1), engine="fastest", **options)
+    return torchq.deploy(calibrated_detector(), images(1), target="fastest", **options)
 
 
 @pytest.mark.parametrize("best", TIMES)
@@ -55,7 +55,7 @@ def test_the_fastest_is_taken(best: str, monkeypatch: pytest.MonkeyPatch) -> Non
     timed(monkeypatch, {**TIMES, best: 1.0})
     result = deploy()
     assert result.report.chosen == best
-    assert result.engine == best.split()[0]
+    assert result.target == best.split()[0]
     assert result.report.candidates[0].engine.label == best
     assert result.report.candidates[0].seconds == {1: 1.0}
     assert result(images(3)).scores.shape == (3, 5)
@@ -105,7 +105,7 @@ def test_one_that_is_far_behind_gives_its_memory_back(monkeypatch: pytest.Monkey
         built[self.label] = weakref.ref(module)
         return module
 
-    originals = {cls: cls.build for cls in (TorchEngine, OnnxRuntime)}
+    originals = {cls: cls.build for cls in (Torch, OnnxRuntime)}
     for cls in originals:
         monkeypatch.setattr(cls, "build", build)
     report = deploy().report
@@ -134,7 +134,7 @@ def test_a_wrong_result_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda feeds: [2 * result for result in run(feeds)]
 
     monkeypatch.setattr(OnnxRuntime, "open", wrong)
-    monkeypatch.setattr(torchq.engines.graph_engine, "_file_agrees", lambda *_: False)
+    monkeypatch.setattr(torchq.runtimes.graph_engine, "_file_agrees", lambda *_: False)
     report = deploy().report
     assert report.chosen == "torch quantized"
     problems = [c.problem for c in report.candidates if c.engine.name == "onnxruntime"]
@@ -147,7 +147,7 @@ def test_an_engine_that_fails_in_its_own_way_is_left_out(monkeypatch: pytest.Mon
     def fail(self: Engine, task: object) -> nn.Module:
         raise KeyError("no kernel")
 
-    monkeypatch.setattr(TorchEngine, "build", fail)
+    monkeypatch.setattr(Torch, "build", fail)
     report = deploy().report
     assert report.chosen == "onnxruntime quantized"
     assert [c.problem for c in report.candidates if c.engine.name == "torch"] == ["'no kernel'"] * 2
@@ -167,7 +167,7 @@ def test_one_that_fails_at_a_batch_size_is_left_out(monkeypatch: pytest.MonkeyPa
 
 def test_an_error_says_why_no_engine_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    monkeypatch.setattr(TorchEngine, "build", lambda *_: 1 / 0)
+    monkeypatch.setattr(Torch, "build", lambda *_: 1 / 0)
     with pytest.raises(ExportError, match=r"no engine runs the model \(torch quantized: division"):
         deploy()
 
@@ -209,8 +209,8 @@ def test_torch_runs_what_no_graph_can() -> None:
     model, x = OfADictionary().eval(), torch.randn(2, 8)
     torchq.quantize_(model)
     torchq.calibrate(model, [({"x": x},)], progress=False)
-    deployed = torchq.deploy(model, ({"x": x},), engine="fastest")
-    assert deployed.engine == "torch" and deployed({"x": x}).shape == (2, 4)
+    deployed = torchq.deploy(model, ({"x": x},), target="fastest")
+    assert deployed.target == "torch" and deployed({"x": x}).shape == (2, 4)
     found = deployed.report.candidates
     problems = [c.problem for c in found if isinstance(c.engine, OnnxRuntime)]
     assert problems and all("'features' is a dict of tensors" in text for text in problems)

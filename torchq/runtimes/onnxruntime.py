@@ -1,9 +1,21 @@
-"""ONNX Runtime on CPUs. Sources: what version 1.31 was seen to fuse, and measurements with it."""
+"""ONNX Runtime: integer kernels for convolutions and matrix products, on CPUs and GPUs.
+
+Sources: what versions 1.31 and 1.32 were seen to fuse, and measurements with them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
+import torch
+from torch import Tensor
+
+from torchq.errors import ConfigError, ExportError
+from torchq.onnx import inspect_onnx
 from torchq.onnx.ir import (
     Model,
     Node,
@@ -25,7 +37,7 @@ from torchq.onnx.passes.averages import convolve_averages, separate_float8
 from torchq.onnx.passes.biases import fit_biases
 from torchq.onnx.passes.channels import gather_shuffled, merge_groups
 from torchq.onnx.passes.matmuls import split_gemms
-from torchq.onnx.passes.pads import constant_fill
+from torchq.onnx.passes.pads import constant_fill, with_lengths
 from torchq.onnx.qdq import (
     FLOAT_WEIGHT,
     leads_only_to_quantizers,
@@ -33,15 +45,20 @@ from torchq.onnx.qdq import (
     qparams_of,
     starts_at_zero,
 )
-from torchq.onnx.targets.activations import ActivationTypes
-from torchq.onnx.targets.base import ACTIVATIONS, AVG_POOLS, MAX_POOLS, OnnxTarget
-from torchq.onnx.targets.checks import (
+from torchq.runtime import ActivationTypes, FileRules, Placement
+from torchq.runtimes.checks import (
+    ACTIVATIONS,
+    AVG_POOLS,
+    MAX_POOLS,
     check_fused_norms,
     check_one_range_per_tensor,
     dequantized,
     layer_name,
     weight_of,
 )
+from torchq.runtimes.graph_engine import GraphEngine, run_by_shape
+from torchq.runtimes.interface import ReadGraph, Run, Shapes
+from torchq.utils.optional import import_optional
 
 _RESHAPES = ("Flatten", "Reshape", "Squeeze")
 
@@ -206,8 +223,7 @@ def check_transposed_convolutions(model: Model) -> Iterator[str]:
             )
 
 
-ONNXRUNTIME = OnnxTarget(
-    name="onnxruntime",
+_PLACEMENT = Placement(
     # Integer kernels exist between Q/DQ alone, so every tensor between layers needs a pair.
     operators=frozenset(["add", "mul", "cat", "pool", "matmul", "attention", "activation"]),
     modules=(MAX_POOLS, AVG_POOLS, *ACTIVATIONS),
@@ -218,6 +234,8 @@ ONNXRUNTIME = OnnxTarget(
     float_stem=True,
     narrow_depthwise=16,
     most_unequal=1.5,
+)
+_FILE = FileRules(
     # Unsigned codes include the ReLU in front of them; signed ones would keep it, and the
     # convolution in float.
     activation_types=ActivationTypes(nonnegative="unsigned", others="unsigned"),
@@ -239,9 +257,130 @@ ONNXRUNTIME = OnnxTarget(
         check_one_range_per_tensor,
         check_fused_norms,
     ),
-    limits=(
+)
+
+#: The setting ``provider`` -> the name in ONNX Runtime.
+_PROVIDERS = {
+    "cpu": "CPUExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+    "tensorrt": "TensorrtExecutionProvider",
+}
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class OnnxRuntime(GraphEngine):
+    """ONNX Runtime.
+
+    Attributes:
+        quantized: see :class:`Engine`.
+        provider: whose kernels it uses: ``"cpu"``, or ``"cuda"``, which needs a GPU and the package
+            onnxruntime-gpu. The third one is the target "tensorrt".
+
+    Example:
+        >>> OnnxRuntime(provider="cpu").label
+        'onnxruntime quantized'
+    """
+
+    name: str = "onnxruntime"
+    placement: Placement | None = _PLACEMENT
+    file: FileRules | None = _FILE
+    limits: tuple[str, ...] = (
         "GELU, Hardswish, Hardsigmoid, LayerNorm and bilinear resizing have no integer kernel.",
         "Products of 8-bit weights and uint8 codes overflow 16 bits on x86 CPUs without VNNI or "
         "AMX; use torchq.recipes.int8(reduce_range=True) there.",
-    ),
-)
+    )
+    versions: str = "1.31 and 1.32"
+    provider: str = "cpu"
+
+    def __post_init__(self) -> None:
+        known = [name for name in _PROVIDERS if (name == "tensorrt") is (self.name == "tensorrt")]
+        if self.provider not in known:
+            raise ConfigError(
+                f"OnnxRuntime: got provider {self.provider!r}; expected one of "
+                f"{', '.join(map(repr, known))}"
+            )
+
+    @property
+    def label(self) -> str:
+        """See :attr:`Engine.label`; providers other than the CPU are named."""
+        where = f" on {self.provider}" if self.provider == "cuda" else ""
+        return f"{super().label}{where}"
+
+    @property
+    def _needed_by(self) -> str:
+        return f"deploy(target={self.name!r})"
+
+    def check(self) -> None:
+        """See :meth:`Engine.check`."""
+        for package in ("onnxruntime", "onnx", "onnx_ir"):
+            runtime = import_optional(package, self._needed_by)
+        runtime = import_optional("onnxruntime", self._needed_by)
+        wanted, known = _PROVIDERS[self.provider], runtime.get_available_providers()
+        if wanted not in known:
+            raise ExportError(
+                f"deploy: onnxruntime {runtime.__version__} has no {wanted}; expected it for "
+                f"provider={self.provider!r}, but there is only {', '.join(known)}. Install "
+                "onnxruntime-gpu on a machine with an NVIDIA GPU"
+            )
+
+    def open(self, read: ReadGraph, threads: int, usual: tuple[Shapes, ...] = ()) -> Run:
+        """See :meth:`GraphEngine.open`.
+
+        Usual shapes have graphs of their own where these have fewer nodes; fixed shapes alone are
+        no faster here.
+        """
+        graph = read()
+        own = [shapes for shapes in usual if with_lengths(graph, shapes) is not graph]
+
+        def open_for(shapes: Shapes | None) -> Run:
+            graph = read()
+            return self._session(graph if shapes is None else with_lengths(graph, shapes), threads)
+
+        return run_by_shape(open_for, own, any_batch=True)
+
+    def _session(self, graph: bytes, threads: int) -> Run:
+        """Return a file as a function of its inputs."""
+        runtime = import_optional("onnxruntime", self._needed_by)
+        options = runtime.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.log_severity_level = 4  # errors are raised; the log would repeat them
+        # Of a file the session keeps the name; bytes it would keep beside what it makes of them.
+        with _file_of(graph) as path:
+            try:
+                session = runtime.InferenceSession(
+                    str(path), options, providers=[_PROVIDERS[self.provider]]
+                )
+            except Exception as error:  # the exception classes of ONNX Runtime are private
+                raise ExportError(
+                    f"deploy: onnxruntime {runtime.__version__} cannot run the model ({error}); "
+                    "expected operators that it knows. Use another engine"
+                ) from error
+
+        def run(feeds: Mapping[str, Tensor]) -> list[Tensor]:
+            # ONNX Runtime reads the memory of the tensors, and returns arrays of its own.
+            arrays = {name: value.numpy() for name, value in feeds.items()}
+            try:
+                return [torch.from_numpy(array) for array in session.run(None, arrays)]
+            except Exception as error:  # see above
+                shapes = {name: array.shape for name, array in arrays.items()}
+                raise ExportError(
+                    f"onnxruntime: cannot run the model on inputs of shapes {shapes} ({error}); "
+                    "expected shapes like those of the example"
+                ) from error
+
+        return run
+
+    def integer_share(self, graph: bytes) -> str:
+        """See :meth:`GraphEngine.integer_share`."""
+        with _file_of(graph) as path:
+            report = inspect_onnx(path)
+        return f"{len(report.integer)} of {len(report.nodes)} computing nodes run on integers"
+
+
+@contextmanager
+def _file_of(graph: bytes) -> Iterator[Path]:
+    """Yield a file with these bytes, which is removed afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.onnx")
+        path.write_bytes(graph)
+        yield path

@@ -17,7 +17,7 @@ ENGINES = pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
 def deployed(model: nn.Module, x: torch.Tensor, engine: str) -> tuple[nn.Module, nn.Module]:
     """Return the simulation, and the model on the engine."""
     pytest.importorskip(engine)
-    return calibrated(model, x), torchq.deploy(model, x, engine=engine, progress=False)
+    return calibrated(model, x), torchq.deploy(model, x, target=engine, progress=False)
 
 
 @ENGINES

@@ -17,7 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.engines.interface import (
+from torchq.errors import ExportError
+from torchq.graph import call_arguments, call_model
+from torchq.nn import QuantModule
+from torchq.onnx import export_onnx
+from torchq.onnx.interface import argument_names, named_tensors
+from torchq.onnx.ir import load_model
+from torchq.runtime import Runtime
+from torchq.runtimes.interface import (
     CallSignature,
     GraphInput,
     GraphInterface,
@@ -26,12 +33,6 @@ from torchq.engines.interface import (
     example_arguments,
     flatten,
 )
-from torchq.errors import ExportError
-from torchq.graph import call_arguments, call_model
-from torchq.nn import QuantModule
-from torchq.onnx import export_onnx
-from torchq.onnx.interface import argument_names, named_tensors
-from torchq.onnx.ir import load_model
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +150,7 @@ def export_graph(
     model: nn.Module,
     example: Any,
     *,
-    target: str | None,
+    target: Runtime | None,
     dynamo: bool,
     lengths: OpenLengths,
 ) -> tuple[Tensor, GraphInterface]:
@@ -172,14 +173,14 @@ def export_graph(
         if len(list(Path(folder).iterdir())) > 1:
             raise ExportError(
                 "deploy: the weights exceed what one ONNX file can hold (1.8 GB); expected a "
-                "smaller model. Use engine='torch', or export_onnx and the runtime's own module"
+                "smaller model. Use target='torch', or export_onnx and the runtime's own module"
             )
         graph = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
         interface = _interface(model, example, path, structure)
     if len(interface.open_results) != len(results):
         raise ExportError(
             f"deploy: the graph returns {len(interface.open_results)} tensors; expected "
-            f"{len(results)}, as the model does. Use engine='torch'"
+            f"{len(results)}, as the model does. Use target='torch'"
         )
     return graph, interface
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import torchq
 from tests.onnx.exported import calibrated, run_file
-from torchq.engines import EngineModule, OpenVino, openvino
 from torchq.onnx.ir import load_model, nodes_of
-from torchq.onnx.targets.openvino import with_signed_codes
+from torchq.runtimes import EngineModule, OpenVino, openvino
+from torchq.runtimes.openvino import with_signed_codes
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -52,7 +52,7 @@ def model(x: Tensor) -> nn.Module:
 
 def deployed(model: nn.Module, x: Tensor, settings: OpenVino | None = None) -> EngineModule:
     """Return the model on OpenVINO."""
-    result = torchq.deploy(model, x, engine=settings or OpenVino())
+    result = torchq.deploy(model, x, target=settings or OpenVino())
     assert isinstance(result, EngineModule)
     return result
 
@@ -104,7 +104,7 @@ def test_results_decide(
     # OpenVINO computes other numbers on CPUs that do not read these codes.
     assert decided(found) is (True if really else None)
     torch.testing.assert_close(found(x), unsigned(x), rtol=0, atol=1e-4)
-    scaled = torchq.deploy(_scaled(model), x, engine=OpenVino(signed_codes=False))
+    scaled = torchq.deploy(_scaled(model), x, target=OpenVino(signed_codes=False))
     assert isinstance(scaled, EngineModule)
     monkeypatch.setattr(openvino, "with_signed_codes", lambda graph: scaled.graph_bytes())
     assert decided(deployed(model, x)) is None

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from torchq.engines.registry import Engine, Task, register_engine
 from torchq.lowering.api import lower_model
+from torchq.runtimes.engine import Engine, Task
 from torchq.utils import copy_module
 
 
-@register_engine("torch")
-@dataclass(frozen=True)
-class TorchEngine(Engine):
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Torch(Engine):
     """The kernels of torch; needs no other package.
 
     Attributes:
@@ -22,6 +21,7 @@ class TorchEngine(Engine):
         fuse: see :func:`torchq.deploy`.
     """
 
+    name: str = "torch"
     reduce_range: bool = False
     fuse: bool = True
 
@@ -39,7 +39,3 @@ class TorchEngine(Engine):
             fuse=self.fuse,
             progress=task.progress,
         )
-
-    def candidates(self) -> tuple[Engine, ...]:
-        """See :meth:`Engine.candidates`."""
-        return TorchEngine(), TorchEngine(quantized=False)

@@ -1,4 +1,4 @@
-"""``torchq.deploy``: a calibrated model on the integer kernels of an engine."""
+"""``torchq.deploy``: a calibrated model on the integer kernels of a runtime."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any
 
 from torch import nn
 
-from torchq.engines.fastest import build_fastest
-from torchq.engines.graph_engine import EngineModule
-from torchq.engines.registry import ENGINES, Engine, Task
-from torchq.engines.torch_engine import TorchEngine
 from torchq.errors import ConfigError
 from torchq.lowering.api import simulated_copy
+from torchq.runtime import RUNTIMES, Runtime, check_planned, planned_target, runtime_of, targets
+from torchq.runtimes.engine import Engine, Task
+from torchq.runtimes.fastest import build_fastest
+from torchq.runtimes.graph_engine import EngineModule
+from torchq.runtimes.torch import Torch
 from torchq.utils import uncompiled
 
-#: Instead of the name of an engine: the fastest one.
+#: Instead of the name of a runtime: the fastest one.
 _FASTEST = "fastest"
 
 
@@ -24,7 +25,7 @@ def deploy(
     model: nn.Module,
     example: Any = None,
     *,
-    engine: str | Engine = "torch",
+    target: str | Runtime | None = None,
     batch_sizes: Sequence[int] = (),
     reduce_range: bool = False,
     fuse: bool = True,
@@ -32,13 +33,13 @@ def deploy(
 ) -> nn.Module:
     """Return a copy of a calibrated model that computes on integers, for inference.
 
-    With the engine ``"torch"`` every quantized convolution and linear layer becomes one that
+    On the runtime ``"torch"`` every quantized convolution and linear layer becomes one that
     multiplies uint8 activations with int8 weights. Where the model can be traced, neighbouring
     layers are fused as well: BatchNorm, activations and residual additions move into the kernels,
     and tensors that only integer layers read are passed on as uint8. Layers without an integer
     kernel keep simulating; :func:`torchq.summary` of the result says which, and why.
 
-    Another engine runs the file that :func:`torchq.export_onnx` writes for it, inside a module
+    Another runtime runs the file that :func:`torchq.export_onnx` writes for it, inside a module
     that is called as the original model is, and that returns results of the same structure.
 
     Args:
@@ -47,33 +48,35 @@ def deploy(
         example: arguments for one call of the model, see :func:`torchq.graph.call_model`. With it
             the result is run once and compared with the simulation. A large difference is an
             error; it is a warning where every layer agrees when it is given the inputs of the
-            simulation, as the model then only amplifies ties. Engines other than ``"torch"`` need
-            it.
-        engine: ``"torch"``, ``"onnxruntime"``, ``"openvino"``, or an engine with settings of its
-            own, such as ``torchq.engines.OnnxRuntime(provider="cuda")``. ``"fastest"`` measures
-            all that are installed on the example, with the quantized model and with the float
-            one, and takes the best; the attribute ``report`` of the result tells what it measured.
+            simulation, as the model then only amplifies ties. All runtimes but ``"torch"`` need it.
+        target: ``"torch"``, ``"onnxruntime"``, ``"openvino"``, ``"tensorrt"``, or a runtime with
+            settings of its own, such as ``torchq.runtimes.OnnxRuntime(provider="cuda")``. None
+            takes the one that the model was quantized for, and ``"torch"`` where that was none, or
+            has no kernels here. ``"fastest"`` measures all that are installed on the example, with
+            the quantized model and with the float one, and takes the best; the attribute
+            ``report`` of the result tells what it measured.
         batch_sizes: batch sizes that calls will have besides that of the example. ``"fastest"``
             measures them too, and OpenVINO prepares a graph for each.
         reduce_range: round weights to 7 bits. For CPUs without VNNI, whose kernels add pairs of
-            products in 16 bits: 8-bit weights can overflow there (there is a warning). Engine
+            products in 16 bits: 8-bit weights can overflow there (there is a warning). Target
             ``"torch"`` only; for others quantize with ``recipes.int8(reduce_range=True)``.
         fuse: False replaces layers only, each with floating-point input and output, and does not
-            trace the model. Engine ``"torch"`` only.
+            trace the model. Target ``"torch"`` only.
         progress: show a bar where it takes longer than a second.
 
     Returns:
-        A new module in eval mode; its attribute ``engine`` names the engine. It can be copied,
-        pickled and saved. With the engine ``"torch"`` it is on the device of the model, it can be
+        A new module in eval mode; its attribute ``target`` names the runtime. It can be copied,
+        pickled and saved. On ``"torch"`` it is on the device of the model, it can be
         compiled and exported, and its 4-d results are channels last in memory.
 
     Raises:
-        ConfigError: there is no such engine, or it has no such option.
+        ConfigError: there is no such runtime, or it has no kernels here or no such option; or
+            the model was quantized for another one, and has other quantizers than this one wants.
         ExportError: there is nothing to deploy, or quantizers are not calibrated (the text names
-            them), or a class of the model refuses to be copied, or the engine cannot run the
+            them), or a class of the model refuses to be copied, or the runtime cannot run the
             model, or the result for ``example`` differs from the simulation by more than -20 dB
             and by more than quantization itself makes.
-        MissingExtraError: the package of the engine is not installed.
+        MissingExtraError: the package of the runtime is not installed.
 
     Example:
         >>> layers = torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 3)
@@ -84,51 +87,58 @@ def deploy(
         >>> int8 = torchq.deploy(model)
         >>> bool((int8(x) - model(x)).abs().max() < 0.02)
         True
-        >>> int8.engine
+        >>> int8.target
         'torch'
     """
     sizes = _checked_sizes(batch_sizes)
     with uncompiled():
-        if engine == _FASTEST:
+        if target == _FASTEST:
             _check_options(_FASTEST, example, reduce_range, fuse)
             result, report = build_fastest(Task(simulated_copy(model), example, sizes, progress))
             result.report = report  # type: ignore[assignment]
             name = report.candidates[0].engine.name
         else:
-            chosen = _settings(engine, example, reduce_range, fuse)
+            chosen = _engine(model, target)
+            if isinstance(chosen, Torch):
+                narrow, fused = chosen.reduce_range or reduce_range, chosen.fuse and fuse
+                chosen = replace(chosen, reduce_range=narrow, fuse=fused)
+            else:
+                _check_options(chosen.name, example, reduce_range, fuse)
             chosen.check()
             task = Task(simulated_copy(model), example, sizes, progress)
             result, name = chosen.build(task), chosen.name
     if not isinstance(result, EngineModule):
-        result.engine = name  # type: ignore[assignment]
+        result.target = name  # type: ignore[assignment]
     return result
 
 
-def _settings(engine: str | Engine, example: Any, reduce_range: bool, fuse: bool) -> Engine:
-    """Return an engine with its settings."""
-    if isinstance(engine, str):
-        engine = ENGINES[engine]()
-    if not isinstance(engine, TorchEngine):
-        _check_options(engine.name, example, reduce_range, fuse)
-        return engine
-    return replace(
-        engine,
-        reduce_range=engine.reduce_range or reduce_range,
-        fuse=engine.fuse and fuse,
-    )
+def _engine(model: nn.Module, target: str | Runtime | None) -> Engine:
+    """Return the runtime that runs a model here: the wanted one, or else the one of its plan."""
+    if target is None:
+        planned = RUNTIMES.get(planned_target(model) or "")
+        return planned if isinstance(planned, Engine) else Torch()
+    runtime = runtime_of(target)
+    if not isinstance(runtime, Engine):
+        known = ", ".join(repr(n) for n in targets() if isinstance(RUNTIMES[n], Engine))
+        raise ConfigError(
+            f"deploy: got target {target!r}, which has no kernels here; expected one of {known}, "
+            "or 'fastest'. Pass its file of torchq.export_onnx to the tools of its maker"
+        )
+    check_planned("deploy", model, runtime)
+    return runtime
 
 
 def _check_options(name: str, example: Any, reduce_range: bool, fuse: bool) -> None:
-    """Raise an error for options that only the engine "torch" has, and without an example."""
+    """Raise an error for options that only the runtime "torch" has, and without an example."""
     if example is None:
         raise ConfigError(
-            f"deploy: engine {name!r} without an example; expected one, as a graph is traced with "
-            "it. Pass torchq.deploy(model, example, engine=...)"
+            f"deploy: target {name!r} without an example; expected one, as a graph is traced with "
+            "it. Pass torchq.deploy(model, example, target=...)"
         )
     if reduce_range or not fuse:
         option = "reduce_range=True" if reduce_range else "fuse=False"
         raise ConfigError(
-            f"deploy: got {option} for engine {name!r}; expected it for 'torch' alone. "
+            f"deploy: got {option} for target {name!r}; expected it for 'torch' alone. "
             "For weights of 7 bits, quantize with torchq.recipes.int8(reduce_range=True)"
         )
 

@@ -22,26 +22,27 @@ from tests.contracts.engine_contract import (
     images,
 )
 from tests.lowering.common import sqnr
-from torchq.engines import (
-    ENGINES,
+from torchq.errors import ConfigError, ExportError, InputError, MissingExtraError
+from torchq.runtimes import (
+    RUNTIMES,
     Engine,
     EngineModule,
     OnnxRuntime,
     OpenVino,
-    TorchEngine,
+    TensorRt,
+    Torch,
     graph_engine,
 )
-from torchq.engines.graph_engine import runs_as_written
-from torchq.engines.interface import Run, Shapes
-from torchq.engines.registry import Task
-from torchq.errors import ConfigError, ExportError, InputError, MissingExtraError
+from torchq.runtimes.engine import Task
+from torchq.runtimes.graph_engine import runs_as_written
+from torchq.runtimes.interface import Run, Shapes
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 #: Engines by name, with the settings that the suite runs.
 ROWS: dict[str, tuple[Engine, ...]] = {
-    "torch": (TorchEngine(), TorchEngine(quantized=False)),
+    "torch": (Torch(), Torch(quantized=False)),
     "onnxruntime": (OnnxRuntime(), OnnxRuntime(quantized=False)),
     "openvino": (OpenVino(), OpenVino(quantized=False)),
 }
@@ -63,15 +64,15 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def simulated() -> nn.Module:
-    return calibrated_detector()
+def simulated(engine: Engine) -> nn.Module:
+    return calibrated_detector(engine.name)
 
 
 @pytest.fixture(scope="module")
 def deployed(engine: Engine, simulated: nn.Module) -> nn.Module:
     """Deploy the detector, which must stay as it was."""
     before = {name: value.clone() for name, value in simulated.state_dict().items()}
-    result = torchq.deploy(simulated, images(1), engine=engine)
+    result = torchq.deploy(simulated, images(1), target=engine)
     after = simulated.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     return result
@@ -82,7 +83,8 @@ class TestEngines(EngineContract):
 
 
 def test_every_engine_has_a_row() -> None:
-    assert set(ROWS) == set(ENGINES)
+    here = {r.name for r in RUNTIMES.values() if isinstance(r, Engine) and r.measured}
+    assert set(ROWS) == here
     for name, row in ROWS.items():
         assert all(engine.name == name for engine in row)
 
@@ -92,13 +94,19 @@ def test_engines_are_immutable() -> None:
         OnnxRuntime().quantized = False  # type: ignore[misc]
 
 
-@pytest.fixture(scope="module", params=["onnxruntime", "openvino"])
-def graph_module(request: pytest.FixtureRequest, simulated: nn.Module) -> EngineModule:
-    """Deploy the detector as one graph."""
-    available(ENGINES[request.param]())
-    result = torchq.deploy(simulated, images(1), engine=request.param)
-    assert isinstance(result, EngineModule)
-    return result
+@pytest.fixture(scope="module", params=[OnnxRuntime(), OpenVino()], ids=lambda e: e.name)
+def graph(request: pytest.FixtureRequest) -> tuple[EngineModule, nn.Module]:
+    """Deploy the detector as one graph, on the runtime that it is quantized for."""
+    available(request.param)
+    model = calibrated_detector(request.param.name)
+    result = torchq.deploy(model, images(1))
+    assert isinstance(result, EngineModule) and result.target == request.param.name
+    return result, model
+
+
+@pytest.fixture
+def graph_module(graph: tuple[EngineModule, nn.Module]) -> EngineModule:
+    return graph[0]
 
 
 class TestGraphEngines:
@@ -122,21 +130,19 @@ class TestGraphEngines:
                 graph_module(*args, **kwargs)
 
     def test_arguments_of_the_example_are_built_in(
-        self, graph_module: EngineModule, simulated: nn.Module
+        self, graph: tuple[EngineModule, nn.Module]
     ) -> None:
-        x = images(1)
+        (graph_module, simulated), x = graph, images(1)
         example = {"image": x, "factor": 2.0}
-        deployed = torchq.deploy(simulated, example, engine=graph_module.engine)
+        deployed = torchq.deploy(simulated, example, target=graph_module.target)
         assert sqnr(deployed(x, 2.0).scores, simulated(x, 2.0).scores) > BOUND_DB
         with pytest.raises(InputError, match=r"'factor': got 1\.0; expected 2\.0"):
             deployed(x, 1.0)
 
-    def test_state_dicts_hold_the_graph(
-        self, graph_module: EngineModule, simulated: nn.Module
-    ) -> None:
-        x = images(2)
+    def test_state_dicts_hold_the_graph(self, graph: tuple[EngineModule, nn.Module]) -> None:
+        (graph_module, simulated), x = graph, images(2)
         example = {"image": x, "factor": 2.0}
-        other = torchq.deploy(simulated, example, engine=graph_module.engine)
+        other = torchq.deploy(simulated, example, target=graph_module.target)
         twin = copy.deepcopy(graph_module)
         twin.load_state_dict(other.state_dict())
         assert torch.equal(twin(x).scores, other(x, 2.0).scores)
@@ -144,20 +150,20 @@ class TestGraphEngines:
 
     def test_the_summary_counts_integer_nodes(self, graph_module: EngineModule) -> None:
         (row,) = torchq.summary(graph_module).layers
-        assert row.kernel == f"{graph_module.engine} quantized"
+        assert row.kernel == f"{graph_module.target} quantized"
         assert row.bytes == graph_module.graph.numel()
         count, total = (int(word) for word in row.note.split()[:3:2])
         assert 2 <= count <= total  # the two convolutions
 
 
 def test_engines_need_an_example() -> None:
-    with pytest.raises(ConfigError, match="engine 'onnxruntime' without an example; expected one"):
-        torchq.deploy(calibrated_detector(), engine="onnxruntime")
+    with pytest.raises(ConfigError, match="target 'onnxruntime' without an example; expected one"):
+        torchq.deploy(calibrated_detector(), target="onnxruntime")
 
 
 def test_an_unknown_engine_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="unknown engine 'tvm'; expected one of: 'onnxruntime'"):
-        torchq.deploy(calibrated_detector(), images(1), engine="tvm")
+    with pytest.raises(ConfigError, match="unknown target 'tvm'; expected one of: 'ascend'"):
+        torchq.deploy(calibrated_detector(), images(1), target="tvm")
 
 
 def test_batch_sizes_are_checked() -> None:
@@ -181,7 +187,7 @@ def test_openvino_finds_an_input_behind_an_idle_cast() -> None:
     model = Casting().eval()
     torchq.quantize_(model)
     torchq.calibrate(model, [images(2)], progress=False)
-    deployed = torchq.deploy(model, images(1), engine="openvino")
+    deployed = torchq.deploy(model, images(1), target="openvino")
     assert sqnr(deployed(images(2)), model(images(2))) > BOUND_DB
 
 
@@ -195,8 +201,8 @@ def test_openvino_compiles_usual_shapes_for_themselves(monkeypatch: pytest.Monke
         return original(self, graph, threads, shapes)
 
     monkeypatch.setattr(OpenVino, "_compile", compile)
-    model = calibrated_detector()
-    deployed = torchq.deploy(model, images(1), engine="openvino", batch_sizes=[4])
+    model = calibrated_detector("openvino")
+    deployed = torchq.deploy(model, images(1), batch_sizes=[4])
     twin = copy.deepcopy(deployed)
     compiled.clear()
     for count in (4, 2, 1, 3, 4, 1):
@@ -207,17 +213,19 @@ def test_openvino_compiles_usual_shapes_for_themselves(monkeypatch: pytest.Monke
 
 def test_options_of_another_engine_are_refused() -> None:
     for options in ({"reduce_range": True}, {"fuse": False}):
-        with pytest.raises(ConfigError, match="for engine 'onnxruntime'; expected it for 'torch'"):
-            torchq.deploy(calibrated_detector(), images(1), engine="onnxruntime", **options)
+        with pytest.raises(ConfigError, match="for target 'onnxruntime'; expected it for 'torch'"):
+            torchq.deploy(calibrated_detector(), images(1), target="onnxruntime", **options)
 
 
-@pytest.mark.parametrize("provider", ["cuda", "tensorrt"])
-def test_providers_that_are_not_there_are_named(provider: str) -> None:
+@pytest.mark.parametrize(
+    "engine", [OnnxRuntime(provider="cuda"), TensorRt()], ids=lambda e: e.provider
+)
+def test_providers_that_are_not_there_are_named(engine: OnnxRuntime) -> None:
     runtime = pytest.importorskip("onnxruntime")
     if len(runtime.get_available_providers()) > 2:
         pytest.skip("there are providers for GPUs")
-    with pytest.raises(ExportError, match=f"expected it for provider='{provider}'"):
-        torchq.deploy(calibrated_detector(), images(1), engine=OnnxRuntime(provider=provider))
+    with pytest.raises(ExportError, match=f"expected it for provider='{engine.provider}'"):
+        torchq.deploy(calibrated_detector(engine.name), images(1), target=engine)
 
 
 def test_unknown_settings_are_refused() -> None:
@@ -230,8 +238,8 @@ def test_unknown_settings_are_refused() -> None:
 @pytest.mark.parametrize(("name", "extra"), [("onnxruntime", "export"), ("openvino", "openvino")])
 def test_a_missing_package_is_named(name: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(MissingExtraError, match=rf"engine='{name}'.*torchq\[{extra}\]"):
-        torchq.deploy(calibrated_detector(), images(1), engine=name)
+    with pytest.raises(MissingExtraError, match=rf"target='{name}'.*torchq\[{extra}\]"):
+        torchq.deploy(calibrated_detector(name), images(1), target=name)
 
 
 def test_the_number_of_threads_follows_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +251,7 @@ def test_the_number_of_threads_follows_torch(monkeypatch: pytest.MonkeyPatch) ->
         return original(self, read, threads, usual)
 
     monkeypatch.setattr(OnnxRuntime, "open", opened)
-    deployed = torchq.deploy(calibrated_detector(), images(1), engine="onnxruntime")
+    deployed = torchq.deploy(calibrated_detector(), images(1), target="onnxruntime")
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
@@ -262,7 +270,7 @@ def test_opened_modules_keep_no_copy_of_their_file(engine: str) -> None:
     x, model = torch.randn(1, 512), nn.Sequential(nn.Linear(512, 2048), nn.Linear(2048, 8)).eval()
     torchq.quantize_(model, torchq.recipes.int8(reduce_range=True))
     torchq.calibrate(model, [x], progress=False)
-    deployed = torchq.deploy(model, x, engine=engine)
+    deployed = torchq.deploy(model, x, target=engine)
     deployed._reset()
     gc.collect()
     tracemalloc.start()
@@ -285,7 +293,7 @@ def test_a_wrong_result_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OnnxRuntime, "open", wrong)
     monkeypatch.setattr(graph_engine, "_file_agrees", lambda *_: False)
     with pytest.raises(ExportError, match="engine 'onnxruntime quantized': result 0 has relative"):
-        torchq.deploy(calibrated_detector(), images(1), engine="onnxruntime")
+        torchq.deploy(calibrated_detector(), images(1), target="onnxruntime")
 
 
 def test_an_engine_that_computes_something_else_than_its_file_is_refused(
@@ -298,7 +306,7 @@ def test_an_engine_that_computes_something_else_than_its_file_is_refused(
     torchq.quantize_(model)
     torchq.calibrate(model, [images(2)], progress=False)
     with pytest.raises(ExportError, match="computes something else than its file says"):
-        torchq.deploy(model, images(1), engine="onnxruntime")
+        torchq.deploy(model, images(1), target="onnxruntime")
 
 
 def spoiled(change: Callable[[Run, Mapping[str, Tensor]], list[Tensor]]) -> Callable[..., Run]:
@@ -351,7 +359,7 @@ def test_numbers_that_depend_on_the_batch_keep_it_closed(quantized: bool) -> Non
     model, x = Counting().eval(), torch.randn(2, 8)
     torchq.quantize_(model)
     torchq.calibrate(model, [x], progress=False)
-    deployed = torchq.deploy(model, x, engine=OnnxRuntime(quantized=quantized))
+    deployed = torchq.deploy(model, x, target=OnnxRuntime(quantized=quantized))
     assert deployed(x)[1] == 2
     with pytest.raises(torchq.errors.InputError, match=r"'x': got shape \(3, 8\)"):
         deployed(torch.randn(3, 8))
@@ -366,5 +374,5 @@ def test_an_export_that_torch_gives_up_prints_nothing(capfd: pytest.CaptureFixtu
     torchq.quantize_(model.eval())
     torchq.calibrate(model, [x], progress=False)
     capfd.readouterr()
-    torchq.deploy(model, x, engine="onnxruntime")
+    torchq.deploy(model, x, target="onnxruntime")
     assert capfd.readouterr().out == ""

@@ -16,7 +16,11 @@ from torch import Tensor, nn
 import torchq
 from tests.reference import rounded
 from torchq import QuantConfig, QuantDescriptor, Rule
-from torchq.backends import (
+from torchq.errors import ConfigError, GraphError
+from torchq.formats import ROUNDINGS
+from torchq.graph import GraphRunner, trace
+from torchq.nn import TensorQuantizer
+from torchq.runtimes.emulation import (
     GEMMLOWP,
     SINGLE_ROUNDING,
     Backend,
@@ -30,10 +34,6 @@ from torchq.backends import (
     shift_leaky_relu,
     shift_right,
 )
-from torchq.errors import ConfigError, GraphError
-from torchq.formats import ROUNDINGS
-from torchq.graph import GraphRunner, trace
-from torchq.nn import TensorQuantizer
 
 AFFINE = QuantDescriptor(symmetric=False)
 

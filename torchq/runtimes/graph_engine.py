@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.engines.export import OpenLengths, tensor_shapes, with_rows
-from torchq.engines.interface import GraphInterface, ReadGraph, Run, Shapes
-from torchq.engines.registry import Engine, Task
 from torchq.errors import ExportError, MissingExtraError
 from torchq.graph import call_arguments, call_model, tensors_in
 from torchq.lowering.onednn import saturates
 from torchq.onnx import verify_onnx
 from torchq.onnx.verify.amplified import too_different
 from torchq.onnx.verify.session import Session
+from torchq.runtimes.engine import Engine, Task
+from torchq.runtimes.export import OpenLengths, tensor_shapes, with_rows
+from torchq.runtimes.interface import GraphInterface, ReadGraph, Run, Shapes
 from torchq.utils import progress_stages
 
 
@@ -53,19 +53,14 @@ def _results(module: EngineModule, tensors: list[Tensor]) -> list[Tensor]:
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class GraphEngine(Engine):
-    """An engine that runs the file that :func:`torchq.export_onnx` writes for a target."""
+    """A runtime that runs the file which :func:`torchq.export_onnx` writes for it."""
 
     @property
     def device(self) -> torch.device:
         """Return where the tensors of a call have to be."""
         return torch.device("cpu")
-
-    @property
-    @abstractmethod
-    def target(self) -> str:
-        """The target of the exports that this engine reads; one of ``torchq.targets()``."""
 
     @abstractmethod
     def open(self, read: ReadGraph, threads: int, usual: tuple[Shapes, ...]) -> Run:
@@ -82,7 +77,7 @@ class GraphEngine(Engine):
         """
 
     @abstractmethod
-    def placement(self, graph: bytes) -> str:
+    def integer_share(self, graph: bytes) -> str:
         """Return how many nodes run on integers, as text for the summary."""
 
     def faster_settings(self, graph: bytes) -> tuple[GraphEngine, ...]:
@@ -108,9 +103,8 @@ class GraphEngine(Engine):
         with progress_stages("deploy", stages, enabled=task.progress):
             for dynamo, lengths in _attempts(task.lengths):
                 try:
-                    graph, interface = task.graph(
-                        self.target if self.quantized else None, dynamo, lengths
-                    )
+                    runtime = self if self.quantized else None
+                    graph, interface = task.graph(runtime, dynamo, lengths)
                     module = EngineModule(self, graph, replace(interface, usual=_usual(task)))
                     found = task.check.difference(module)
                     if not found:
@@ -228,7 +222,7 @@ def _require_float32(model: nn.Module) -> None:
     if found is not torch.float32:
         raise ExportError(
             f"deploy: got a model in {found}; expected float32, which other engines run. Call "
-            "model.float() before calibrating, or use engine='torch'"
+            "model.float() before calibrating, or use target='torch'"
         )
 
 
@@ -289,8 +283,8 @@ class EngineModule(nn.Module):
         self._reset()
 
     @property
-    def engine(self) -> str:
-        """The name of the engine."""
+    def target(self) -> str:
+        """The name of the runtime."""
         return self.settings.name
 
     @property
@@ -342,7 +336,9 @@ class EngineModule(nn.Module):
 
     def summary_row(self) -> tuple[str, int, str]:
         """Return engine, bytes of the file, and which nodes run on integers."""
-        note = f"{self.settings.placement(self.graph_bytes())}; the ONNX file is inside the module"
+        note = (
+            f"{self.settings.integer_share(self.graph_bytes())}; the ONNX file is inside the module"
+        )
         return self.settings.label, self.graph.numel(), note
 
     def extra_repr(self) -> str:

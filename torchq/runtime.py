@@ -1,0 +1,199 @@
+"""What a runtime is: the program that runs a quantized model, and all that torchq knows of it.
+
+The type stands low, as plans read where a runtime wants quantizers. :mod:`torchq.runtimes` has the
+runtimes, one file each, which enter the registry when they are imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchq import recipes
+from torchq.config import QuantConfig
+from torchq.errors import ConfigError
+from torchq.utils import Registry, short_repr
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a runtime wants quantizers, beside the inputs of layers.
+
+    Attributes:
+        operators: Kinds of operators whose inputs are quantized: "add", "mul", "matmul",
+            "attention", "cat", "pool", "activation". All but matrix multiplications are quantized
+            in modules that hold a convolution only: between linear layers and norms these
+            quantizers cost more than they save.
+        modules: Patterns of modules without weights whose input is quantized.
+        one_branch: Leave the operand of an addition that ends in a convolution or linear layer
+            unquantized.
+        float_inputs: Patterns of modules whose input stays float, because the runtime has no
+            integer kernel for them. Their weights are still stored as integers.
+        per_tensor_weights: Patterns of modules whose weight has one scale, not one per channel.
+        quantized_results: Quantize the results of convolutions that no operator behind them
+            quantizes; needs an example.
+        float_stem: The first layers stay float, unless max pooling reads their result; needs an
+            example.
+        narrow_depthwise: Depthwise convolutions with fewer channels stay float.
+        most_unequal: The largest ratio of the ranges of concatenated tensors that share one range.
+            Each has its own where the example shows a larger ratio and another quantizer reads
+            one of the tensors, or something reads the result in float; and where only some of the
+            tensors have negative values. None: they always share one.
+    """
+
+    operators: frozenset[str] = frozenset()
+    modules: tuple[str, ...] = ()
+    one_branch: bool = False
+    float_inputs: tuple[str, ...] = ()
+    per_tensor_weights: tuple[str, ...] = ()
+    quantized_results: bool = False
+    float_stem: bool = False
+    narrow_depthwise: int = 0
+    most_unequal: float | None = None
+
+
+@dataclass(frozen=True)
+class ActivationTypes:
+    """The sign of the codes that a runtime wants for activations.
+
+    Attributes:
+        nonnegative: "unsigned" or "signed" codes for tensors that cannot be negative.
+        others: "unsigned" or "signed" codes for all other tensors.
+        widths: Bits of the activations that may be changed.
+    """
+
+    nonnegative: str
+    others: str
+    widths: tuple[int, ...] = (8,)
+
+
+@dataclass(frozen=True)
+class FileRules:
+    """What a runtime that reads ONNX files wants in them.
+
+    Attributes:
+        activation_types: Integer types of activations; None leaves them as they are.
+        passes: Rewritings of the graph in place, in order, after the types of activations are set.
+        checks: Rules of the runtime: each yields a sentence for each place where a graph breaks it,
+            with the layer and a fix. A finding is a warning of the export.
+        zero_points: Whether codes may have a zero point, which asymmetric ranges need.
+        float_types: Types of parameters that the runtime has kernels for.
+    """
+
+    activation_types: ActivationTypes | None = None
+    passes: tuple[Callable[[Any], None], ...] = ()
+    checks: tuple[Callable[[Any], Iterable[str]], ...] = ()
+    zero_points: bool = True
+    float_types: tuple[torch.dtype, ...] = (torch.float32, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Runtime:
+    """The program that runs a quantized model: all that torchq knows about it, and its settings.
+
+    ``dataclasses.replace`` returns one with other settings. Those that run models in this process
+    derive from :class:`torchq.runtimes.Engine`.
+
+    Attributes:
+        name: The word of ``target=``.
+        recipe: Returns the configuration of :func:`torchq.quantize_` where none is given.
+        placement: Where it wants quantizers beside the inputs of layers; None for nowhere.
+        file: How ONNX files for it look; None leaves them plain.
+        limits: Sentences about what it does not do, which nothing can see in a file.
+        versions: What the figures and the rules were found with.
+
+    Example:
+        >>> torchq.runtimes.RUNTIMES["qnn"]
+        Runtime(name='qnn')
+    """
+
+    name: str
+    recipe: Callable[[], QuantConfig] = recipes.int8
+    placement: Placement | None = None
+    file: FileRules | None = None
+    limits: tuple[str, ...] = ()
+    versions: str = ""
+
+    @property
+    def plans(self) -> bool:
+        """True if a model for this runtime is quantized in another way than one for none."""
+        return self.placement is not None or self.recipe is not recipes.int8
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the fields that are not what the class says."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {n: v for n, v in values.items() if v != getattr(type(self), n, None)}
+
+    def __repr__(self) -> str:
+        known = {field.name for field in fields(Runtime)} - {"name"}  # rules are long
+        settings = [(name, v) for name, v in self._settings().items() if name not in known]
+        shown = ", ".join(f"{name}={short_repr(value)}" for name, value in settings)
+        return f"{type(self).__name__}({shown})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Settings alone: a deployed model that was saved keeps no functions of today's rules.
+        return _made, (type(self), self._settings())
+
+
+def _made(cls: type[Runtime], settings: dict[str, Any]) -> Runtime:
+    return cls(**settings)
+
+
+#: Name -> runtime.
+RUNTIMES: Registry[str, Runtime] = Registry("target")
+
+
+def targets() -> tuple[str, ...]:
+    """Return the names of the runtimes that ``target=`` of several functions accepts.
+
+    Example:
+        >>> "openvino" in torchq.targets()
+        True
+    """
+    return tuple(sorted(RUNTIMES))
+
+
+def runtime_of(target: str | Runtime | None) -> Runtime | None:
+    """Return the runtime that ``target=`` means; ConfigError for an unknown one."""
+    if target is None or isinstance(target, Runtime):
+        return target
+    if not isinstance(target, str):
+        raise ConfigError(
+            f"target: got {short_repr(target)}; expected one of torchq.targets(), or a runtime "
+            "such as torchq.runtimes.OnnxRuntime()"
+        )
+    return RUNTIMES[target]
+
+
+#: The attribute of a model that names the runtime it was quantized for.
+_ATTRIBUTE = "_torchq_target"
+
+
+def remember_target(model: nn.Module, runtime: Runtime | None) -> None:
+    """Keep with a model which runtime it is quantized for; None forgets it."""
+    vars(model).pop(_ATTRIBUTE, None)
+    if runtime is not None:
+        vars(model)[_ATTRIBUTE] = runtime.name
+
+
+def planned_target(model: nn.Module) -> str | None:
+    """Return the name of the runtime that a model was quantized for; None for none, or unknown."""
+    return vars(model).get(_ATTRIBUTE)
+
+
+def check_planned(caller: str, model: nn.Module, runtime: Runtime | None) -> None:
+    """Raise ConfigError if a model was quantized for another runtime, in another way."""
+    name = planned_target(model)
+    planned = None if name is None else RUNTIMES.get(name)
+    if planned is None or runtime is None or name == runtime.name:
+        return
+    if planned.plans and runtime.plans:
+        raise ConfigError(
+            f"{caller}: got target={runtime.name!r} for a model that was quantized for {name!r}; "
+            f"expected {name!r}. To plan again, call torchq.restore_(model), "
+            f"torchq.quantize_(model, target={runtime.name!r}, example=...) and torchq.calibrate"
+        )

@@ -1,0 +1,37 @@
+"""Runtimes, one object each: what a model is quantized, exported and deployed for.
+
+A new one is a file with a :class:`Runtime`, and its name below.
+"""
+
+from torchq.runtime import RUNTIMES, ActivationTypes, FileRules, Placement, Runtime
+from torchq.runtimes.api import deploy
+from torchq.runtimes.chips import CHIPS
+from torchq.runtimes.engine import Engine
+from torchq.runtimes.fastest import Candidate, FastestReport
+from torchq.runtimes.graph_engine import EngineModule, GraphEngine
+from torchq.runtimes.onnxruntime import OnnxRuntime
+from torchq.runtimes.openvino import OpenVino
+from torchq.runtimes.qnn import QNN
+from torchq.runtimes.tensorrt import TensorRt
+from torchq.runtimes.torch import Torch
+
+__all__ = [
+    "ActivationTypes",
+    "Candidate",
+    "Engine",
+    "EngineModule",
+    "FastestReport",
+    "FileRules",
+    "GraphEngine",
+    "OnnxRuntime",
+    "OpenVino",
+    "Placement",
+    "RUNTIMES",
+    "Runtime",
+    "TensorRt",
+    "Torch",
+    "deploy",
+]
+
+for _runtime in (Torch(), OnnxRuntime(), OpenVino(), TensorRt(), QNN, *CHIPS):
+    RUNTIMES.add(_runtime.name, _runtime)
