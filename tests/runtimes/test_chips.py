@@ -48,7 +48,7 @@ def test_every_platform_is_in_the_table() -> None:
 @pytest.mark.parametrize("name", TABLE)
 def test_platforms_quantize_as_the_table_says(name: str) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2))
-    torchq.quantize_(model, target=name)
+    torchq.quantize_(model, RUNTIMES[name].recipe())
     activations, weights, per_channel = TABLE[name]
     for layer in (model[0], model[3]):
         assert row(layer.input_quantizer.descriptor) == activations
@@ -56,6 +56,7 @@ def test_platforms_quantize_as_the_table_says(name: str) -> None:
         assert layer.input_quantizer.descriptor.axis is None
         assert layer.weight_quantizer.descriptor.axis == ((0,) if per_channel else None)
     config = RUNTIMES[name].recipe()
+    assert torchq.plan(nn.Linear(4, 2), target=name).config.name == name
     assert config.name == name and torchq.QuantConfig.from_json(config.to_json()) == config
 
 
@@ -63,7 +64,7 @@ def test_platforms_quantize_as_the_table_says(name: str) -> None:
 @pytest.mark.parametrize("slot", ["input", "weight"])
 def test_simulation_equals_the_oracle(name: str, slot: str, generator: torch.Generator) -> None:
     d = getattr(RUNTIMES[name].recipe().rules[0], slot)
-    q = TensorQuantizer(d)
+    q = TensorQuantizer(d.replace(axis=None))
     x = torch.randn(200, generator=generator) + 0.3
     q.calibrate_on(x)
     scale = q.scale

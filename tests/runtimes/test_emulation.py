@@ -117,7 +117,7 @@ def test_threads_may_use_different_backends() -> None:
 
 
 def test_wrong_arguments_are_refused() -> None:
-    with pytest.raises(ConfigError, match="got platform 'tpu'; expected one of tensorrt, "):
+    with pytest.raises(ConfigError, match="got platform 'tpu'; expected one of torch, "):
         Backend("tpu")
     with pytest.raises(ConfigError, match="got the platform 'fpga'; expected a Backend"):
         register_handler(lambda call, x: x, "relu", "fpga")  # type: ignore[arg-type]
