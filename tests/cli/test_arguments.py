@@ -5,73 +5,21 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 import torchq
+from tests.cli.conftest import SOURCE
+from tests.frontends.test_caffe import one_layer
 from torchq.cli import main
+from torchq.cli.main import build_parser
 
-FILES = Path(__file__).parents[1] / "frontends"
-MODULE = """
-import torch
-from torch import nn
-
-def build():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
-                         nn.Linear(4, 2))
-
-def loader():
-    print("the data was read")
-    return [torch.randn(2, 3, 8, 8) for _ in range(6)]
-
-def breaks_early():
-    raise KeyError("no such key")
-
-def breaks_late():
-    yield torch.randn(2, 3, 8, 8)
-    raise IndexError("no such index")
-
-def two(output, batch):
-    return output.mean()
-
-def none(model):
-    return None
-
-def three(a, b, c):
-    return 1.0
-"""
-SOURCE = ["--model", "user_net:build", "--data", "user_net:loader"]
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "user_net.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "user_net", raising=False)
-    return tmp_path
-
-
-def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """Return the error of a command that ends with code 2, before data is read or files written."""
-    before = {path.name for path in Path().iterdir()} | {"__pycache__"}
-    try:
-        code: object = main(argv)
-    except SystemExit as stopped:
-        code = stopped.code
-    assert code == 2
-    captured = capsys.readouterr()
-    assert "the data was read" not in captured.out
-    assert {path.name for path in Path().iterdir()} <= before
-    first = captured.err.splitlines()[0]
-    assert first.startswith(f"torchq {argv[0]}: error: ")
-    return first
+Refused = Callable[..., str]
+MODEL = SOURCE[:2]
+NAMED = ("quantize", "report", "doctor", "plan")  # commands that SOURCE stands for
 
 
 @pytest.mark.parametrize("command", ["quantize", "doctor"])
@@ -87,168 +35,166 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     ],
 )
 def test_numbers_about_data_are_checked_first(
-    capsys: pytest.CaptureFixture[str], command: str, option: str, values: list[str]
+    refused: Refused, command: str, option: str, values: list[str]
 ) -> None:
     for value in values:
         given = [value] * 3 if option in ("--std", "--mean") else [value]
-        error = refused(capsys, command, *SOURCE, option, *given)
+        error = refused(command, *SOURCE, option, *given)
         assert f"argument {option}: got '{value}'; expected" in error
 
 
-@pytest.mark.parametrize(
-    ("argv", "text"),
-    [
-        (
-            ["quantize", "--compare", "-1"],
-            "got '-1'; expected a whole number, 0 or more",
-        ),
-        (["quantize", "--verify", "0"], "--verify: got '0'; expected a whole number, 1 or more"),
-        (["quantize", "--verify", "-1"], "--verify: got '-1'"),
-        (["quantize", "--opset", "999"], "--opset: got '999'; expected a whole number, 10 to 23"),
-        (["plan", "--budget", "mean_bits=nan"], "expected a positive number"),
-        (["plan", "--budget", "bits=5"], "got budget 'bits'; expected one of mean_bits"),
-        (["plan", "--budget", "mean_bits=5", "--formats", "bits"], "unknown recipe 'bits'"),
-        (["plan", "--budget", "mean_bits=5", "--formats", "float"], "got no formats"),
-        (["plan", "--out", "config.json"], "--out config.json: expected --budget"),
-        (["report", "--recipe", "w5"], "unknown recipe 'w5'"),
-        (["quantize", "--labels", "--metric", "user_net:two"], "not allowed with argument"),
-        (["quantize", "--device", "meta"], "--device meta: "),
-        (["doctor", "--device", "meta"], "--device meta: "),
-        (["doctor", "--device", "abacus"], "--device abacus: "),
-    ],
-    ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else "",
-)
-def test_other_options_are_checked_first(
-    capsys: pytest.CaptureFixture[str], argv: list[str], text: str
-) -> None:
-    assert text in refused(capsys, argv[0], *SOURCE, *argv[1:])
-
-
-@pytest.mark.parametrize("argv", [["--epochs", "0"], ["--epochs", "-1"], ["--seed", "-1"]])
-def test_numbers_of_the_demo_are_checked_first(
-    capsys: pytest.CaptureFixture[str], argv: list[str]
-) -> None:
-    assert f"got '{argv[1]}'" in refused(capsys, "demo", *argv)
-
-
-def test_an_opset_that_cannot_hold_the_recipe_is_refused_before_calibration(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    pytest.importorskip("onnx")
-    assert main(["quantize", *SOURCE, "--export", "a.onnx", "--opset", "10"]) == 2
-    captured = capsys.readouterr()
-    assert "opset 10 has no QuantizeLinear for" in captured.err
-    assert "calibrated" not in captured.out
-
-
-@pytest.mark.parametrize(
-    ("argv", "text"),
-    [
-        (["quantize", "--save", "a.onnx", "--export", "./sub/../a.onnx"], "of --export too"),
-        (["quantize", "--save", "link", "--export", "a.onnx"], "of --export too"),
-        (["quantize", "--save", "linked/a.html", "--report", "sub/a.html"], "of --save too"),
-        (
-            ["quantize", "--save", "a.report.html", "--export", "a.onnx"],
-            "a.report.html: is",
-        ),
-        (["quantize", "--weights", "kept.pt", "--save", "kept.pt"], "of --weights too"),
-        (["plan", "--recipe", "kept.json", "--out", "kept.json"], "of --recipe too"),
-        (["report", "--load", "kept.json", "--out", "kept.json"], "of --load too"),
-    ],
-    ids=lambda value: " ".join(value[:5]) if isinstance(value, list) else "",
-)
-def test_a_file_is_written_by_one_option_only(
-    capsys: pytest.CaptureFixture[str], argv: list[str], text: str
-) -> None:
-    Path("sub").mkdir()
+@pytest.fixture
+def files() -> None:
+    """Files and folders of the wrong kind, links, and files that are to be kept."""
+    for name in ("sub", "noise", "sub.onnx"):
+        Path(name).mkdir()
     Path("linked").symlink_to("sub")
     Path("link").symlink_to("a.onnx")
-    torch.save({}, "kept.pt")
-    Path("kept.json").write_text(torchq.recipes.int8().to_json())
-    assert text in refused(capsys, argv[0], *SOURCE, *argv[1:])
-
-
-OUTPUTS = {
-    "quantize": ["--export", "--save", "--report"],
-    "report": ["--out"],
-    "plan": ["--out"],
-}
-
-
-@pytest.mark.parametrize("command", OUTPUTS)
-def test_outputs_of_every_command_are_checked_first(
-    capsys: pytest.CaptureFixture[str], command: str
-) -> None:
-    Path("sub").mkdir()
-    for option in OUTPUTS[command]:
-        error = refused(capsys, command, *SOURCE, option, "missing/a.json")
-        assert f"{option} missing/a.json: the folder" in error
-        assert f"{option} sub: is a folder" in refused(capsys, command, *SOURCE, option, "sub")
-    refused(capsys, "convert", "net.onnx", "--to", "missing/a.pt2")
-
-
-@pytest.mark.parametrize("command", ["quantize", "inspect", "doctor", "plan", "convert"])
-def test_inputs_that_are_not_there_are_named(
-    capsys: pytest.CaptureFixture[str], command: str
-) -> None:
-    Path("sub.onnx").mkdir()
-    to = ["--to", "a.pt2"] if command == "convert" else []
-    assert "MODEL no.onnx: no such file" in refused(capsys, command, "no.onnx", *to)
-    assert "MODEL sub.onnx: is a folder" in refused(capsys, command, "sub.onnx", *to)
-    assert "-symbol.json, .prototxt" in refused(capsys, command, "net.bin", *to)
-
-
-@pytest.mark.parametrize(
-    ("argv", "text"),
-    [
-        (["--weights", "sub"], "--weights sub: is a folder; expected a file"),
-        (["--weights", "user_net.py"], "--weights user_net.py: UnpicklingError: "),
-        (["--weights", "list.pt"], "--weights list.pt: expected a state dict, a file of named"),
-        (["--weights", "other.pt"], "--weights other.pt: Error(s) in loading state_dict"),
-        (["--data", "sub"], "--data sub: no image in it; expected files like .jpg"),
-        (["--data", "noise"], "cannot be read as an image"),
-        (["--recipe", "no.json"], "--recipe no.json: no such file"),
-        (["--recipe", "noise.json"], "config: not JSON"),
-        (["--export", "a.pt"], "--export a.pt: expected a name that ends in .onnx"),
-        (["--metric", "user_net:three"], "expected"),
-    ],
-)
-def test_files_and_functions_of_the_wrong_kind_are_refused(
-    capsys: pytest.CaptureFixture[str], argv: list[str], text: str
-) -> None:
-    Path("sub").mkdir()
     Path("noise.json").write_bytes(b"\xff\xfe\x00")
-    Path("noise").mkdir()
     Path("noise", "a.jpg").write_bytes(b"\xff\xfe\x00")
+    Path("kept.json").write_text(torchq.recipes.int8().to_json())
+    for stem in ("net", "alone"):
+        Path(f"{stem}.prototxt").write_text(one_layer("ReLU"))
+    Path("net.caffemodel").write_bytes(b"")
+    torch.save({}, "kept.pt")
     torch.save([1], "list.pt")
     torch.save({"other": torch.ones(1)}, "other.pt")
-    assert text in refused(capsys, "quantize", *SOURCE, *argv)
+
+
+TO = "--to a.pt2"
+#: A command with its arguments behind SOURCE (or its own where it begins with --model or a file),
+#: and a part of its error.
+REFUSALS = [
+    # numbers and choices
+    ("quantize --compare -1", "got '-1'; expected a whole number, 0 or more"),
+    ("quantize --verify 0", "--verify: got '0'; expected a whole number, 1 or more"),
+    ("quantize --verify -1", "--verify: got '-1'"),
+    ("quantize --opset 999", "--opset: got '999'; expected a whole number, 10 to 23"),
+    ("plan --budget mean_bits=nan", "expected a positive number"),
+    ("plan --budget mean_bits", "expected KIND=NUMBER"),
+    ("plan --budget bits=5", "got budget 'bits'; expected one of mean_bits"),
+    ("plan --budget mean_bits=5 --formats bits", "unknown recipe 'bits'"),
+    ("plan --budget mean_bits=5 --formats float", "got no formats"),
+    ("plan --out config.json", "--out config.json: expected --budget"),
+    ("report --recipe w5", "unknown recipe 'w5'"),
+    ("report --out r.pdf", "got suffix '.pdf'"),
+    ("quantize --labels --metric user_net:mean", "not allowed with argument"),
+    ("quantize --device meta", "--device meta: "),
+    ("doctor --device meta", "--device meta: "),
+    ("doctor --device abacus", "--device abacus: "),
+    ("demo --epochs 0", "got '0'"),
+    ("demo --epochs -1", "got '-1'"),
+    ("demo --seed -1", "got '-1'"),
+    # typing errors
+    ("quantise", "Did you mean quantize"),
+    ("report --modle x", "Did you mean --model"),
+    ("quantize --calib entrpy", "Did you mean entropy"),
+    # models and data by name
+    ("quantize --model nowhere:build", "cannot import nowhere"),
+    ("quantize --model user_net:missing", "user_net has no missing"),
+    ("quantize --model user_net", "expected package.module:name"),
+    ("quantize --model user_net:make_number", "got a int; expected a torch.nn.Module"),
+    ("quantize --model torchvision:resnet1", "no such model; expected one like"),
+    ("quantize --model user_net:build", "--data is missing; expected a folder"),
+    ("report --model", "--model is missing; expected torchvision:NAME"),
+    ("report --model", "; --data is missing; expected a folder of images"),
+    ("inspect kept.pt", "--model package.module:name --data ... --load kept.pt"),
+    ("quantize --data nofolder", "no such folder"),
+    ("quantize --data user_net:nothing", "got no batch"),
+    ("quantize --data user_net:make_number", "expected an iterable of batches"),
+    ("quantize --data user_net:small", "fails on a batch of shape (2, 3, 2, 2) (RuntimeError"),
+    # files
+    ("quantize --save a.onnx --export ./sub/../a.onnx", "of --export too"),
+    ("quantize --save link --export a.onnx", "of --export too"),
+    ("quantize --save linked/a.html --report sub/a.html", "of --save too"),
+    ("quantize --save a.report.html --export a.onnx", "a.report.html: is"),
+    ("quantize --weights kept.pt --save kept.pt", "of --weights too"),
+    ("plan --recipe kept.json --out kept.json", "of --recipe too"),
+    ("report --load kept.json --out kept.json", "of --load too"),
+    ("quantize --export missing/a.json", "--export missing/a.json: the folder"),
+    ("quantize --export sub", "--export sub: is a folder"),
+    ("quantize --save missing/a.json", "--save missing/a.json: the folder"),
+    ("quantize --save sub", "--save sub: is a folder"),
+    ("quantize --report missing/a.json", "--report missing/a.json: the folder"),
+    ("quantize --report sub", "--report sub: is a folder"),
+    ("report --out missing/a.json", "--out missing/a.json: the folder"),
+    ("report --out sub", "--out sub: is a folder"),
+    ("plan --out missing/a.json", "--out missing/a.json: the folder"),
+    ("plan --out sub", "--out sub: is a folder"),
+    ("convert net.onnx --to missing/a.pt2", "no such file"),
+    *((f"{c} no.onnx", "MODEL no.onnx: no such file") for c in ("inspect", *NAMED)),
+    *((f"{c} sub.onnx", "MODEL sub.onnx: is a folder") for c in ("inspect", *NAMED)),
+    *((f"{c} net.bin", "-symbol.json, .prototxt") for c in ("inspect", *NAMED)),
+    (f"convert no.onnx {TO}", "MODEL no.onnx: no such file"),
+    (f"convert sub.onnx {TO}", "MODEL sub.onnx: is a folder"),
+    (f"convert net.bin {TO}", "expected a name that ends in .onnx"),
+    ("convert net.prototxt --to a.pt", "expected a name that ends in .pt2"),
+    (f"convert net.prototxt {TO} --weights no", "--weights no: no such file"),
+    (f"convert alone.prototxt {TO}", "no .caffemodel beside it"),
+    (f"convert net.prototxt {TO} --shape 1,x", "expected sizes"),
+    (f"convert net.prototxt {TO} --shape 1 --shape 1", "got 2"),
+    ("quantize --weights sub", "--weights sub: is a folder; expected a file"),
+    ("quantize --weights no.pt", "--weights no.pt: no such file"),
+    ("quantize --weights user_net.py", "--weights user_net.py: UnpicklingError: "),
+    ("quantize --weights list.pt", "--weights list.pt: expected a state dict, a file of named"),
+    ("quantize --weights other.pt", "--weights other.pt: Error(s) in loading state_dict"),
+    ("quantize --data sub", "--data sub: no image in it; expected files like .jpg"),
+    ("quantize --data noise", "cannot be read as an image"),
+    ("quantize --recipe no.json", "--recipe no.json: no such file"),
+    ("quantize --recipe noise.json", "config: not JSON"),
+    ("quantize --export a.pt", "--export a.pt: expected a name that ends in .onnx"),
+    ("quantize --metric user_net:three", "expected"),
+]
+
+
+@pytest.mark.parametrize(("line", "text"), REFUSALS, ids=[line for line, _ in REFUSALS])
+def test_what_cannot_work_is_refused_first(
+    refused: Refused, files: None, line: str, text: str
+) -> None:
+    command, *argv = line.split()
+    if argv == ["--model"]:
+        argv = []
+    elif command in NAMED and argv[0].startswith("--") and argv[0][:4] != "--mo":
+        argv = [*SOURCE, *argv]  # a later option wins
+    assert text in refused(command, *argv)
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("--exclude head.*", "'head.*' matches no module"),
+        ("--export a.onnx --opset 10", "opset 10 has no QuantizeLinear for"),
+        ("--recipe mxfp8 --export m.onnx", "ONNX"),
+        ("--recipe nvfp4 --export m.onnx", "ONNX"),
+    ],
+)
+def test_what_the_model_shows_is_refused_before_calibration(
+    refused: Refused, line: str, text: str
+) -> None:
+    pytest.importorskip("onnx")
+    assert text in refused("quantize", *SOURCE, *line.split(), late=True)
+
+
+def test_an_unknown_recipe_is_answered_with_all_names(refused: Refused) -> None:
+    error = refused("quantize", *MODEL, "--recipe", "int5")
+    assert re.search("unknown recipe 'int5'; expected one of: .*'int8'", error)
 
 
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (
-            ["quantize", "--model", "user_net:breaks_early"],
-            "breaks_early: KeyError",
-        ),
-        (
-            ["doctor", *SOURCE[:2], "--data", "user_net:breaks_early"],
-            "--data user_net:",
-        ),
-        (["report", *SOURCE[:2], "--data", "user_net:breaks_late"], "IndexError: no such index"),
-        (
-            ["quantize", "--model", "raises:x"],
-            "x: ValueError: at import (raises.py",
-        ),
+        (["quantize", "--model", "user_net:breaks_early"], "breaks_early: KeyError"),
+        (["doctor", *MODEL, "--data", "user_net:breaks_early"], "--data user_net:"),
+        (["report", *MODEL, "--data", "user_net:breaks_late"], "IndexError: no such index"),
+        (["quantize", "--model", "raises:x"], "x: ValueError: at import (raises.py"),
     ],
     ids=["factory", "loader", "iterator", "module"],
 )
 def test_what_a_users_code_raises_is_one_line_with_its_place(
-    capsys: pytest.CaptureFixture[str], argv: list[str], text: str
+    refused: Refused, argv: list[str], text: str
 ) -> None:
     Path("raises.py").write_text("raise ValueError('at import')")
-    error = refused(capsys, *argv)
+    error = refused(*argv)
     assert text in error
     assert re.search(r"\((user_net|raises)\.py, line \d+\)$", error)
 
@@ -261,36 +207,8 @@ def test_a_metric_that_gives_no_number_is_an_error(
     assert "--metric user_net:none: TypeError: float() argument" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("network", "weights"),
-    [
-        ("mxnet_files/classifier-symbol.json", "mxnet_files/classifier-0000.params"),
-        ("caffe_files/classifier.prototxt", "caffe_files/classifier.caffemodel"),
-    ],
-)
-def test_weights_that_lie_elsewhere_are_named_in_the_line_that_loads(
-    folder: Path, capsys: pytest.CaptureFixture[str], network: str, weights: str
-) -> None:
-    name = shutil.copy(FILES / network, folder)
-    decoy = folder / Path(weights).name  # A file of this name would be found by itself.
-    decoy.write_bytes(b"")
-    (folder / "elsewhere").mkdir()
-    moved = shutil.copy(FILES / weights, folder / "elsewhere" / "renamed")
-    text = MODULE + "\ndef large():\n    return [torch.randn(2, 3, 16, 16)]\n"
-    (folder / "user_net.py").write_text(text)
-    argv = ["quantize", str(name), "--weights", str(moved), "--data", "user_net:large"]
-    assert main([*argv, "--save", "a.pt", "--no-report"]) == 0
-    line = capsys.readouterr().out.split("load it with\n")[1].splitlines()[0].strip()
-    assert repr(str(moved)) in line
-    code = f"{line}; print(torchq.workflow.is_quantized(model))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "True", done.stderr
-
-
 def test_every_number_of_the_command_line_has_bounds() -> None:
     """A plain int or float takes -1 and nan, which fail late or pass in silence."""
-    from torchq.cli.main import build_parser
-
     for child in build_parser().children.values():
         for action in child._actions:
             kind = action.type
@@ -299,6 +217,6 @@ def test_every_number_of_the_command_line_has_bounds() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write everywhere")
-def test_a_folder_that_is_not_writable_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_not_writable_is_refused(refused: Refused) -> None:
     Path("sub").mkdir(mode=0o555)
-    assert "is not writable" in refused(capsys, "quantize", *SOURCE, "--save", "sub/a.pt")
+    assert "is not writable" in refused("quantize", *SOURCE, "--save", "sub/a.pt")

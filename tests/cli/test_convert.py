@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import torchq
-from tests.frontends.test_caffe import one_layer
 from torchq.cli import main
 
 FILES = Path(__file__).parents[1] / "frontends"
@@ -41,33 +40,6 @@ def test_the_shape_of_an_input_may_be_given(tmp_path: Path) -> None:
     assert main(command) == 2
     assert main([*command, "--shape", "4,5"]) == 0
     assert torch.export.load(target).module()(-torch.ones(4, 5)).sum() == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["net.bin", "--to", "a.pt2"], "expected a name that ends in .onnx"),
-        (["net.prototxt", "--to", "a.pt"], "expected a name that ends in .pt2"),
-        (["net.prototxt", "--to", "a.pt2", "--weights", "no"], "--weights no: no such file"),
-        (["alone.prototxt", "--to", "a.pt2"], "no .caffemodel beside it"),
-        (["net.prototxt", "--to", "a.pt2", "--shape", "1,x"], "expected sizes"),
-        (["net.prototxt", "--to", "a.pt2", "--shape", "1", "--shape", "1"], "got 2"),
-    ],
-)
-def test_mistakes_are_explained(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for stem in ("net", "alone"):
-        Path(f"{stem}.prototxt").write_text(one_layer("ReLU"))
-    Path("net.caffemodel").write_bytes(b"")
-    assert main(["convert", *arguments]) == 2
-    assert message in capsys.readouterr().err
-    assert not list(tmp_path.glob("a.*"))
 
 
 def test_a_network_of_mxnet_is_quantized_in_one_command(
