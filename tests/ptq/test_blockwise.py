@@ -14,7 +14,7 @@ from torchq.errors import ConfigError
 from torchq.ptq import gptq_
 from torchq.ptq.blocks import find_blocks
 from torchq.ptq.layers import find_layers
-from torchq.ptq.replay import OutputWatch, Replay, TensorStore
+from torchq.ptq.replay import Replay, TensorStore
 from torchq.workflow.layer_matrices import (
     input_matrix,
     output_matrix,
@@ -311,7 +311,7 @@ def test_what_nothing_reads_is_forgotten(
 ) -> None:
     found, state = rounded(run, monkeypatch)
     assert found == forgotten
-    monkeypatch.setattr(OutputWatch, "next_begins", lambda self: None)
+    monkeypatch.setattr(Replay, "_last_readers", lambda self, blocks: {})
     nothing, expected = rounded(run, monkeypatch)
     assert nothing == set()
     for name, value in state.items():

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from torchq.analysis.metrics import Sums, add_sums, batch_size, class_axis, scores_in
 from torchq.errors import ConfigError
+from torchq.graph import map_tensors, tensors_in
 
 #: Backward passes for each batch.
 PROBES = 4
@@ -139,7 +140,7 @@ class _Taps:
         self.points += points
         waiting = iter(points)
         # The sum is a new tensor, so that code in place does not change the one that is kept.
-        return _mapped(output, lambda t: t + next(waiting) if t.is_floating_point() else t)
+        return map_tensors(output, lambda t: t + next(waiting) if t.is_floating_point() else t)
 
     @torch.no_grad()
     def squares(self, gradients: Sequence[Sequence[Tensor | None]], size: int) -> dict[Any, float]:
@@ -181,23 +182,4 @@ def _of_samples(values: Tensor, size: int) -> Tensor:
 
 
 def _floats(value: Any) -> list[Tensor]:
-    return [tensor for tensor in _flat(value) if tensor.is_floating_point()]
-
-
-def _flat(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in _flat(item)]
-    return []
-
-
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return ``value`` with its tensors changed, in the order of :func:`_flat`."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, (tuple, list)):
-        items = [_mapped(item, change) for item in value]
-        is_named = isinstance(value, tuple) and hasattr(value, "_fields")
-        return type(value)(*items) if is_named else type(value)(items)
-    return value
+    return [tensor for tensor in tensors_in(value) if tensor.is_floating_point()]

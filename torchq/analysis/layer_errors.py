@@ -254,7 +254,7 @@ class LayerErrors:
             figures = (decibel_text(row.local_sqnr), decibel_text(row.sqnr), f"{row.cosine:.5f}")
             rest = (bar(row.born, 10), percent_text(row.clipped), codes, str(row.dead_channels))
             rows.append((row.name or "(root)", row.kind, *figures, *rest))
-        return f"{table(rows)}\n{self._ending()}"
+        return table(rows, self._ending())
 
 
 @uncompiled()

@@ -129,8 +129,7 @@ class MixedPrecision(QuantConfig):
             rows.append((choice.name or "(root)", choice.format, *figures))
         costs = ", ".join(f"{kind} {value:.4g}" for kind, value in self.costs.items())
         asked = ", ".join(f"{kind} {value:.4g}" for kind, value in self.budget.items())
-        ending = f"budget {asked}; costs {costs}; predicted damage {self.damage:.2e}"
-        return f"{table(rows)}\n{ending}"
+        return table(rows, f"budget {asked}; costs {costs}; predicted damage {self.damage:.2e}")
 
 
 @uncompiled()

@@ -130,7 +130,7 @@ class SensitivityReport:
             parts.append("torchq.layer_errors names the layer that NaN or infinity comes from")
         elif self.rows:
             parts.append(f"try exclude={self.worst(2)!r}")
-        return f"{table(rows)}\n{wrap('; '.join(parts))}"
+        return table(rows, wrap("; ".join(parts)))
 
 
 @uncompiled()

@@ -3,7 +3,14 @@
 The package knows nothing of quantization.
 """
 
-from torchq.graph.calling import Forward, call_arguments, call_model, move_to, tensors_in
+from torchq.graph.calling import (
+    Forward,
+    call_arguments,
+    call_model,
+    map_tensors,
+    move_to,
+    tensors_in,
+)
 from torchq.graph.facade import PASSES, Graph, GraphPass, graph_pass
 from torchq.graph.flow import Call, Flow, flow_of_graph, read_arguments, record
 from torchq.graph.operators import (
@@ -58,6 +65,7 @@ __all__ = [
     "flow_of_graph",
     "forward_hook_kind",
     "is_torch_leaf",
+    "map_tensors",
     "move_to",
     "operator_name",
     "read_arguments",

@@ -215,3 +215,32 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name))
+
+
+def map_tensors(
+    value: Any, change: Callable[[Tensor], Any], other: Callable[[Any], Any] = lambda item: item
+) -> Any:
+    """Return ``value`` with each of its tensors replaced, in tuples, lists, mappings, dataclasses.
+
+    ``other`` replaces what holds no tensors.
+
+    >>> map_tensors((torch.ones(2), [3]), lambda t: t.sum().item())
+    (2.0, [3])
+    """
+
+    def inside(item: Any) -> Any:
+        return map_tensors(item, change, other)
+
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(inside, value))
+    if type(value) in (tuple, list):
+        return type(value)(map(inside, value))
+    if isinstance(value, Mapping):
+        changed = {key: inside(item) for key, item in value.items()}
+        return changed if type(value) is dict else type(value)(**changed)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return type(value)(**{name: inside(getattr(value, name)) for name in names})
+    return other(value)

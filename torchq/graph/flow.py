@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from torchq.graph.calling import call_model, tensors_in
+from torchq.graph.calling import Forward, call_model, tensors_in
 from torchq.graph.operators import effects_of, operator_name, operator_of, reads_metadata
 from torchq.graph.tracing import is_torch_leaf
 from torchq.utils import untouched
@@ -312,7 +312,11 @@ def _recorder_for(model: nn.Module) -> _Recorder:
 
 
 def record(
-    model: nn.Module, example: Any, is_leaf: Callable[[nn.Module], bool] = is_torch_leaf
+    model: nn.Module,
+    example: Any,
+    is_leaf: Callable[[nn.Module], bool] = is_torch_leaf,
+    *,
+    forward: Forward | None = None,
 ) -> Flow:
     """Run ``model`` once on ``example``, in eval mode without gradients, and return its flow.
 
@@ -323,6 +327,7 @@ def record(
         model: left unchanged.
         example: the arguments of the call; see :func:`call_arguments`.
         is_leaf: which modules count as one call.
+        forward: called as ``forward(model, example)`` instead of the model itself.
     """
     names = {id(module): name for name, module in model.named_modules()}
     recorder = _recorder_for(model)
@@ -346,7 +351,7 @@ def record(
                 stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
         with recorder:
-            out = call_model(model, example)
+            out = call_model(model, example, forward=forward)
     return Flow(
         tuple(recorder.calls),
         frozenset(recorder.sources(out)),

@@ -17,10 +17,9 @@ from torchq.nn import TensorQuantizer
 from torchq.ptq.blocks import Block
 from torchq.ptq.gptq.api import BlockRounding
 from torchq.ptq.gptq.layer import Options
-from torchq.ptq.layers import find_layers, own_tensors, weight_quantizer
+from torchq.ptq.layers import find_layers, own_tensors, report_text, weight_quantizer
 from torchq.ptq.reconstruction import BlockData, LearnedBlock, learn, mean_error
 from torchq.ptq.replay import Replay, treat_blocks
-from torchq.ptq.reports import report_text
 from torchq.utils import Pattern, evaluating, undone_on_error
 from torchq.workflow import weight_quantizers
 

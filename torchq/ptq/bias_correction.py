@@ -22,8 +22,7 @@ from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward, call_model
 from torchq.nn import QuantModule, quantizing_only
 from torchq.ptq.channels import LAYERS, TRANSPOSED
-from torchq.ptq.layers import check_calibrated
-from torchq.ptq.reports import report_text
+from torchq.ptq.layers import check_calibrated, report_text
 from torchq.utils import device_of, evaluating, kept_batches, progress_bar, undone_on_error
 from torchq.workflow import quantizers
 

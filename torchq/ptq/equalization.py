@@ -37,8 +37,8 @@ from torchq.ptq.channels import (
 from torchq.ptq.layers import (
     check_not_calibrated,
     own_tensors,
+    report_text,
 )
-from torchq.ptq.reports import report_text
 from torchq.utils import evaluating, undone_on_error
 from torchq.workflow import quantizers
 

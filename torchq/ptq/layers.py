@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torchq.functional import scale_from_amax
 from torchq.functional.scale import divisor
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.ptq.channels import CONVOLUTIONS
+from torchq.utils import table
 from torchq.workflow import quantizers, weight_quantizers
 from torchq.workflow.layer_matrices import weight_matrix
 
@@ -151,3 +152,12 @@ def check_on_grid(where: str, name: str, layer: Any, weight: Tensor) -> None:
             f"{where}: {name}: got rounded weights that {weight_quantizer(layer).descriptor} "
             f"changes in {weight.dtype}; expected values of its grid. Use a wider dtype"
         )
+
+
+def report_text(
+    header: Sequence[str], rows: Iterable[Sequence[str]], skipped: Mapping[str, str], last: str
+) -> str:
+    """Return a table of what was treated, then of what was left alone with reasons, and a line."""
+    empty = [""] * (len(header) - 2)
+    left = [(name, *empty, f"SKIPPED: {reason}") for name, reason in skipped.items()]
+    return table([tuple(header), *map(tuple, rows), *left], last)

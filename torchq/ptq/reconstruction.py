@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from torchq.errors import CalibrationError
 from torchq.functional import learned_fake_quantize
-from torchq.graph import tensors_in
+from torchq.graph import map_tensors, tensors_in
 from torchq.nn import TensorQuantizer
 from torchq.ptq.blocks import Block
 from torchq.ptq.layers import check_on_grid, grid_of, weight_quantizer
-from torchq.ptq.replay import map_tensors, replaced_forward
+from torchq.ptq.replay import replaced_forward
 from torchq.workflow.layer_matrices import weight_from_matrix
 
 # Learning rates of Adam and the weight of the penalty, as in BRECQ, but for the first one: 0.02

@@ -7,9 +7,8 @@ no tracing. The weights of finished blocks are not read any more.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, Literal
@@ -17,9 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from torchq.graph import Forward, call_model, tensors_in
+from torchq.graph import Forward, call_model, is_torch_leaf, map_tensors, move_to, record
 from torchq.nn import Add, quantizing_only
 from torchq.ptq.blocks import Block, CallCount, find_blocks
 from torchq.utils import Pattern, device_of, kept_batches, progress_bar
@@ -76,102 +74,6 @@ class AdditionWatch(TorchFunctionMode):
             if id(one) in self._watched and one.shape == other.shape and one is not other:
                 name, _ = self._watched.pop(id(one))
                 self._report(name, other)
-
-
-# Functions and attributes of a tensor that do not read its values.
-_SHAPES = frozenset(["shape", "dtype", "device", "ndim", "size", "dim", "numel", "is_cuda"])
-
-
-class OutputWatch(TorchFunctionMode):
-    """Watches one run of a model up to a block, and finds what no later run needs.
-
-    The code between blocks is the same in every run. So an output that no function and no module
-    outside the running block read, and that is gone when the next block begins, is not needed once
-    the running block is finished. Reading nothing but the shape of an output does not count.
-    """
-
-    def __init__(self, blocks: Sequence[Block], number: int) -> None:
-        super().__init__()
-        self._blocks, self._number = blocks, number
-        self._owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._kept: set[int] = set()
-        self._read: set[int] = set()
-        self._is_inside = False
-        #: Numbers of the blocks before this one whose outputs are not needed any more.
-        self.unneeded: set[int] = set()
-
-    @contextmanager
-    def hooked(self, model: nn.Module) -> Iterator[None]:
-        """Watch the functions and the calls of the modules of ``model``."""
-        blocks = [block.module for block in self._blocks]
-        inside = {part for block in blocks for part in block.modules()}
-        running = blocks[self._number]
-        with self, ExitStack() as stack:
-            stack.callback(running.register_forward_pre_hook(self._begin).remove)
-            stack.callback(running.register_forward_hook(self._end).remove)
-            for module in model.modules():
-                if inside.isdisjoint(module.modules()):
-                    handle = module.register_forward_pre_hook(self._look, with_kwargs=True)
-                    stack.callback(handle.remove)
-            yield
-
-    def kept(self, number: int, output: Any) -> None:
-        """Watch the output of a finished block, which is about to be returned."""
-        self._kept.add(number)
-        for tensor in tensors_in(output):
-            self._owners[tensor] = number
-
-    def next_begins(self) -> None:
-        """Decide, when the block after the running one is called."""
-        self.unneeded = self._kept - self._read - set(self._owners.values())
-
-    def _begin(self, *_: Any) -> None:
-        self._is_inside = True
-
-    def _end(self, *_: Any) -> None:
-        self._is_inside = False
-
-    def _look(self, module: nn.Module, *values: Any) -> None:
-        self._read |= {self._owners[t] for t in tensors_in(values) if t in self._owners}
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name == "__get__":
-            name = func.__self__.__name__
-        if not self._is_inside and name not in _SHAPES:
-            self._read |= {self._owners[t] for t in tensors_in((args, kwargs)) if t in self._owners}
-        return func(*args, **(kwargs or {}))
-
-
-def map_tensors(
-    value: Any, change: Callable[[Tensor], Any], other: Callable[[Any], Any] = lambda item: item
-) -> Any:
-    """Return ``value`` with each of its tensors replaced, in tuples, lists, mappings, dataclasses.
-
-    ``other`` replaces what holds no tensors.
-
-    >>> map_tensors((torch.ones(2), [3]), lambda t: t.sum().item())
-    (2.0, [3])
-    """
-
-    def inside(item: Any) -> Any:
-        return map_tensors(item, change, other)
-
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(inside, value))
-    if type(value) in (tuple, list):
-        return type(value)(map(inside, value))
-    if isinstance(value, Mapping):
-        changed = {key: inside(item) for key, item in value.items()}
-        return changed if type(value) is dict else type(value)(**changed)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value)]
-        return type(value)(**{name: inside(getattr(value, name)) for name in names})
-    return other(value)
 
 
 def _copied(value: Any) -> Any:
@@ -255,6 +157,7 @@ class Replay:
         self.batches = kept_batches(where, batches, num_batches)
         self._forward = forward
         self._blocks: Sequence[Block] = ()
+        self._forgotten: dict[int, list[int]] = {}
 
     def count_calls(self) -> CallCount:
         """Run the float model on the first batch and count the calls of each module."""
@@ -272,7 +175,31 @@ class Replay:
 
     def use_blocks(self, blocks: Sequence[Block]) -> None:
         """Make ``blocks`` the blocks of the model, in running order; none is finished."""
-        self._blocks = blocks
+        self._blocks, self._forgotten = blocks, self._last_readers(blocks)
+
+    def _last_readers(self, blocks: Sequence[Block]) -> dict[int, list[int]]:
+        """Return block -> blocks whose outputs nothing reads once it is finished.
+
+        The code between blocks runs each time, so what it reads is never forgotten.
+        """
+        numbers = {id(block.module): number for number, block in enumerate(blocks)}
+        holders = {
+            id(m) for m in self.model.modules() if any(id(p) in numbers for p in m.modules())
+        }
+
+        def is_leaf(module: nn.Module) -> bool:
+            return id(module) in numbers or (id(module) not in holders and is_torch_leaf(module))
+
+        batch = move_to(self.batches[0], device_of(self.model) or torch.device("cpu"))
+        with quantizing_only(quantizers(self.model).values()):
+            flow = record(self.model, batch, is_leaf, forward=self._forward)
+        found: dict[int, list[int]] = {}
+        for call in flow.calls:
+            number = numbers.get(id(call.module))
+            readers = [numbers.get(id(r.module), len(blocks)) for r in flow.consumers(call)]
+            if number is not None:
+                found.setdefault(max(readers, default=number + 1), []).append(number)
+        return found
 
     def finish(self, number: int, kind: Kind) -> None:
         """Keep the outputs of block ``number`` for the blocks after it.
@@ -280,10 +207,9 @@ class Replay:
         With the quantized ones the block is finished, and what only it needed is forgotten.
         """
         for index in range(len(self.batches)):
-            watch = OutputWatch(self._blocks, number)
-            self.run(number, index, kind, watch=watch)
-            if kind == "quantized":
-                for other in watch.unneeded:
+            self.run(number, index, kind)
+            if kind == "quantized" and number + 1 < len(self._blocks):
+                for other in self._forgotten.get(number, ()):
                     self.store.blank(("float", other, index))
                     self.store.blank(("quantized", other, index))
 
@@ -296,9 +222,8 @@ class Replay:
         want_inputs: Sequence[str] = (),
         want_outputs: Sequence[str] = (),
         want_shortcuts: Sequence[str] = (),
-        watch: OutputWatch | None = None,
     ) -> Captured:
-        """Run batch ``index`` through block ``number`` and to the next block, or less.
+        """Run batch ``index`` through block ``number``, or less.
 
         All blocks before it are finished; ``kind`` chooses their outputs, and whether quantizers
         are on. Of the layers whose inputs, outputs or shortcuts are wanted, these are returned. If
@@ -313,7 +238,7 @@ class Replay:
                 raise _Stop
 
         with ExitStack() as stack:
-            stack.enter_context(self._replayed(number, index, kind, watch))
+            stack.enter_context(self._replayed(number, index, kind))
             names = {*want_inputs, *want_outputs, *want_shortcuts}
             if names:
                 additions = AdditionWatch(partial(note, found.shortcuts))
@@ -347,38 +272,28 @@ class Replay:
         return args, kwargs
 
     @contextmanager
-    def _replayed(
-        self, number: int, index: int, kind: Kind, watch: OutputWatch | None = None
-    ) -> Iterator[None]:
+    def _replayed(self, number: int, index: int, kind: Kind) -> Iterator[None]:
         """Replace the forwards of all blocks but one, whose output is kept."""
 
         def keep(module: nn.Module, args: Any, out: Any) -> None:
             self.store.put((kind, number, index), out)
 
         def stop(*args: Any, **kwargs: Any) -> Any:
-            if watch is not None:
-                watch.next_begins()
             raise _Stop
+
+        def kept(key: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.store.get(key)
 
         with ExitStack() as stack:
             if kind == "float":
                 stack.enter_context(quantizing_only(quantizers(self.model).values()))
-            if watch is not None:
-                stack.enter_context(watch.hooked(self.model))
             for i, block in enumerate(self._blocks):
                 if i == number:
                     stack.callback(block.module.register_forward_hook(keep).remove)
                     continue
-                function = stop if i > number else partial(self._kept, (kind, i, index), watch)
+                function = stop if i > number else partial(kept, (kind, i, index))
                 stack.enter_context(replaced_forward(block.module, function))
             yield
-
-    def _kept(self, key: Any, watch: OutputWatch | None, *args: Any, **kwargs: Any) -> Any:
-        """Return what the store holds, whatever the arguments are."""
-        value = self.store.get(key)
-        if watch is not None:
-            watch.kept(key[1], value)
-        return value
 
     def _call(self, index: int) -> None:
         device = device_of(self.model)

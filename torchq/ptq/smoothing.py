@@ -29,8 +29,8 @@ from torchq.ptq.channels import (
 from torchq.ptq.layers import (
     check_not_calibrated,
     own_tensors,
+    report_text,
 )
-from torchq.ptq.reports import report_text
 from torchq.utils import (
     device_of,
     evaluating,

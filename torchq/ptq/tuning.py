@@ -86,7 +86,7 @@ class TuneResult:
             bits = "" if math.isnan(trial.mean_bits) else f"{trial.mean_bits:.3g}"
             rows.append((trial.change, found, bits, f"{trial.seconds:.1f}"))
         verdict = "keeps the metric" if self.kept else "does NOT keep the metric"
-        return f"{table(rows)}\n{self.config}: {self.metric:.4g}, {verdict}"
+        return table(rows, f"{self.config}: {self.metric:.4g}, {verdict}")
 
 
 def tune(

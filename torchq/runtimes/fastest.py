@@ -73,7 +73,7 @@ class FastestReport:
             )
             for candidate in self.candidates
         ]
-        return f"{table([head, *rows])}\nchosen: {self.chosen}, on {self.threads} threads"
+        return table([head, *rows], f"chosen: {self.chosen}, on {self.threads} threads")
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -17,8 +17,8 @@ def _terminal_width() -> int:
     return shutil.get_terminal_size(fallback=(120, 24)).columns
 
 
-def table(rows: Sequence[Sequence[str]], *, width: int | None = None) -> str:
-    """Return ``rows`` as aligned columns; cells of the widest columns are wrapped where needed.
+def table(rows: Sequence[Sequence[str]], footer: str = "", *, width: int | None = None) -> str:
+    """Return ``rows`` as aligned columns above a footer; cells of wide columns are wrapped.
 
     Words stay whole, so that a reader can copy the name of a layer.
     """
@@ -35,7 +35,7 @@ def table(rows: Sequence[Sequence[str]], *, width: int | None = None) -> str:
             parts = [cell[number] if number < len(cell) else "" for cell in cells]
             padded = (part.ljust(size) for part, size in zip(parts, widths, strict=True))
             lines.append(_GAP.join(padded).rstrip())
-    return "\n".join(lines)
+    return "\n".join([*lines, footer] if footer else lines)
 
 
 def _fit(widths: list[int], longest: list[int], limit: int) -> list[int]:

@@ -71,7 +71,7 @@ class CalibrationReport:
         end = f"{len(self.ranges)} ranges from {batches}"
         if self.kept:
             end += f", {len(self.kept)} kept from before"
-        return f"{table(rows)}\n{end}"
+        return table(rows, end)
 
 
 def calibrate(

@@ -76,7 +76,7 @@ class Summary:
         left = "no layer with weights is left in float"
         if self.float_modules:
             left = f"float: {', '.join(self.float_modules)}"
-        return "\n".join([table([head, *rows]), wrap(left, indent="  "), wrap(_SIMULATED)])
+        return table([head, *rows], f"{wrap(left, indent='  ')}\n{wrap(_SIMULATED)}")
 
     def _deployed_text(self) -> str:
         head = ("layer", "class", "kernel", "bytes", "note")

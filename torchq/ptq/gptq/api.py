@@ -17,9 +17,8 @@ from torchq.errors import ConfigError
 from torchq.graph import Forward
 from torchq.ptq.blocks import Block
 from torchq.ptq.gptq.layer import GPTQLayer, MomentSums, Options, Target, round_layer_
-from torchq.ptq.layers import find_layers
+from torchq.ptq.layers import find_layers, report_text
 from torchq.ptq.replay import Replay, treat_blocks
-from torchq.ptq.reports import report_text
 from torchq.utils import Pattern, evaluating
 from torchq.workflow.layer_matrices import input_matrix, output_matrix
 
