@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,13 +16,13 @@ from torch import Tensor, nn
 from torchq.errors import ExportError
 from torchq.functional.onnx_ops import mark
 from torchq.nn import TensorQuantizer
-from torchq.onnx.interface import ExampleCall, fixes_batch
-from torchq.onnx.ir import Model, run_passes, save_model, set_opset
+from torchq.onnx.interface import ExampleCall, fixes_batch, named_calls
+from torchq.onnx.ir import Model, run_passes, save_model, set_opset, undo_passes
 from torchq.onnx.passes import EXPORT_PASSES
 from torchq.onnx.passes.activations import retype_activations
 from torchq.onnx.passes.constants import merge_duplicates
 from torchq.onnx.preflight import check_dtypes, check_quantizers, choose_exporter, default_opset
-from torchq.onnx.qdq import write_record
+from torchq.onnx.qdq import read_record, write_record
 from torchq.onnx.report import ExportReport, report_on
 from torchq.onnx.torch_exporters import (
     TorchExportError,
@@ -31,7 +30,7 @@ from torchq.onnx.torch_exporters import (
     run_dynamo,
     run_torchscript,
 )
-from torchq.runtime import Runtime, check_planned, runtime_of
+from torchq.runtime import RUNTIMES, Runtime, check_planned, runtime_of
 from torchq.utils import (
     bullets,
     deployed_part,
@@ -150,6 +149,13 @@ def _shape_for(runtime: Runtime | None, graph: Model) -> tuple[str, ...]:
     return found
 
 
+def undo_export(graph: Model) -> dict[str, str]:
+    """Undo what the passes of a file changed in layers; return what is wrong, by quantizer."""
+    runtime = RUNTIMES.get(read_record(graph).get("target"))
+    own = () if runtime is None or runtime.file is None else runtime.file.passes
+    return undo_passes(graph, (*EXPORT_PASSES, *own))
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside DataParallel or DistributedDataParallel.
 
@@ -193,7 +199,7 @@ def _traced(
         stack.enter_context(evaluating(call.model))
         if modern:
             stack.enter_context(constant_grids(active.values()))
-        stack.enter_context(_marked(call.model, active))
+        stack.enter_context(named_calls(call.model, active, _mark))
         stack.enter_context(_without_unknown_outputs(call.model))
         stack.enter_context(plain_attention())
         graph = run_dynamo(call, opset) if modern else run_torchscript(call, opset)
@@ -266,33 +272,6 @@ def _without_unknown_outputs(model: nn.Module) -> Iterator[None]:
         )
 
 
-@contextmanager
-def _marked(model: nn.Module, active: Mapping[str, TensorQuantizer]) -> Iterator[None]:
-    """Let quantizers write their paths beside their Q/DQ nodes, and stop them from observing.
-
-    The second call of one quantizer is marked ``path#2``, and so on.
-    """
-    observing = [(quantizer, quantizer.observing) for quantizer in active.values()]
-    calls: Counter[str] = Counter()
-    # An exporter may run the model more than once.
-    handles = [model.register_forward_pre_hook(lambda *_: calls.clear())]
-
-    def hook(name: str, quantizer: TensorQuantizer, out: Tensor) -> Tensor:
-        calls[name] += 1
-        label = name if calls[name] == 1 else f"{name}#{calls[name]}"
-        return mark(out, label, quantizer.descriptor.format.name)
-
-    try:
-        for name, quantizer in active.items():
-            quantizer.observing = False
-            handles.append(
-                quantizer.register_forward_hook(
-                    lambda module, _, out, name=name: hook(name, module, out)
-                )
-            )
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for quantizer, before in observing:
-            quantizer.observing = before
+def _mark(name: str, quantizer: TensorQuantizer, x: Tensor, out: Tensor) -> Tensor:
+    """Let a quantizer write its name beside its Q/DQ nodes."""
+    return mark(out, name, quantizer.descriptor.format.name)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from torchq.errors import ExportError
 from torchq.graph import call_arguments, tensors_in
+from torchq.nn import TensorQuantizer
 
 
 def argument_names(model: nn.Module, count: int) -> list[str]:
@@ -199,3 +202,39 @@ def nested_tensors(
         else:
             found |= {f"{name}_{i}": tensor for i, tensor in enumerate(tensors_in(value))}
     return found
+
+
+@contextmanager
+def named_calls(
+    model: nn.Module,
+    quantizers: Mapping[str, TensorQuantizer],
+    note: Callable[[str, TensorQuantizer, Tensor, Tensor], Tensor],
+) -> Iterator[None]:
+    """Let ``note(name, quantizer, input, result)`` change what quantizers return; none observes.
+
+    Names are those of a file: the second call of a quantizer in one run of ``model`` is ``path#2``.
+    """
+    observing = [(quantizer, quantizer.observing) for quantizer in quantizers.values()]
+    calls: Counter[str] = Counter()
+    # An exporter may run the model more than once.
+    handles = [model.register_forward_pre_hook(lambda *_: calls.clear())]
+
+    def hook(path: str, quantizer: TensorQuantizer, x: Tensor, out: Tensor) -> Tensor:
+        calls[path] += 1
+        name = path if calls[path] == 1 else f"{path}#{calls[path]}"
+        return note(name, quantizer, x, out)
+
+    try:
+        for path, quantizer in quantizers.items():
+            quantizer.observing = False
+            handles.append(
+                quantizer.register_forward_hook(
+                    lambda module, args, out, path=path: hook(path, module, args[0], out)
+                )
+            )
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for quantizer, before in observing:
+            quantizer.observing = before

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,6 +27,35 @@ Value: TypeAlias = Any
 DataType: TypeAlias = Any
 #: A rewriting of a model in place. Its docstring states the graph before and after.
 Pass: TypeAlias = Callable[[Model], None]
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A pass that changes what layers hold, so that a file is compared after it is undone.
+
+    Attributes:
+        do: The pass.
+        undo: Gives a graph back what ``do`` changed, or notes in the ``meta`` of nodes what a model
+            cannot have; returns what is wrong by the name of a quantizer. It leaves other files as
+            they are: what it needs is in the record.
+    """
+
+    do: Pass
+    undo: Callable[[Model], dict[str, str]]
+
+    def __call__(self, model: Model) -> None:
+        """Run the pass."""
+        self.do(model)
+
+
+def undo_passes(model: Model, passes: Iterable[Pass]) -> dict[str, str]:
+    """Undo what passes changed, the last one first; return what is wrong, by quantizer."""
+    wrong: dict[str, str] = {}
+    for rewrite in reversed([*passes]):
+        if isinstance(rewrite, Rewrite):
+            wrong |= rewrite.undo(model)
+    return wrong
+
 
 onnx_ir: Any = OptionalModule("onnx_ir", "torchq.onnx")
 _passes: Any = OptionalModule("onnx_ir.passes.common", "torchq.onnx")
@@ -156,6 +186,11 @@ def is_constant(value: Value | None) -> bool:
     return value is not None and value.is_initializer() and value.const_value is not None
 
 
+def are_constant(values: Iterable[Value | None]) -> bool:
+    """Return True if all values that are not left out are stored in the file."""
+    return all(value is None or is_constant(value) for value in values)
+
+
 def data_type(value: Value) -> DataType:
     """Return the ``onnx_ir.DataType`` of a stored value."""
     return value.const_value.dtype
@@ -178,6 +213,16 @@ def attribute(node: Node, name: str, default: Any = None) -> Any:
     """Return the value of an attribute of ``node``, or ``default`` where it has none."""
     found = node.attributes.get(name)
     return default if found is None else found.value
+
+
+def set_attribute(node: Node, name: str, value: Any) -> None:
+    """Give a node an attribute: an integer, or a list of integers."""
+    node.attributes[name] = onnx_ir.convenience.convert_attribute(name, value)
+
+
+def input_at(node: Node, index: int) -> Value | None:
+    """Return an input of a node; None for one that is left out."""
+    return node.inputs[index] if index < len(node.inputs) else None
 
 
 def fresh_name(graph: Graph, base: str) -> str:
@@ -214,6 +259,11 @@ def add_initializer(
     )
     graph.register_initializer(value)
     return value
+
+
+def add_numbers(graph: Graph, name: str, numbers: Iterable[int]) -> Value:
+    """Store integers, such as a shape or axes, as int64."""
+    return add_initializer(graph, name, torch.tensor([*numbers], dtype=torch.int64, device="cpu"))
 
 
 def replace_stored(value: Value, tensor: Tensor, dtype: DataType | None = None) -> Value:

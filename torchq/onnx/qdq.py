@@ -19,6 +19,7 @@ from torchq.onnx.ir import (
     attribute,
     computed_by,
     data_type,
+    input_at,
     is_constant,
     nodes_of,
     onnx_ir,
@@ -114,8 +115,9 @@ def axis_of(node: Node) -> int:
 
 def element_type(quantize: Node) -> DataType:
     """Return the type that a QuantizeLinear writes."""
-    if len(quantize.inputs) > 2 and quantize.inputs[2] is not None:
-        return data_type(quantize.inputs[2])
+    zero_point = input_at(quantize, 2)
+    if zero_point is not None:
+        return data_type(zero_point)
     chosen = attribute(quantize, "output_dtype", 0)
     return onnx_ir.DataType(chosen) if chosen else onnx_ir.DataType.UINT8
 
@@ -124,10 +126,8 @@ def qparams_of(node: Node) -> NodeQParams:
     """Return the parameters of a node whose scale and zero point are stored."""
     quantizes = node.op_type == "QuantizeLinear"
     dtype = element_type(node) if quantizes else data_type(node.inputs[0])
-    scale = value_of(node.inputs[1]).to(torch.float32)
-    zero_point = torch.zeros_like(scale)
-    if len(node.inputs) > 2 and node.inputs[2] is not None:
-        zero_point = value_of(node.inputs[2]).to(torch.float32)
+    scale, stored = value_of(node.inputs[1]).to(torch.float32), input_at(node, 2)
+    zero_point = torch.zeros_like(scale) if stored is None else value_of(stored).to(torch.float32)
     block_size = int(attribute(node, "block_size", 0))
     return NodeQParams(scale, zero_point, format_of(dtype), axis_of(node), block_size)
 
@@ -157,9 +157,14 @@ def pair_name(node: Node) -> str:
     return str(node.name or "").rpartition("/")[0]
 
 
+def path_of(name: str) -> str:
+    """Return the path of a quantizer, without the number of its call."""
+    return name.partition("#")[0]
+
+
 def shared_name(node: Node) -> str:
     """Return the quantizer of a node without the number of the call, or else its output's name."""
-    return pair_name(node).partition("#")[0] or str(node.outputs[0].name)
+    return path_of(pair_name(node)) or str(node.outputs[0].name)
 
 
 def quantizer_nodes(model: Model) -> dict[str, Node]:
@@ -168,6 +173,24 @@ def quantizer_nodes(model: Model) -> dict[str, Node]:
         pair_name(node): node
         for node in nodes_of(model, "QuantizeLinear")
         if str(node.name).endswith("/QuantizeLinear") and is_constant(node.inputs[1])
+    }
+
+
+def weight_nodes(model: Model) -> dict[str, Node]:
+    """Return the DequantizeLinear of each weight that is stored as codes, by its quantizer."""
+    return {
+        pair_name(node): node
+        for node in nodes_of(model, "DequantizeLinear")
+        if is_constant(node.inputs[0])
+    }
+
+
+def float_weights(model: Model) -> dict[str, Value]:
+    """Return the weights that are stored as float values, by their quantizers."""
+    return {
+        name.removesuffix(FLOAT_WEIGHT): value
+        for name, value in model.graph.initializers.items()
+        if name.endswith(FLOAT_WEIGHT)
     }
 
 
@@ -197,6 +220,11 @@ def stored_weight(value: Value) -> Node | None:
 def write_record(model: Model, **entries: Any) -> None:
     """Note facts about the file in its metadata; entries with other keys stay."""
     model.metadata_props[_RECORD] = json.dumps({**read_record(model), **entries})
+
+
+def add_to_record(model: Model, key: str, entries: dict[str, Any]) -> None:
+    """Add entries to those that the record has under ``key``."""
+    write_record(model, **{key: {**read_record(model).get(key, {}), **entries}})
 
 
 def read_record(model: Model) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchq.onnx.ir import Model, float_size, is_constant, nodes_of, opset_of
-from torchq.onnx.qdq import pair_name, quantizer_nodes, read_record
+from torchq.onnx.ir import Model, float_size, opset_of
+from torchq.onnx.qdq import quantizer_nodes, read_record, weight_nodes
 from torchq.utils import bullets
 
 
@@ -65,11 +65,7 @@ def report_on(
 ) -> ExportReport:
     """Return the report on a file, with names from its graph and its record."""
     merged = dict(read_record(model).get("merged", {}))
-    weights = [
-        pair_name(node)
-        for node in nodes_of(model, "DequantizeLinear")
-        if is_constant(node.inputs[0])
-    ]
+    weights = [*weight_nodes(model)]
     weights += [name for name, provider in merged.items() if provider in weights]
     return ExportReport(
         path=path,

@@ -8,22 +8,25 @@ from torch import Tensor
 from torchq.onnx.ir import (
     Model,
     Node,
+    Rewrite,
     add_initializer,
     attribute,
     computed_by,
     data_type,
+    input_at,
     is_constant,
     nodes_of,
-    onnx_ir,
+    set_attribute,
     value_of,
 )
 from torchq.onnx.qdq import (
     NodeQParams,
+    add_to_record,
     pair_name,
     qparams_of,
     read_record,
     stored_weight,
-    write_record,
+    weight_nodes,
 )
 
 _RAISED = "raised scales"
@@ -31,7 +34,7 @@ _RAISED = "raised scales"
 _LARGEST = 2.0**30
 
 
-def fit_biases(model: Model) -> None:
+def _fit_biases(model: Model) -> None:
     """Raise the scales of weights whose bias would not fit into 32 bits.
 
     A runtime rounds the bias of an integer convolution to int32, in units of the scale of the input
@@ -61,31 +64,34 @@ def fit_biases(model: Model) -> None:
             found = raised.setdefault(pair_name(weight), {})
             found.update({str(channel): float(new[channel]) for channel in channels})
     if raised:
-        write_record(model, **{_RAISED: {**read_record(model).get(_RAISED, {}), **raised}})
+        add_to_record(model, _RAISED, raised)
 
 
-def raised_channels(model: Model) -> dict[str, list[int]]:
-    """Return the channels of each stored weight whose scale :func:`fit_biases` raised.
+def _note_raised(model: Model) -> dict[str, str]:
+    """Note at each weight, under ``meta["raised"]``, the channels whose scales are the file's own.
 
     They count along the first dimension; one scale is that of all channels. Where a scale is
     another one than the record says, its channel is left out.
     """
-    record, raised = read_record(model).get(_RAISED, {}), {}
-    for node in nodes_of(model, "DequantizeLinear"):
-        scales = record.get(pair_name(node))
-        if scales is None or not is_constant(node.inputs[0]):
+    record = read_record(model).get(_RAISED, {})
+    for name, node in weight_nodes(model).items():
+        scales = record.get(name)
+        if scales is None:
             continue
         found = value_of(node.inputs[1]).reshape(-1).tolist()
         same = [int(key) for key, scale in scales.items() if found[int(key)] == scale]
         count = node.inputs[0].const_value.shape.numpy()[0]
-        raised[pair_name(node)] = list(range(count)) if same and len(found) == 1 else same
-    return raised
+        node.meta["raised"] = list(range(count)) if same and len(found) == 1 else same
+    return {}
+
+
+fit_biases = Rewrite(_fit_biases, undo=_note_raised)
 
 
 def _least_scales(node: Node) -> Tensor | None:
     """Return the least scale of the weight for each number of a stored bias, in float64."""
     before = computed_by(node.inputs[0], "DequantizeLinear")
-    bias = node.inputs[2] if len(node.inputs) > 2 else None
+    bias = input_at(node, 2)
     if before is None or not is_constant(bias) or not is_constant(before.inputs[1]):
         return None
     of_input = value_of(before.inputs[1]).double()
@@ -107,8 +113,8 @@ def _requantize(weight: Node, old: NodeQParams, scale: Tensor) -> None:
     name, graph = str(weight.name), weight.graph
     stored = [rounded.to(codes.dtype), scale.float(), zero_point.to(codes.dtype)]
     for index, (tensor, what) in enumerate(zip(stored, ("codes", "scales", "zeros"), strict=True)):
-        if index < len(weight.inputs) and weight.inputs[index] is not None:
+        if input_at(weight, index) is not None:
             kind = None if index == 1 else dtype
             value = add_initializer(graph, f"{name}/fitted {what}", tensor, kind)
             weight.replace_input_with(index, value)
-    weight.attributes["axis"] = onnx_ir.AttrInt64("axis", axis)
+    set_attribute(weight, "axis", axis)

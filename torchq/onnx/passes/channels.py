@@ -10,23 +10,25 @@ from torch import Tensor
 from torchq.onnx.ir import (
     Model,
     Node,
+    Rewrite,
     Value,
     add_initializer,
     add_node,
+    are_constant,
     attribute,
     computed_by,
     data_type,
     is_constant,
     is_output,
     nodes_of,
-    onnx_ir,
     readers,
     replace_stored,
     replace_value,
+    set_attribute,
     value_of,
 )
 from torchq.onnx.passes.shapes import Shape, known_shapes
-from torchq.onnx.qdq import pair_name, qparams_of, read_record, stored_weight, write_record
+from torchq.onnx.qdq import add_to_record, pair_name, qparams_of, read_record, stored_weight
 
 #: The channels that a merged group should have at least, and the most that it may have. In ResNeXt
 #: 32 were faster than 16 and 64; in RegNetY, with 8, 16 or 104 to choose from, 104.
@@ -34,7 +36,7 @@ _LEAST, _MOST = 32, 128
 _MERGED = "merged groups"
 
 
-def merge_groups(model: Model) -> None:
+def _merge_groups(model: Model) -> None:
     """Put several groups of integer convolutions into one, with weights of 0 between them.
 
     ONNX Runtime computes codes group by group, each with copies of its inputs; groups of 8 channels
@@ -55,16 +57,12 @@ def merge_groups(model: Model) -> None:
             merged[pair_name(weight)] = groups
             _store(node, weight, _spread(codes, groups, count), groups // count)
     if merged:
-        write_record(model, **{_MERGED: {**merged, **read_record(model).get(_MERGED, {})}})
+        add_to_record(model, _MERGED, merged)
 
 
-def split_groups(model: Model) -> list[str]:
-    """Undo :func:`merge_groups`; return quantizers of weights that are not 0 between groups.
-
-    Before: A file with merged groups.
-    After: The groups of the layers that were exported.
-    """
-    record, wrong = read_record(model).get(_MERGED, {}), []
+def _split_groups(model: Model) -> dict[str, str]:
+    """Give layers the groups that they were exported with; name weights that are not 0 between."""
+    record, wrong = read_record(model).get(_MERGED, {}), {}
     for node in nodes_of(model, "Conv"):
         weight = stored_weight(node.inputs[1])
         groups = None if weight is None else record.get(pair_name(weight))
@@ -76,9 +74,12 @@ def split_groups(model: Model) -> list[str]:
             continue  # The record is damaged, and the shape of the weight stays wrong.
         own = _gathered(codes, groups, groups // now)
         if int((codes != 0).sum()) != int((own != 0).sum()):
-            wrong.append(pair_name(weight))
+            wrong[pair_name(weight)] = "added channels are not 0"
         _store(node, weight, own, groups)
     return wrong
+
+
+merge_groups = Rewrite(_merge_groups, undo=_split_groups)
 
 
 def _count(groups: int, channels: int) -> int:
@@ -112,7 +113,7 @@ def _store(node: Node, weight: Node, codes: Tensor, groups: int) -> None:
     """Give a convolution other weights and another number of groups."""
     replace_stored(weight.inputs[0], codes, data_type(weight.inputs[0]))
     weight.outputs[0].shape = None
-    node.attributes["group"] = onnx_ir.AttrInt64("group", groups)
+    set_attribute(node, "group", groups)
 
 
 #: A value, and the indices of its channels before the shuffle.
@@ -228,7 +229,7 @@ def _read_parts(value: Value, channels: Tensor) -> list[_Part]:
 
 def _parts_of(node: Node, channels: Tensor) -> list[_Part]:
     """Return what a Slice or Split of channels gives; nothing for other nodes."""
-    if not all(value is None or is_constant(value) for value in node.inputs[1:]):
+    if not are_constant(node.inputs[1:]):
         return []
     if node.op_type == "Split" and attribute(node, "axis", 0) == 1:
         lengths = value_of(node.inputs[1]).tolist() if len(node.inputs) > 1 else None

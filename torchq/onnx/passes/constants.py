@@ -15,6 +15,8 @@ from torchq.onnx.ir import (
     Node,
     Value,
     add_initializer,
+    are_constant,
+    input_at,
     is_constant,
     is_output,
     nodes_of,
@@ -26,11 +28,11 @@ from torchq.onnx.ir import (
     value_of,
 )
 from torchq.onnx.qdq import (
+    add_to_record,
     element_type,
     format_of,
     pair_name,
     qparams_of,
-    read_record,
     write_record,
 )
 from torchq.utils.optional import OptionalModule
@@ -57,7 +59,7 @@ def fold_slices(model: Model) -> None:
     After: Both are initializers.
     """
     for node in nodes_of(model, "Slice", "Identity"):
-        if not all(is_constant(v) for v in node.inputs if v) or is_output(node.outputs[0]):
+        if not are_constant(node.inputs) or is_output(node.outputs[0]):
             continue
         value = node.inputs[0]
         if node.op_type == "Slice":
@@ -154,7 +156,7 @@ def fold_weights(model: Model) -> None:
     """
     stored = []
     for node in nodes_of(model, "QuantizeLinear"):
-        if not all(is_constant(v) for v in node.inputs[1:] if v is not None):
+        if not are_constant(node.inputs[1:]):
             continue
         weight = constant_value(model, node.inputs[0])
         if weight is not None:
@@ -195,8 +197,8 @@ def _stored_type(model: Model, node: Node) -> DataType:
 def _retype_zero_points(node: Node, dtype: DataType) -> None:
     """Give the readers of the codes a zero point of the type that the codes are stored in."""
     for reader in readers(node.outputs[0]):
-        if len(reader.inputs) > 2 and reader.inputs[2] is not None:
-            old = reader.inputs[2]
+        old = input_at(reader, 2)
+        if old is not None:
             new = add_initializer(node.graph, str(old.name), value_of(old), dtype)
             reader.replace_input_with(2, new)
 
@@ -224,4 +226,4 @@ def merge_duplicates(model: Model) -> None:
             node.outputs[0].replace_all_uses_with(kept[key].outputs[0])
             model.graph.remove(node, safe=True)
             merged[pair_name(node)] = pair_name(kept[key])
-    write_record(model, merged={**read_record(model).get("merged", {}), **merged})
+    add_to_record(model, "merged", merged)

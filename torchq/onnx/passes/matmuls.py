@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-
 from torchq.onnx.ir import (
     Model,
     Node,
     Value,
     add_initializer,
     add_node,
+    add_numbers,
     attribute,
     computed_by,
     data_type,
+    input_at,
     is_constant,
     is_output,
     nodes_of,
@@ -22,6 +22,7 @@ from torchq.onnx.ir import (
     readers,
     remove_unused,
     replace_value,
+    set_attribute,
     value_of,
 )
 from torchq.onnx.passes.shapes import known_shapes
@@ -98,7 +99,7 @@ def _with_leading_ones(add: Node, value: Value, count: int, known: dict[Value, V
         if is_constant(value):
             known[value] = add_initializer(add.graph, name, value_of(value)[(None,) * count])
         else:
-            axes = add_initializer(add.graph, f"{name}/axes", torch.arange(count, device="cpu"))
+            axes = add_numbers(add.graph, f"{name}/axes", range(count))
             node = onnx_ir.node("Unsqueeze", [value, axes], name=name)
             node.outputs[0].name = name
             add.prepend(node)
@@ -163,7 +164,7 @@ def _transpose(dequantize: Node) -> None:
     dequantize.outputs[0].shape = None
     if len(dequantize.inputs[1].const_value.shape):
         axis = 1 - axis_of(dequantize) % 2
-        dequantize.attributes["axis"] = onnx_ir.AttrInt64("axis", axis)
+        set_attribute(dequantize, "axis", axis)
 
 
 def _as_matmul_and_add(gemm: Node) -> None:
@@ -171,12 +172,12 @@ def _as_matmul_and_add(gemm: Node) -> None:
 
     ONNX Runtime would make a Gemm again if the bias had fewer dimensions.
     """
-    x, weight, bias = [*gemm.inputs, None][:3]
+    x, weight, bias = *gemm.inputs[:2], input_at(gemm, 2)
     name = str(gemm.outputs[0].name)
     result = add_node(gemm, "MatMul", [x, weight], f"{name}/product")
     if bias is not None:
-        front = add_initializer(gemm.graph, f"{name}/front", torch.tensor([0, 1], device="cpu"))
-        first = add_initializer(gemm.graph, f"{name}/first", torch.tensor([0], device="cpu"))
+        front = add_numbers(gemm.graph, f"{name}/front", [0, 1])
+        first = add_numbers(gemm.graph, f"{name}/first", [0])
         lifted = add_node(result.producer(), "Unsqueeze", [bias, front], f"{name}/bias")
         total = add_node(lifted.producer(), "Add", [result, lifted], f"{name}/sum")
         result = add_node(total.producer(), "Squeeze", [total, first], f"{name}/squeezed")
@@ -189,6 +190,6 @@ def _add_in_three_dimensions(add: Node, index: int, ndim: int) -> None:
     operand = _with_leading_ones(add, add.inputs[index], 3 - ndim, {})
     operands = [operand, add.inputs[1 - index]]
     total = add_node(add, "Add", operands[:: 1 if index == 0 else -1], f"{name}/sum")
-    first = add_initializer(add.graph, f"{name}/first", torch.tensor([0], device="cpu"))
+    first = add_numbers(add.graph, f"{name}/first", [0])
     squeezed = add_node(total.producer(), "Squeeze", [total, first], f"{name}/squeezed")
     replace_value(result, squeezed)

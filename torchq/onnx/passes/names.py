@@ -14,7 +14,7 @@ from torchq.onnx.ir import (
     is_constant,
     is_output,
 )
-from torchq.onnx.qdq import read_record, write_record
+from torchq.onnx.qdq import add_to_record
 
 
 def name_quantizers(model: Model) -> None:
@@ -43,7 +43,7 @@ def name_quantizers(model: Model) -> None:
     for mark in marks:
         bypass(mark)
     model.graph.opset_imports.pop(MARK[0], None)
-    write_record(model, merged={**read_record(model).get("merged", {}), **merged})
+    add_to_record(model, "merged", merged)
 
 
 def _name_pair(pair: tuple[Node, Node], name: str, format: str) -> None:

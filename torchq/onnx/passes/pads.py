@@ -10,19 +10,30 @@ from torch import Tensor
 from torchq.onnx.ir import (
     Model,
     Node,
+    Rewrite,
     Value,
+    are_constant,
     attribute,
     bypass,
+    input_at,
     is_constant,
     is_output,
     nodes_of,
     onnx_ir,
     readers,
     run_passes,
+    set_attribute,
     value_of,
 )
 from torchq.onnx.passes.shapes import fold_shapes
-from torchq.onnx.qdq import axis_of, pair_name, read_record, stored_weight, write_record
+from torchq.onnx.qdq import (
+    axis_of,
+    pair_name,
+    quantizer_nodes,
+    read_record,
+    stored_weight,
+    write_record,
+)
 from torchq.utils.optional import import_optional
 
 _FOLDED = "folded pads"
@@ -30,7 +41,7 @@ _FOLDED = "folded pads"
 Amounts: TypeAlias = tuple[int, ...]
 
 
-def fold_pads(model: Model) -> None:
+def _fold_pads(model: Model) -> None:
     """Let convolutions add the zeros that a Pad adds in front of them.
 
     Runtimes do this where nothing stands between the two. Where a quantizer does, the convolution
@@ -50,7 +61,7 @@ def fold_pads(model: Model) -> None:
         bypass(node)
         for convolution in behind.convolutions:
             pads = zip(_pads(convolution), _spatial(amounts), strict=True)
-            convolution.attributes["pads"] = onnx_ir.AttrInt64s("pads", [a + b for a, b in pads])
+            set_attribute(convolution, "pads", [a + b for a, b in pads])
             convolution.attributes.pop("auto_pad", None)
         for pair in behind.pairs:
             pair.outputs[0].shape = None
@@ -61,9 +72,15 @@ def fold_pads(model: Model) -> None:
         write_record(model, **{_FOLDED: folded})
 
 
-def folded_pads(model: Model) -> dict[str, Amounts]:
-    """Return what a Pad added in front of each quantizer until :func:`fold_pads` removed it."""
-    return {name: tuple(amounts) for name, amounts in read_record(model).get(_FOLDED, {}).items()}
+def _note_folded(model: Model) -> dict[str, str]:
+    """Note at each quantizer, under ``meta["pads"]``, what a Pad in front of it added."""
+    record = read_record(model).get(_FOLDED, {})
+    for name, node in quantizer_nodes(model).items():
+        node.meta["pads"] = tuple(record.get(name, ()))
+    return {}
+
+
+fold_pads = Rewrite(_fold_pads, undo=_note_folded)
 
 
 def without_pads(x: Tensor, amounts: Amounts) -> Tensor:
@@ -76,15 +93,10 @@ def without_pads(x: Tensor, amounts: Amounts) -> Tensor:
 
 def constant_fill(pad: Node) -> float | None:
     """Return the number that a Pad adds; None where it is not stored, or repeats elements."""
-    fill = _inputs(pad)[1]
+    fill = input_at(pad, 2)
     if attribute(pad, "mode", "constant") != "constant" or not (fill is None or is_constant(fill)):
         return None
     return float(attribute(pad, "value", 0) if fill is None else value_of(fill).item())
-
-
-def _inputs(pad: Node) -> list[Value | None]:
-    """Return how many elements a Pad adds, which, and along which axes."""
-    return [*pad.inputs[1:], None, None, None][:3]
 
 
 def with_lengths(graph: bytes, shapes: Iterable[tuple[str, Sequence[int]]]) -> bytes:
@@ -157,8 +169,8 @@ def _is_same_at_each_pixel(node: Node) -> bool:
 
 def _zeros_around(pad: Node, dims: int) -> Amounts | None:
     """Return what a Pad adds to all dimensions; None if it does not add zeros around images."""
-    counts, _, chosen = _inputs(pad)
-    if constant_fill(pad) != 0 or not all(v is None or is_constant(v) for v in (counts, chosen)):
+    counts, chosen = input_at(pad, 1), input_at(pad, 3)
+    if constant_fill(pad) != 0 or not are_constant([counts, chosen]):
         return None
     given = attribute(pad, "pads", ()) if counts is None else value_of(counts).tolist()
     axes = range(dims) if chosen is None else value_of(chosen).tolist()

@@ -13,6 +13,8 @@ from torchq.onnx.ir import (
     Node,
     Value,
     add_initializer,
+    add_numbers,
+    are_constant,
     attribute,
     computed_by,
     data_type,
@@ -145,10 +147,8 @@ def _is_small_arithmetic(node: Node) -> bool:
         return False
     if node.op_type == "Cast" and onnx_ir.DataType(attribute(node, "to")).name not in _NUMERIC:
         return False
-    return all(
-        is_constant(value)
-        and data_type(value).name in _NUMERIC
-        and value.const_value.size <= _SMALL
+    return are_constant(node.inputs) and all(
+        data_type(value).name in _NUMERIC and value.const_value.size <= _SMALL
         for value in node.inputs
         if value is not None
     )
@@ -156,12 +156,8 @@ def _is_small_arithmetic(node: Node) -> bool:
 
 def _from_shape(model: Model, node: Node, shapes: dict[str, Shape]) -> Tensor | None:
     """Return the value of a Shape, or of lengths picked from one, where these are known."""
-    picks = node.op_type in ("Gather", "Slice") and all(
-        is_constant(value) for value in node.inputs[1:] if value is not None
-    )
-    source = node
-    if picks:
-        source = computed_by(node.inputs[0], "Shape")
+    picks = node.op_type in ("Gather", "Slice") and are_constant(node.inputs[1:])
+    source = computed_by(node.inputs[0], "Shape") if picks else node
     if source is None or source.op_type != "Shape" or source.attributes:
         return None
     shape = shapes.get(source.inputs[0].name)
@@ -197,10 +193,7 @@ def _reshape_to_known(node: Node, shapes: dict[str, Shape]) -> bool:
         else:
             lengths.append(-1)
     name = f"{node.outputs[0].name}/shape"
-    stored = add_initializer(
-        node.graph, name, torch.tensor(lengths, dtype=torch.int64, device="cpu")
-    )
-    node.replace_input_with(1, stored)
+    node.replace_input_with(1, add_numbers(node.graph, name, lengths))
     return True
 
 

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 
 from torch import Tensor
 
+from torchq.onnx.export import undo_export
 from torchq.onnx.ir import (
     Model,
     Node,
@@ -22,7 +23,6 @@ from torchq.onnx.ir import (
     replace_value,
     save_model,
 )
-from torchq.onnx.passes.channels import split_groups
 from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, quantizer_nodes
 from torchq.onnx.verify.session import Session
 
@@ -39,7 +39,7 @@ class ForcedFile:
     def __init__(self, path: str | os.PathLike[str], names: list[str]) -> None:
         self.names = names
         model = load_model(path)
-        split_groups(model)
+        undo_export(model)
         self.outputs = [str(value.name) for value in model.graph.outputs]
         nodes = quantizer_nodes(model)
         self._codes = [_force(model, name, nodes[name]) for name in names]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +12,9 @@ from torch import Tensor, nn
 from torchq.formats import format_by_name
 from torchq.functional.onnx_ops import onnx_type
 from torchq.nn import TensorQuantizer
+from torchq.onnx.interface import named_calls
 from torchq.onnx.passes.activations import derived_qparams
-from torchq.onnx.qdq import NodeQParams
+from torchq.onnx.qdq import NodeQParams, path_of
 
 #: Scales that a target derives are rounded to float32 once or twice.
 _RTOL = 1e-6
@@ -51,54 +51,33 @@ class Simulation:
         merged: Mapping[str, str],
     ) -> None:
         self._quantizers, self._qparams, self._merged = quantizers, qparams, merged
-        self._calls: Counter[str] = Counter()
         self.seen: dict[str, Seen] = {}
         self.called: list[str] = []
         self.as_in_file = True
         self._derived = {
-            name: not _is_own(quantizers[name.partition("#")[0]], found)
-            and not parameter_difference(quantizers[name.partition("#")[0]], found)
+            name: not _is_own(quantizers[path_of(name)], found)
+            and not parameter_difference(quantizers[path_of(name)], found)
             for name, found in qparams.items()
         }
         self.derives = any(self._derived.values())
 
-    @contextmanager
-    def active(self, model: nn.Module) -> Iterator[None]:
-        """Note the calls of quantizers inside the ``with`` block, from each run of ``model``."""
-        observing = [(quantizer, quantizer.observing) for quantizer in self._quantizers.values()]
-        handles = [model.register_forward_pre_hook(lambda *_: self._start())]
-        try:
-            for path, quantizer in self._quantizers.items():
-                quantizer.observing = False
-                handles.append(
-                    quantizer.register_forward_hook(
-                        lambda module, args, out, path=path: self._note(module, args, out, path)
-                    )
-                )
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for quantizer, before in observing:
-                quantizer.observing = before
+    def active(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Note the calls of quantizers inside the ``with`` block."""
+        return named_calls(model, self._quantizers, self._note)
 
-    def _start(self) -> None:
-        self._calls.clear()
+    def start(self, as_in_file: bool) -> None:
+        """Forget the calls of earlier runs of the model."""
+        self.as_in_file = as_in_file
         self.seen.clear()
         self.called.clear()
 
-    def _note(
-        self, quantizer: TensorQuantizer, args: tuple[Tensor, ...], out: Tensor, path: str
-    ) -> Tensor:
-        self._calls[path] += 1
-        name = path if self._calls[path] == 1 else f"{path}#{self._calls[path]}"
+    def _note(self, name: str, quantizer: TensorQuantizer, x: Tensor, out: Tensor) -> Tensor:
         if quantizer.quantizing:
             self.called.append(name)
         in_file = self._merged.get(name, name)
         found = self._qparams.get(in_file)
         if found is None or not self.as_in_file:
             return out
-        x = args[0]
         if quantizer.pre_quant_scale is not None:
             x = x * quantizer.pre_quant_scale.to(x.dtype)
         if self._derived[in_file]:

@@ -14,23 +14,27 @@ from torch import Tensor, nn
 from torchq.errors import ExportError, TorchqError
 from torchq.graph import call_arguments, call_model, tensors_in
 from torchq.nn import TensorQuantizer
-from torchq.onnx.export import unwrap
+from torchq.onnx.export import undo_export, unwrap
 from torchq.onnx.interface import input_names_of, nested_tensors
 from torchq.onnx.ir import (
-    Model,
     Node,
     first_line,
+    input_at,
     is_constant,
     load_model,
     named_errors,
-    nodes_of,
     readers,
     value_of,
 )
-from torchq.onnx.passes.biases import raised_channels
-from torchq.onnx.passes.channels import split_groups
-from torchq.onnx.passes.pads import folded_pads, without_pads
-from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, qparams_of, quantizer_nodes, read_record
+from torchq.onnx.passes.pads import without_pads
+from torchq.onnx.qdq import (
+    float_weights,
+    path_of,
+    qparams_of,
+    quantizer_nodes,
+    read_record,
+    weight_nodes,
+)
 from torchq.onnx.verify.amplified import too_different
 from torchq.onnx.verify.forced import ForcedFile, layers_behind
 from torchq.onnx.verify.metrics import Codes, LayerAgreement, Measure, Outputs, VerifyReport
@@ -171,39 +175,38 @@ class _File:
 
     def __init__(self, model: nn.Module, path: Path, layers: bool) -> None:
         self._graph = load_model(path)
-        self.for_onnxruntime = read_record(self._graph).get("target") in (None, "onnxruntime")
+        record = read_record(self._graph)
+        self.for_onnxruntime = record.get("target") in (None, "onnxruntime")
         # What a target added to layers is taken away: the rest must be the model's own.
-        self._added = split_groups(self._graph)
-        self._raised = raised_channels(self._graph)
-        known = quantizers(model)
-        stored = quantizer_nodes(self._graph)
-        self._weights = _weight_nodes(self._graph)
-        self._unknown = _off_in_the_model(model, (*stored, *self._weights))
-        nodes = {name: node for name, node in stored.items() if _path_of(name) in known}
-        self._float_weights = _float_weights(self._graph)
-        self._merged = dict(read_record(self._graph).get("merged", {}))
-        self._folded = tuple(read_record(self._graph).get("folded", ()))
-        self._pads = folded_pads(self._graph)
-        self._qparams = {name: qparams_of(node) for name, node in nodes.items()}
+        self._faults = undo_export(self._graph)
+        known, stored = quantizers(model), quantizer_nodes(self._graph)
+        self._weights, self._float_weights = weight_nodes(self._graph), float_weights(self._graph)
+        off = _off_in_the_model(model, (*stored, *self._weights))
+        self._faults |= dict.fromkeys(off, "is off in the model")
+        self._nodes = {name: node for name, node in stored.items() if path_of(name) in known}
+        self._merged = dict(record.get("merged", {}))
+        self._folded = tuple(record.get("folded", ()))
+        self._qparams = {name: qparams_of(node) for name, node in self._nodes.items()}
         self.simulation = Simulation(known, self._qparams, self._merged)
         self._forced: ForcedFile | None = None
-        self._missing: dict[str, None] = {}
-        if not layers or not (nodes or set(self._weights) & set(known)):
+        if not layers or not (self._nodes or set(self._weights) & set(known)):
             return
-        self._forced = ForcedFile(path, list(nodes))
+        self._forced = ForcedFile(path, list(self._nodes))
         weights = model.named_parameters(remove_duplicate=False)
         self._dtypes = {name.removesuffix(".weight"): weight.dtype for name, weight in weights}
-        self._codes = {name: self._codes_of(name, node, known) for name, node in nodes.items()}
+        self._codes = {
+            name: Codes(
+                name,
+                self._qparams[name].format.qmax,
+                _pair_difference(known[path_of(name)], node),
+                *self._computed_by(node.inputs[0]),
+            )
+            for name, node in self._nodes.items()
+        }
         self._outputs = [
             Codes(f"output {value.name}", 0.0, "", *self._computed_by(value))
             for value in self._graph.graph.outputs
         ]
-
-    def _codes_of(self, name: str, node: Node, known: Mapping[str, TensorQuantizer]) -> Codes:
-        """Return what counts the codes of a quantizer."""
-        difference = _pair_difference(known[_path_of(name)], node)
-        layers = self._computed_by(node.inputs[0])
-        return Codes(name, self._qparams[name].format.qmax, difference, *layers)
 
     def _computed_by(self, value: Any) -> tuple[tuple[str, ...], tuple[torch.dtype, ...]]:
         """Return the layers that compute a value, and the types of their weights."""
@@ -212,14 +215,14 @@ class _File:
 
     def simulated(self, model: nn.Module, batch: Any) -> list[Tensor]:
         """Return the outputs of the model with the types of the file."""
-        self.simulation.as_in_file = True
+        self.simulation.start(as_in_file=True)
         return _results(model, batch)
 
     def as_it_is(self, model: nn.Module, batch: Any, simulated: list[Tensor]) -> list[Tensor]:
         """Return the outputs of the unaltered model; the simulated ones where they are the same."""
         if not self.simulation.derives:
             return simulated
-        self.simulation.as_in_file = False
+        self.simulation.start(as_in_file=False)
         return _results(model, batch)
 
     def compare(self, feeds: Mapping[str, Tensor], expected: list[Tensor]) -> None:
@@ -236,7 +239,7 @@ class _File:
         in_file = {*self._codes, *self._weights, *self._float_weights, *self._folded}
         for name in self.simulation.called:
             if self._merged.get(name, name) not in in_file:
-                self._missing[name] = None
+                self._faults[name] = "is not in the file"
         values = {name: self._unpadded(name, seen[name].values) for name in self._forced.names}
         codes, outputs = self._forced.run(feeds, values)
         for name, found in codes.items():
@@ -250,21 +253,16 @@ class _File:
 
     def _unpadded(self, name: str, x: Tensor) -> Tensor:
         """Return what the model has at a quantizer without the zeros that the file adds later."""
-        return without_pads(x, self._pads.get(name, ()))
+        return without_pads(x, self._nodes[name].meta.get("pads", ()))
 
     def rows(self, model: nn.Module) -> tuple[LayerAgreement, ...]:
         """Return the agreement of each quantizer, the worst first."""
         if self._forced is None:
             return ()
         rows = [codes.result() for codes in self._codes.values()]
-        rows += compare_weights(model, self._weights, self._float_weights, self._raised)
-        rows += [LayerAgreement(name, 0, 0, 0, 0, "is not in the file") for name in self._missing]
-        rows += [LayerAgreement(name, 0, 0, 0, 0, "is off in the model") for name in self._unknown]
-        rows += [
-            LayerAgreement(name, 0, 0, 0, 0, "added channels are not 0") for name in self._added
-        ]
-        rows.sort(key=LayerAgreement.badness, reverse=True)
-        return tuple(rows)
+        rows += compare_weights(model, self._weights, self._float_weights)
+        rows += [LayerAgreement(name, 0, 0, 0, 0, text) for name, text in self._faults.items()]
+        return tuple(sorted(rows, key=LayerAgreement.badness, reverse=True))
 
     def last_layers(self) -> tuple[LayerAgreement, ...]:
         """Return the agreement of each output, computed from the model's own codes."""
@@ -280,33 +278,11 @@ def _off_in_the_model(model: nn.Module, stored: tuple[str, ...]) -> list[str]:
             "quantized; expected the quantized model that was exported"
         )
     # Other programs name their nodes in other ways.
-    paths = {name: _path_of(name) for name in stored}
     return [
-        name for name, path in paths.items() if path.endswith("quantizer") and path not in active
+        name
+        for name in stored
+        if path_of(name).endswith("quantizer") and path_of(name) not in active
     ]
-
-
-def _path_of(name: str) -> str:
-    """Return the path of a quantizer, without the number of its call."""
-    return name.partition("#")[0]
-
-
-def _weight_nodes(model: Model) -> dict[str, Node]:
-    """Return the DequantizeLinear of each stored weight by the name of its quantizer."""
-    return {
-        pair_name(node): node
-        for node in nodes_of(model, "DequantizeLinear")
-        if is_constant(node.inputs[0])
-    }
-
-
-def _float_weights(model: Model) -> dict[str, Tensor]:
-    """Return each weight that is stored as float values by the name of its quantizer."""
-    return {
-        name.removesuffix(FLOAT_WEIGHT): value_of(value)
-        for name, value in model.graph.initializers.items()
-        if name.endswith(FLOAT_WEIGHT)
-    }
 
 
 def _pair_difference(quantizer: TensorQuantizer, quantize: Node) -> str:
@@ -325,10 +301,10 @@ def _pair_difference(quantizer: TensorQuantizer, quantize: Node) -> str:
 
 
 def _same_input(one: Node, other: Node, index: int) -> bool:
-    pair = [n.inputs[index] if len(n.inputs) > index else None for n in (one, other)]
+    pair = [input_at(node, index) for node in (one, other)]
     if pair[0] is pair[1]:
         return True
-    if not all(is_constant(value) for value in pair):
+    if not all(map(is_constant, pair)):
         return False
-    first, second = (value_of(value) for value in pair)
+    first, second = map(value_of, pair)
     return first.dtype == second.dtype and torch.equal(first, second)

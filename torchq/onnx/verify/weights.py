@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torchq.functional import fake_quantize, quantize
 from torchq.nn import QuantModule, TensorQuantizer
-from torchq.onnx.ir import Node, value_of
+from torchq.onnx.ir import Node, Value, value_of
 from torchq.onnx.passes.matmuls import TRANSPOSED
 from torchq.onnx.qdq import qparams_of
 from torchq.onnx.verify.metrics import Codes, LayerAgreement
@@ -22,8 +22,7 @@ _WEIGHT_RTOL = 1e-6
 def compare_weights(
     model: nn.Module,
     nodes: Mapping[str, Node],
-    floats: Mapping[str, Tensor],
-    raised: Mapping[str, list[int]],
+    floats: Mapping[str, Value],
 ) -> list[LayerAgreement]:
     """Compare stored weights, their codes and their values, with those of the model."""
     paths = {id(quantizer): name for name, quantizer in quantizers(model).items()}
@@ -34,10 +33,10 @@ def compare_weights(
         for quantizer, weight in module.quantized_weights():
             name = paths[id(quantizer)]
             if quantizer.quantizing and name in nodes:
-                node, channels = nodes[name], raised.get(name, [])
-                rows.append(_compare_weight(name, quantizer, weight.detach(), node, channels))
+                rows.append(_compare_weight(name, quantizer, weight.detach(), nodes[name]))
             elif quantizer.quantizing and name in floats:
-                rows.append(_compare_float(name, quantizer, weight.detach(), floats[name]))
+                stored = value_of(floats[name])
+                rows.append(_compare_float(name, quantizer, weight.detach(), stored))
     return rows
 
 
@@ -56,15 +55,15 @@ def _compare_float(
 
 
 def _compare_weight(
-    name: str, quantizer: TensorQuantizer, weight: Tensor, node: Node, raised: list[int]
+    name: str, quantizer: TensorQuantizer, weight: Tensor, node: Node
 ) -> LayerAgreement:
-    """Compare a weight that is stored as codes; channels in ``raised`` have scales of the file."""
+    """Compare a weight that is stored as codes; raised channels have the scales of the file."""
     d, (amin, amax) = quantizer.descriptor, quantizer.ends_for(weight)
     codes = quantize(weight, amax, d.format, d.granularity, amin=amin).float().cpu()
     values = fake_quantize(weight.float(), amax, d.format, d.granularity, amin=amin).cpu()
     if amin is not None:
         codes = _without_zero_point(codes, quantizer)
-    found, stored = qparams_of(node), value_of(node.inputs[0])
+    found, stored, raised = qparams_of(node), value_of(node.inputs[0]), node.meta.get("raised")
     centered = found.centered(stored)
     dequantized = found.dequantize(centered)
     if str(node.inputs[0].name).endswith(TRANSPOSED):
