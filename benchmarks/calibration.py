@@ -66,10 +66,10 @@ def estimating(report: Reporter, x: Tensor, peer: Any | None, times: dict[str, A
         theirs = peer.HistogramCalibrator(num_bits=8, axis=None, unsigned=False, num_bins=BINS)
         theirs.collect(x)
     for method in ("percentile", "mse", "entropy"):
-        found = ours.compute_amax(method).item()
+        found = ours.range(method).high.item()
         figures: dict[str, object] = {"what": "range", "method": method, "torchq": found}
         candidates: dict[str, Callable[[], object]] = {
-            "torchq": lambda method=method: ours.compute_amax(method)
+            "torchq": lambda method=method: ours.range(method).high
         }
         # ModelOpt's mse needs CUDA.
         if theirs is not None and (method != "mse" or torch.cuda.is_available()):
@@ -86,7 +86,7 @@ def estimating_channels(report: Reporter, channels: int, times: dict[str, Any]) 
     ours = HistogramCalibrator(axis=1, num_bins=BINS)
     ours.collect(torch.randn(200, channels, generator=torch.Generator().manual_seed(0)))
     candidates = {
-        method: lambda method=method: ours.compute_amax(method)
+        method: lambda method=method: ours.range(method).high
         for method in ("max", "percentile", "mse", "entropy")
     }
     for row in compare(candidates, baseline="max", **times):

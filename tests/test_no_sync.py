@@ -58,7 +58,7 @@ def test_collecting(method: str, granularity: Granularity) -> None:
         with NoSync():
             for scale in (1.0, 100.0, 0.1):  # the bins widen on the way
                 calibrator.collect(torch.randn(3, 5, 8) * scale)
-        assert bool((calibrator.compute_amax() > 0).all())
+        assert bool((calibrator.range().high > 0).all())
 
 
 RECIPES = ["int8", "int8_per_tensor", "w4a4", "fp8", "mxfp8", "nvfp4"]

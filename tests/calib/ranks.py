@@ -72,15 +72,15 @@ def feed(calibrators: list[Calibrator], rank: int, repeats: int = 1) -> None:
 
 
 def amaxes(calibrators: list[Calibrator]) -> list[Tensor | None]:
-    return [c.compute_amax() if c.seen else None for c in calibrators]
+    return [c.range().high if c.seen else None for c in calibrators]
 
 
 def failure(*calibrators: Calibrator, timeout: float = 60.0) -> str:
-    """Return the error text of a sync, or of the compute_amax that follows."""
+    """Return the error text of a sync, or of the range that follows."""
     try:
         sync(calibrators, timeout=timeout, names=[f"layer{i}" for i in range(len(calibrators))])
         for calibrator in calibrators:
-            calibrator.compute_amax()
+            calibrator.range()
     except TorchqError as error:
         return str(error)
     return "none"
@@ -145,7 +145,7 @@ def refusals(rank: int) -> dict[str, Any]:
     sync(nothing)
     bad = torch.tensor([1.0, torch.nan if rank == 1 else 2.0])
     return {
-        "inference": calibrator.compute_amax("max"),
+        "inference": calibrator.range("max").high,
         "nan": failure(with_data(MaxCalibrator(), bad)),
         "shape": failure(
             MaxCalibrator(axis=0), with_data(MaxCalibrator(axis=0), torch.ones(2 + rank, 5))

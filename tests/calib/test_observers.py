@@ -47,4 +47,4 @@ def test_negative_batches_add_up(make: type[MaxCalibrator] | type[HistogramCalib
         calibrator.collect(torch.tensor(x))
     assert calibrator.negative_batches == 2
     calibrator.reset()
-    assert calibrator.observer.negative is None
+    assert calibrator.observers[0].negative is None

@@ -8,7 +8,7 @@ import torch
 from tests.reference import FLOAT64
 from tests.reference import fake_quantize as scalar_fake_quantize
 from torchq import QuantDescriptor
-from torchq.calib import search_amax
+from torchq.calib import search_range
 from torchq.errors import CalibrationError, ConfigError
 from torchq.formats import (
     E2M1,
@@ -34,7 +34,7 @@ def squared_error(values: list[float], amax: float, bits: int) -> float:
 @pytest.mark.parametrize("bits", [3, 4])
 def test_no_candidate_is_better_by_the_scalar_oracle(bits: int, generator: torch.Generator) -> None:
     x = torch.randn(3, 40, generator=generator, dtype=torch.float64)
-    found = search_amax(x, integer_format(bits), PerAxis((0,)), candidates=21)
+    found = search_range(x, integer_format(bits), PerAxis((0,)), candidates=21).high
     assert (found < PerAxis((0,)).amax(x)).any()
     for row, amax in zip(x.tolist(), found.flatten().tolist(), strict=True):
         least = min(
@@ -46,7 +46,7 @@ def test_no_candidate_is_better_by_the_scalar_oracle(bits: int, generator: torch
 
 def test_clips_a_lone_outlier() -> None:
     x = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0] * 100 + [10.0])
-    torch.testing.assert_close(search_amax(x, INT4), torch.tensor(7.0))
+    torch.testing.assert_close(search_range(x, INT4).high, torch.tensor(7.0))
 
 
 CASES: list[tuple[Format, Granularity, Format | None]] = [
@@ -69,7 +69,7 @@ def test_never_worse_than_the_maximum(
     generator: torch.Generator,
 ) -> None:
     x = torch.randn(12, 32, generator=generator)
-    amax = search_amax(x, format, granularity, scale_format=scale_format)
+    amax = search_range(x, format, granularity, scale_format=scale_format).high
     assert amax.shape == granularity.amax_shape(x.shape)
     assert (amax <= granularity.amax(x)).all()
 
@@ -82,14 +82,14 @@ def test_never_worse_than_the_maximum(
 @pytest.mark.parametrize("granularity", [PerAxis((0,)), PerBlock(32, 1)])
 def test_pieces_do_not_show(granularity: Granularity, generator: torch.Generator) -> None:
     x = torch.randn(70, 2048, generator=generator)
-    rows = [search_amax(row.unsqueeze(0), INT4, granularity, candidates=5) for row in x]
-    assert torch.equal(search_amax(x, INT4, granularity, candidates=5), torch.cat(rows))
+    rows = [search_range(row.unsqueeze(0), INT4, granularity, candidates=5).high for row in x]
+    assert torch.equal(search_range(x, INT4, granularity, candidates=5).high, torch.cat(rows))
 
 
 def test_of_equal_errors_the_largest_range_wins() -> None:
     # -1 is code -7 of scale 1/7, and code -8 of scale 1/8 (amax 7/8). Both candidates are exact.
     assert torch.equal(fake_quantize(torch.tensor([-1.0]), 0.875, INT4), torch.tensor([-1.0]))
-    assert search_amax(torch.tensor([-1.0]), INT4, candidates=33).item() == 1.0
+    assert search_range(torch.tensor([-1.0]), INT4, candidates=33).high.item() == 1.0
 
 
 def test_a_scale_shared_by_all_blocks_is_never_cut_into_pieces(generator: torch.Generator) -> None:
@@ -103,16 +103,16 @@ def test_a_scale_shared_by_all_blocks_is_never_cut_into_pieces(generator: torch.
     # argmin names the first of equals, which is the largest fraction.
     chosen = torch.tensor(fractions)[torch.stack(errors).argmin(0)]
     torch.testing.assert_close(
-        search_amax(x, E2M1, granularity, scale_format=E4M3, candidates=3), largest * chosen
+        search_range(x, E2M1, granularity, scale_format=E4M3, candidates=3).high, largest * chosen
     )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_non_finite_values_are_an_error(value: float) -> None:
     with pytest.raises(
-        CalibrationError, match="search_amax: got NaN or infinite values; expected a finite tensor"
+        CalibrationError, match="search_range: got NaN or infinite values; expected a finite tensor"
     ):
-        search_amax(torch.tensor([1.0, value]), INT8)
+        search_range(torch.tensor([1.0, value]), INT8)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -148,13 +148,13 @@ def test_a_power_of_two_has_the_least_error_of_all(
 def test_odd_tensors(low_dtype: torch.dtype, generator: torch.Generator) -> None:
     """Dead channels and empty tensors; low precision is searched in float32."""
     x = torch.tensor([[0.0, 0.0], [1.0, -2.0]])
-    assert search_amax(x, INT8, PerAxis((0,)))[0].item() == 0.0
-    assert search_amax(torch.empty(0, 3), INT8, PerAxis((1,))).tolist() == [[0.0, 0.0, 0.0]]
-    assert search_amax(torch.tensor(-3.0), INT8).item() == 3.0
+    assert search_range(x, INT8, PerAxis((0,))).high[0].item() == 0.0
+    assert search_range(torch.empty(0, 3), INT8, PerAxis((1,))).high.tolist() == [[0.0, 0.0, 0.0]]
+    assert search_range(torch.tensor(-3.0), INT8).high.item() == 3.0
     x = torch.randn(4, 64, generator=generator).to(low_dtype)
     with torch.inference_mode():
-        amax = search_amax(x, INT4, PerAxis((0,)))
+        amax = search_range(x, INT4, PerAxis((0,))).high
     assert amax.dtype is torch.float32 and not amax.is_inference()
-    assert torch.equal(amax, search_amax(x.float(), INT4, PerAxis((0,))))
+    assert torch.equal(amax, search_range(x.float(), INT4, PerAxis((0,))).high)
     with pytest.raises(ConfigError, match="candidates: got 1; expected at least 2"):
-        search_amax(x, INT8, candidates=1)
+        search_range(x, INT8, candidates=1)

@@ -15,8 +15,6 @@ import torchq
 from torchq import QuantConfig, QuantDescriptor, Rule
 from torchq.errors import FrontendError
 from torchq.formats import INT8, UINT8
-from torchq.frontends.onnx.converters.quantization import amax_of
-from torchq.functional import scale_from_amax
 from torchq.nn import TensorQuantizer
 
 onnx = pytest.importorskip("onnx", reason="writes the files")
@@ -110,13 +108,6 @@ def test_pairs_become_quantizers(zero_point: int, dtype: str, format: Any) -> No
     assert torch.equal(x.grad, inside.float())  # trainable: straight through
     quantizers = [m for m in read.modules() if isinstance(m, torchq.TensorQuantizer)]
     assert [q.descriptor.format for q in quantizers] == ([] if format is None else [format])
-
-
-def test_the_range_of_a_scale_gives_the_scale_again() -> None:
-    descriptor = torchq.QuantDescriptor(8)
-    scales = scale_from_amax(torch.rand(2000) * 10 + 1e-3, descriptor.format)
-    amax = amax_of(scales, descriptor)
-    assert torch.equal(scale_from_amax(amax, descriptor.format), scales)
 
 
 @pytest.mark.parametrize("unsigned", [False, True], ids=["int4", "uint4"])

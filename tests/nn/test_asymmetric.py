@@ -15,10 +15,10 @@ import torchq
 from tests.no_sync import NoSync
 from tests.reference import affine_fake_quantize, power_of_two_above
 from torchq import QuantDescriptor, Rule
-from torchq.calib import RangeCalibrator, methods, search_range
+from torchq.calib import make_calibrator, methods, search_range
 from torchq.errors import CalibrationError, ConfigError, QuantizationError
 from torchq.formats import INT8, UINT4, UINT8, PerAxis, PerTensor, integer_format
-from torchq.functional import fake_quantize
+from torchq.functional import Range, fake_quantize
 from torchq.nn import TensorQuantizer
 from torchq.workflow import quantizers
 
@@ -83,11 +83,12 @@ def test_calibration_follows_the_data(method: str, generator: torch.Generator) -
 
 def test_percentile_leaves_out_each_side(generator: torch.Generator) -> None:
     x = torch.rand(100_000, generator=generator) * 3 - 1
-    calibrator = RangeCalibrator(
-        "percentile", format=UINT8, granularity=PerTensor(), percentile=99.0
+    calibrator = make_calibrator(
+        "percentile", format=UINT8, granularity=PerTensor(), symmetric=False, percentile=99.0
     )
     calibrator.collect(x)
-    low, high = calibrator.compute_range()
+    high, low = calibrator.range()
+    assert low is not None
     # One percent of the values, whose quantiles are straight lines; a bin is 2 / 1024 wide.
     assert float(low) == pytest.approx(-0.97, abs=5e-3)
     assert float(high) == pytest.approx(1.97, abs=5e-3)
@@ -98,13 +99,13 @@ def test_mse_is_better_than_the_whole_range(bits: int, generator: torch.Generato
     x = torch.cat([gelu(generator), torch.tensor([12.0])])
     format = integer_format(bits, unsigned=True)
 
-    def error(ends: tuple[Tensor, Tensor]) -> float:
-        return float((fake_quantize(x, ends[1], format, amin=ends[0]) - x).square().sum())
+    def error(range_: Range) -> float:
+        return float((fake_quantize(x, range_.high, format, amin=range_.low) - x).square().sum())
 
-    calibrator = RangeCalibrator("mse", format=format, granularity=PerTensor())
+    calibrator = make_calibrator("mse", format=format, granularity=PerTensor(), symmetric=False)
     calibrator.collect(x)
-    found, searched = calibrator.compute_range(), search_range(x, format)
-    largest = error((x.min(), x.max()))
+    found, searched = calibrator.range(), search_range(x, format, symmetric=False)
+    largest = error(Range(x.max(), x.min()))
     # The histogram knows the centers of its bins alone. At 8 bits a code is four bins wide, which
     # is too coarse to tell errors that differ by a few percent.
     assert error(searched) <= error(found) <= largest * (1.05 if bits == 8 else 1.0)
@@ -113,9 +114,10 @@ def test_mse_is_better_than_the_whole_range(bits: int, generator: torch.Generato
 
 def test_entropy_takes_one_threshold_for_both_sides(generator: torch.Generator) -> None:
     x = torch.cat([gelu(generator, 60_000), torch.tensor([90.0])])
-    calibrator = RangeCalibrator("entropy", format=UINT8, granularity=PerTensor())
+    calibrator = make_calibrator("entropy", format=UINT8, granularity=PerTensor(), symmetric=False)
     calibrator.collect(x)
-    low, high = calibrator.compute_range()
+    high, low = calibrator.range()
+    assert low is not None
     assert float(low) == float(x.min()) and 4 < float(high) < 30
 
 
@@ -157,9 +159,9 @@ def test_saved_and_loaded(generator: torch.Generator, tmp_path: Path) -> None:
 
 def test_checkpoints_of_floats_and_of_half_a_range(generator: torch.Generator) -> None:
     model = quantized(generator)
-    before = model[2].input_quantizer.ends()
+    before = model[2].input_quantizer.range.map(torch.clone)
     model.load_state_dict(net().state_dict())
-    assert all(map(torch.equal, model[2].input_quantizer.ends(), before))
+    assert all(map(torch.equal, model[2].input_quantizer.range, before))
     state = model.state_dict()
     del state["2.input_quantizer.amin"]
     with pytest.raises(RuntimeError, match=r'Missing key.* "2\.input_quantizer\.amin"'):
@@ -195,7 +197,7 @@ def test_copies_casts_and_the_meta_device(generator: torch.Generator) -> None:
     model = quantized(generator)
     q = model[2].input_quantizer
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert all(map(torch.equal, twin[2].input_quantizer.ends(), q.ends()))
+        assert all(map(torch.equal, twin[2].input_quantizer.range, q.range))
     half = copy.deepcopy(model).half()[2].input_quantizer
     assert half.amin.dtype is torch.float32 and torch.equal(half.amin, q.amin)
     meta = copy.deepcopy(model).to("meta")[2].input_quantizer
@@ -235,8 +237,9 @@ def test_learned_ends_are_trained(generator: torch.Generator) -> None:
 
 def test_calibration_reports_and_restores(generator: torch.Generator) -> None:
     model = quantized(generator)
-    q, ends = model[2].input_quantizer, model[2].input_quantizer.ends()
-    assert f"[{float(ends[0]):.4g}, {float(ends[1]):.4g}]" in str(torchq.summary(model))
+    q = model[2].input_quantizer
+    known = q.range.map(torch.clone)
+    assert f"[{float(known.low):.4g}, {float(known.high):.4g}]" in str(torchq.summary(model))
 
     def interrupted() -> object:
         yield torch.randn(4, 6, generator=generator)
@@ -244,7 +247,7 @@ def test_calibration_reports_and_restores(generator: torch.Generator) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         torchq.calibrate(model, interrupted(), force=True, progress=False)
-    assert all(map(torch.equal, q.ends(), ends))
+    assert all(map(torch.equal, q.range, known))
     report = torchq.calibrate(model, [torch.randn(4, 6)], force=True, progress=False)
     low, high = report.ranges["2.input_quantizer"]
     assert low < 0 < high

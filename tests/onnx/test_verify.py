@@ -240,7 +240,7 @@ def test_zero_points_in_the_middle_verify_with_every_sign(target: str, tmp_path:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1))
     config = torchq.recipes.int8(symmetric=False)
     model = calibrated(model, x, target=target, example=x, config=config)
-    model[0].input_quantizer.set_ends((torch.tensor(-1.28), torch.tensor(1.27)))
+    model[0].input_quantizer.set_range(-1.28, 1.27)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         torchq.export_onnx(model, x, tmp_path / "m.onnx", target=target, dynamo=False)

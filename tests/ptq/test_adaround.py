@@ -93,11 +93,11 @@ def test_ranges_of_activations_are_learned(symmetric: bool) -> None:
     torchq.quantize_(model, torchq.recipes.integer(4, 2, symmetric=symmetric, weight_method="max"))
     torchq.calibrate(model, data, progress=False)
     quantizers = [m.input_quantizer for m in model.modules() if hasattr(m, "input_quantizer")]
-    before = [quantizer.ends() for quantizer in quantizers]
+    before = [quantizer.range.map(torch.clone) for quantizer in quantizers]
     adaround_(model, data, steps=20, progress=False)
     for end in range(1 if symmetric else 2):
         moved = [
-            not torch.equal(quantizer.ends()[end], old[end])
+            not torch.equal(quantizer.range[end], old[end])
             for quantizer, old in zip(quantizers, before, strict=True)
         ]
         assert any(moved)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchq.analysis.layers import channel_axes, joined
 from torchq.analysis.observation import Observation
-from torchq.functional import is_dead, reduce_amax
+from torchq.functional import reduce_amax
 from torchq.fusion.modules import TRANSPOSED
 from torchq.nn import QuantModule, TensorQuantizer, quantized_as
 from torchq.nn.calls.find import find_calls
@@ -144,7 +144,7 @@ def dynamic_range(patient: Patient) -> Found:
 def zero_range(patient: Patient) -> Found:
     """Yield ranges of 0, which turn everything into 0, and learned ones that became negative."""
     for path, quantizer, amax in _fixed(patient):
-        bad = is_dead(amax, quantizer.descriptor.format) | (amax < 0)
+        bad = quantizer.dead_ranges() | (amax < 0)
         count, total = int(bad.sum()), amax.numel()
         if not count:
             continue

@@ -1,4 +1,4 @@
-"""Statistics of tensors, and the quantization ranges (amax) that follow from them.
+"""Statistics of tensors, and the quantization ranges that follow from them.
 
 Four words have one meaning each:
 
@@ -6,10 +6,10 @@ Four words have one meaning each:
   (:mod:`~torchq.calib.observer`, :mod:`~torchq.calib.histogram`).
 * An *estimator* is a pure function from a histogram to an amax
   (:mod:`~torchq.calib.estimators`).
-* A *search* is a pure function from a tensor to an amax; it serves tensors that exist as a
+* A *search* is a pure function from a tensor to a range; it serves tensors that exist as a
   whole, such as weights (:mod:`~torchq.calib.search`).
-* A *calibrator* owns an observer and computes the amax of one quantizer from it
-  (:mod:`~torchq.calib.calibrator`), or both ends of an asymmetric range.
+* A *calibrator* owns an observer, or one for each side of zero, and computes the range of one
+  quantizer from it (:mod:`~torchq.calib.calibrator`).
 
 A new method is one function and its entry in ``ESTIMATORS`` (for a function of a histogram), in
 ``SEARCHES`` (for a function of the tensor itself), or in ``CALIBRATORS`` (for a
@@ -25,13 +25,12 @@ from torchq.calib.calibrator import (
     Calibrator,
     HistogramCalibrator,
     MaxCalibrator,
-    RangeCalibrator,
     make_calibrator,
     methods,
 )
 from torchq.calib.distributed import sync
 from torchq.calib.histogram import Histogram
-from torchq.calib.search import search_amax, search_range
+from torchq.calib.search import search_range
 
 __all__ = [
     "CALIBRATORS",
@@ -41,10 +40,8 @@ __all__ = [
     "Histogram",
     "HistogramCalibrator",
     "MaxCalibrator",
-    "RangeCalibrator",
     "make_calibrator",
     "methods",
-    "search_amax",
     "search_range",
     "sync",
 ]

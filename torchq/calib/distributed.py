@@ -33,7 +33,7 @@ def sync(
 ) -> None:
     """Give every rank the statistics of all ranks.
 
-    Afterwards ``compute_amax`` gives the same bits on every rank: those of one process that
+    Afterwards ``range`` gives the same bits on every rank: those of one process that
     collected the batches of rank 0, then those of rank 1, and so on.
 
     This is a collective: every rank of ``group`` calls it once, with equal calibrators in the
@@ -53,8 +53,9 @@ def sync(
             answer in time because it ended or failed before it called this function.
     """
     link = _Link(group, device, timeout)
-    observers = [calibrator.observer for calibrator in calibrators]
-    names = names or [f"calibrator {i}" for i in range(len(observers))]
+    named = names or [f"calibrator {i}" for i in range(len(calibrators))]
+    sides = [(n, o) for n, c in zip(named, calibrators, strict=True) for o in c.observers]
+    observers, names = [observer for _, observer in sides], [name for name, _ in sides]
     with torch.inference_mode(False), torch.no_grad():
         _check_equal_observers(link, observers)
         batches = _prepare(link, observers, names)

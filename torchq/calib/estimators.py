@@ -14,10 +14,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchq.calib.histogram import Histogram
-from torchq.calib.search import least_error
+from torchq.calib.histogram import Histogram, merge_bins
+from torchq.calib.search import least_error, minimize_range, total_error
 from torchq.errors import ConfigError
-from torchq.formats import Format
+from torchq.formats import Format, integer_format
+from torchq.functional import Range
 
 # Scores (relative squared errors, nats) that differ by less are equal up to float64 rounding.
 _TIE = 1e-12
@@ -224,9 +225,7 @@ def least_error_power_of_two(histogram: Histogram, format: Format, power: float)
     Of scales with equal errors the largest is chosen. The first bin is left out: its values round
     to 0, or nearly so, with every scale.
     """
-    counts = histogram.counts[:, 1:].double()
-    bins = torch.arange(1, histogram.counts.shape[1], dtype=torch.float64, device=counts.device)
-    centers = (bins + 0.5) * histogram.width.double().unsqueeze(1)
+    counts, centers = histogram.counts[:, 1:].double(), _centers(histogram)
     largest = histogram.amax.double()
     top = torch.exp2(torch.ceil(torch.log2((largest / format.qmax).clamp(min=1e-300))))
 
@@ -238,3 +237,50 @@ def least_error_power_of_two(histogram: Histogram, format: Format, power: float)
     scales = [top / 2**exponent for exponent in range(_POWERS)]
     tried = [(torch.minimum(scale * format.qmax, largest), scale) for scale in scales]
     return least_error(tried, error)[0].float().reshape(histogram.shape)
+
+
+def least_error_range(
+    upper: Histogram,
+    lower: Histogram,
+    format: Format,
+    scale_format: Format | None,
+    *,
+    power: float = 2.4,
+) -> Range:
+    """Return the asymmetric range of least error of the bin centers; see :func:`lp`.
+
+    The first bins are left out: their values round to 0, or nearly so, in every range.
+    """
+    centers = torch.cat([-_centers(lower), _centers(upper)], 1)
+    counts = torch.cat([lower.counts[:, 1:], upper.counts[:, 1:]], 1).double()
+
+    def error(amin: Tensor, amax: Tensor) -> Tensor:
+        return total_error(centers, counts, amin, amax, format, float(power), scale_format)
+
+    amin, amax = minimize_range(-lower.amax, upper.amax, error)
+    return Range(amax.view(upper.shape), amin.view(lower.shape))
+
+
+def _centers(histogram: Histogram) -> Tensor:
+    """Return the centers of all bins but the first, (groups, bins - 1) float64."""
+    bins, device = histogram.counts.shape[1], histogram.width.device
+    index = torch.arange(1, bins, dtype=torch.float64, device=device)
+    return (index + 0.5) * histogram.width.double().unsqueeze(1)
+
+
+def entropy_range(
+    upper: Histogram, lower: Histogram, format: Format, scale_format: Format | None
+) -> Range:
+    """Return the :func:`entropy` of the magnitudes, on each side at most its largest value."""
+    width = torch.maximum(upper.width, lower.width)
+    sides = [
+        merge_bins(side.counts, torch.log2(width / side.width).round().long())
+        for side in (upper, lower)
+    ]
+    counts = sides[0] + sides[1]
+    # Each side counts the values of the other one as zeros.
+    counts[:, 0] = torch.minimum(sides[0][:, 0], sides[1][:, 0])
+    magnitudes = Histogram(counts, width, torch.maximum(upper.amax, lower.amax), upper.shape)
+    threshold = entropy(magnitudes, integer_format(max(2, format.bits)))
+    high, low = (torch.minimum(threshold, side.amax.view(side.shape)) for side in (upper, lower))
+    return Range(high, -low)

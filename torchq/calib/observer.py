@@ -185,6 +185,10 @@ class MaxObserver(Observer):
 
     amax: Tensor
 
+    def result(self) -> Tensor:
+        """Return the largest magnitudes, float32 of :attr:`shape`."""
+        return self.amax.clone()
+
     def _allocate(self, shape: tuple[int, ...], device: torch.device) -> None:
         self.amax = torch.zeros(shape, dtype=torch.float32, device=device)
 
@@ -200,7 +204,7 @@ class MaxObserver(Observer):
 
 
 class MovingAverageObserver(Observer):
-    """The largest magnitudes of the latest batches, of which :meth:`average` is computed.
+    """The largest magnitudes of the latest batches, of which :meth:`result` is computed.
 
     The average is ``average = momentum * average + (1 - momentum) * batch``, started by the first
     batch. Only the last :attr:`window` batches are kept, because the weight of an older one is
@@ -227,7 +231,7 @@ class MovingAverageObserver(Observer):
         """Return what must be equal on every rank."""
         return (*super().settings(), self.momentum)
 
-    def average(self) -> Tensor:
+    def result(self) -> Tensor:
         """Return the moving average of the kept maxima, float32 of :attr:`shape`."""
         # Computing on the CPU in float64 gives every device and rank the same bits; some devices
         # have no float64.

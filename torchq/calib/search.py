@@ -13,15 +13,8 @@ from torch import Tensor
 from torchq.calib.observer import gather_full_tensor
 from torchq.errors import CalibrationError, ConfigError
 from torchq.formats import Format, Granularity, PerTensor
-from torchq.functional import (
-    compute_dtype,
-    dequantize,
-    fake_quantize,
-    quantize,
-    reduce_amax,
-    reduce_range,
-    scale_and_zero_point,
-)
+from torchq.functional import Range, compute_dtype, dequantize, fake_quantize, quantize
+from torchq.functional.scale import scale_and_zero_point
 
 _PER_TENSOR = PerTensor()
 _SMALLEST_FRACTION = 0.2
@@ -29,31 +22,35 @@ _SMALLEST_FRACTION = 0.2
 _PIECE = 1 << 17
 
 
-def search_amax(
+def search_range(
     x: Tensor,
     format: Format,
     granularity: Granularity = _PER_TENSOR,
     *,
+    symmetric: bool = True,
     scale_format: Format | None = None,
     candidates: int = 81,
-) -> Tensor:
-    """Return the amax of least squared quantization error for each group.
+) -> Range:
+    """Return the range of least squared quantization error for each group.
 
-    The candidates are equal fractions of the group's largest magnitude. Each candidate
-    fake-quantizes the whole tensor, so the error is exact for every format and granularity,
-    including blocks with rounded scales. The cost is about ``candidates`` fake-quantizations.
+    The candidates for a symmetric range are equal fractions of the group's largest magnitude. Each
+    candidate fake-quantizes the whole tensor, so the error is exact for every format and
+    granularity, including blocks with rounded scales. The cost is about ``candidates``
+    fake-quantizations. Both ends of an asymmetric range first shrink together, then in turn.
 
     Args:
         x: floating point, any shape; an empty tensor gives zeros.
-        format: the number format.
-        granularity: which elements share one amax.
-        scale_format: see :func:`torchq.functional.scale_from_amax`.
+        format: the number format; an integer format for asymmetric ranges.
+        granularity: which elements share one range.
+        symmetric: False finds both ends.
+        scale_format: see :func:`torchq.functional.scale_from_amax`; of asymmetric ranges None or
+            :data:`torchq.formats.POWER_OF_TWO`.
         candidates: number of fractions between 0.2 and 1, at least 2. The default tries every
-            hundredth.
+            hundredth. For symmetric ranges.
 
     Returns:
         float32 (float64 for float64) of ``granularity.amax_shape(x.shape)``. Of candidates with
-        equal errors the largest is returned.
+        equal errors the widest is returned.
 
     Raises:
         CalibrationError: x holds a NaN or an infinity.
@@ -61,34 +58,43 @@ def search_amax(
 
     Example:
         >>> from torchq.formats import INT4
-        >>> search_amax(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0] * 100 + [10.0]), INT4)
+        >>> x = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0] * 100 + [10.0])
+        >>> search_range(x, INT4).high
         tensor(7.)
     """
     if candidates < 2:
         raise ConfigError(f"candidates: got {candidates}; expected at least 2")
-    shape = granularity.amax_shape(x.shape)
     with torch.inference_mode(False), torch.no_grad():
         x = gather_full_tensor(x.detach()).to(compute_dtype(x.dtype))
-        rows_are_independent = x.dim() > 0 and shape[:1] == x.shape[:1]
-        if scale_format is not None or not x.numel() or not rows_are_independent:
-            return _search(x, format, granularity, scale_format, candidates)
+        whole = Range.of(x, granularity, symmetric=symmetric)
+        length = whole.high if whole.low is None else whole.high - whole.low
+        if not torch.isfinite(length).all():
+            raise CalibrationError(
+                "search_range: got NaN or infinite values; expected a finite tensor"
+            )
+        if not x.numel():
+            return whole
+        if not symmetric:
+            return _search_ends(x, whole, format, granularity, scale_format)
+        rows_are_independent = x.dim() > 0 and whole.high.shape[:1] == x.shape[:1]
+        if scale_format is not None or not rows_are_independent:
+            return Range(_search(x, whole.high, format, granularity, scale_format, candidates))
         # Rows do not share an amax, so each piece stays in the cache through all candidates.
         rows = max(1, _PIECE * x.shape[0] // x.numel())
-        found = [_search(part, format, granularity, None, candidates) for part in x.split(rows)]
-        return torch.cat(found)
+        parts = zip(x.split(rows), whole.high.split(rows), strict=True)
+        found = [_search(*part, format, granularity, None, candidates) for part in parts]
+        return Range(torch.cat(found))
 
 
 def _search(
     x: Tensor,
+    largest: Tensor,
     format: Format,
     granularity: Granularity,
     scale_format: Format | None,
     candidates: int,
 ) -> Tensor:
     """Try all candidates on ``x`` and return the best amax of each group."""
-    largest = reduce_amax(x, granularity)
-    if not torch.isfinite(largest).all():
-        raise CalibrationError("search_amax: got NaN or infinite values; expected a finite tensor")
 
     def error(amax: Tensor) -> Tensor:
         codes = quantize(x, amax, format, granularity, scale_format)
@@ -98,6 +104,20 @@ def _search(
     fractions = (1.0 - (1.0 - _SMALLEST_FRACTION) * i / (candidates - 1) for i in range(candidates))
     (best,) = least_error([(largest * fraction,) for fraction in fractions], error)
     return best
+
+
+def _search_ends(
+    x: Tensor, whole: Range, format: Format, granularity: Granularity, scale_format: Format | None
+) -> Range:
+    """Return the best ends of each group of ``x`` within the whole range."""
+    assert whole.low is not None
+
+    def error(low: Tensor, high: Tensor) -> Tensor:
+        values = fake_quantize(x, high, format, granularity, scale_format, amin=low)
+        return _squared_error(x, values, granularity, high.shape)
+
+    low, high = minimize_range(whole.low, whole.high, error)
+    return Range(high, low)
 
 
 def least_error(
@@ -174,41 +194,3 @@ def total_error(
         error = error.square_() if power == 2.0 else error.abs_().pow_(power)
         errors.append(error.mul_(counts[some]).sum(1))
     return torch.cat(errors)
-
-
-def search_range(
-    x: Tensor,
-    format: Format,
-    granularity: Granularity = _PER_TENSOR,
-    *,
-    scale_format: Format | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the range of least squared quantization error for each group of a whole tensor.
-
-    It is :func:`torchq.calib.search_amax` for asymmetric ranges.
-
-    Args:
-        x: floating point, any shape; an empty tensor gives zeros.
-        format: an integer format.
-        granularity: which elements share one range.
-        scale_format: None, or :data:`torchq.formats.POWER_OF_TWO`.
-
-    Returns:
-        ``(amin, amax)``, float32 (float64 for float64) of ``granularity.amax_shape(x.shape)``.
-
-    Raises:
-        CalibrationError: x holds a NaN or an infinity.
-    """
-    with torch.inference_mode(False), torch.no_grad():
-        x = gather_full_tensor(x.detach()).to(compute_dtype(x.dtype))
-        amin, amax = reduce_range(x, granularity)
-        if not torch.isfinite(amax - amin).all():
-            raise CalibrationError(
-                "search_range: got NaN or infinite values; expected a finite tensor"
-            )
-
-        def error(low: Tensor, high: Tensor) -> Tensor:
-            values = fake_quantize(x, high, format, granularity, scale_format, amin=low)
-            return _squared_error(x, values, granularity, amax.shape)
-
-        return minimize_range(amin, amax, error) if x.numel() else (amin, amax)

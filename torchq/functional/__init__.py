@@ -11,40 +11,31 @@ from torchq.functional.fake_quant import (
     fake_quantize_affine,
     learned_fake_quantize,
     quantize,
+    quantize_affine,
 )
 from torchq.functional.gradient import (
     range_gradient_scale,
     scale_gradient,
     straight_through,
 )
-from torchq.functional.reduce import reduce_amax, reduce_range
-from torchq.functional.scale import (
-    amax_from_scale,
-    compute_dtype,
-    is_dead,
-    is_dead_range,
-    range_from_qparams,
-    scale_and_zero_point,
-    scale_from_amax,
-)
+from torchq.functional.qparams import QParams
+from torchq.functional.range import Range, reduce_amax
+from torchq.functional.scale import compute_dtype, scale_from_amax
 
 __all__ = [
     "AffineFakeQuantizeFunction",
     "FakeQuantizeFunction",
-    "amax_from_scale",
+    "QParams",
+    "Range",
     "compute_dtype",
     "dequantize",
     "fake_quantize",
     "fake_quantize_affine",
-    "is_dead",
-    "is_dead_range",
     "learned_fake_quantize",
     "quantize",
-    "range_from_qparams",
+    "quantize_affine",
     "range_gradient_scale",
     "reduce_amax",
-    "reduce_range",
-    "scale_and_zero_point",
     "scale_from_amax",
     "scale_gradient",
     "straight_through",

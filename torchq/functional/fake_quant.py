@@ -29,9 +29,9 @@ from torchq.functional.kernels import (
     mask_gradient,
     snap,
 )
+from torchq.functional.range import Range
 from torchq.functional.scale import (
     compute_dtype,
-    is_dead_range,
     scale_and_zero_point,
     scale_from_amax,
     widened_to_power_of_two,
@@ -105,11 +105,11 @@ class AffineFakeQuantizeFunction(torch.autograd.Function):
 def fake_quantize_affine(
     x: Tensor,
     scale: Tensor | float,
-    zero_point: Tensor | float,
+    zero_point: Tensor | float | None = None,
     format: Format = UINT8,
     granularity: Granularity = _PER_TENSOR,
 ) -> Tensor:
-    """Round ``x`` to the codes of an integer format with a zero point, and back.
+    """Round ``x`` to the codes that a scale and a zero point place, and back.
 
     All three tensors get straight-through gradients; see :class:`AffineFakeQuantizeFunction`.
     Under ``torch.onnx.export`` the call becomes QuantizeLinear and DequantizeLinear.
@@ -119,8 +119,8 @@ def fake_quantize_affine(
         scale: the distance of neighbouring codes, > 0: a float, or a tensor of shape
             ``granularity.amax_shape(x.shape)``, ``[]``, ``[1]`` or ``[C]``.
         zero_point: the code of 0, of the same shape. It is rounded to a whole number, ties to even,
-            and clamped to the bounds of the format.
-        format: an integer format.
+            and clamped to the bounds of the format. None: 0, for float formats too.
+        format: the format of the codes; an integer format if they have a zero point.
         granularity: which elements share one scale.
 
     Returns:
@@ -128,18 +128,37 @@ def fake_quantize_affine(
 
     Raises:
         TypeError: x is not floating point.
-        ConfigError: a float format, or a shape that does not fit.
+        ConfigError: a zero point for a float format, or a shape that does not fit.
 
     Example:
         >>> fake_quantize_affine(torch.tensor([-9.0, -0.6, 0.0, 0.26, 99.0]), 0.5, 2.0)
         tensor([-1.0000, -0.5000,  0.0000,  0.5000, 99.0000])
     """
-    own, given = (_aligned("fake_quantize", x, t, granularity) for t in (scale, zero_point))
-    own, given = torch.broadcast_tensors(own, given)
+    own = _aligned("fake_quantize", x, scale, granularity)
+    if zero_point is None:
+        return _fake_quantize_scaled(x, own, format, granularity)
+    own, given = torch.broadcast_tensors(own, _aligned("fake_quantize", x, zero_point, granularity))
     whole = given.detach().round().clamp(format.quant_min, format.quant_max)
     point = straight_through(given, whole)
     low, high = affine_bounds(point, format)
     return _fake_quantize_affine(x, (own, point, low, high), format, granularity)
+
+
+def _fake_quantize_scaled(
+    x: Tensor, scale: Tensor, format: Format, granularity: Granularity
+) -> Tensor:
+    """Quantize and dequantize ``x`` by an aligned scale without a zero point."""
+    if torch.onnx.is_in_onnx_export():
+        return onnx_ops.quantize_dequantize_affine(x, scale, None, format, granularity)
+    if format.is_integer:
+        point = torch.zeros_like(scale)
+        grid = scale, point, *affine_bounds(point, format)
+        return _fake_quantize_affine(x, grid, format, granularity)
+    parts = granularity.split(x).to(scale.dtype)
+    by = scale.detach()
+    rounded = format.snap_(torch.div(parts.detach(), by)).mul_(by).to(x.dtype)
+    clipped = torch.clamp(parts / scale, format.quant_min, format.quant_max) * scale
+    return granularity.join(straight_through(clipped.to(x.dtype), rounded), x.shape)
 
 
 def fake_quantize_range(
@@ -158,7 +177,7 @@ def fake_quantize_range(
     """
     ends = living_ends(*(_aligned("fake_quantize", x, e, granularity) for e in (amin, amax)))
     scale, point = scale_and_zero_point(*ends, format, scale_format)
-    low, high = affine_bounds(point, format, is_dead_range(*ends, format))
+    low, high = affine_bounds(point, format, Range(ends[1], ends[0]).dead(format))
     return _fake_quantize_affine(x, (scale, point, low, high), format, granularity)
 
 
@@ -411,8 +430,30 @@ def quantize(
         return granularity.join(codes, x.shape)
     amin = _aligned("quantize", x, amin, granularity)
     scale, zero_point = scale_and_zero_point(amin, amax, format, scale_format)
-    bounds = affine_bounds(zero_point, format, is_dead_range(amin, amax, format))
+    bounds = affine_bounds(zero_point, format, Range(amax, amin).dead(format))
     codes = clamped_codes(parts, scale, *bounds, format).add_(zero_point)
+    return granularity.join(codes, x.shape)
+
+
+def quantize_affine(
+    x: Tensor,
+    scale: Tensor | float,
+    zero_point: Tensor | float | None = None,
+    format: Format = UINT8,
+    granularity: Granularity = _PER_TENSOR,
+) -> Tensor:
+    """Return the codes of ``x``; the arguments are those of :func:`fake_quantize_affine`.
+
+    Example:
+        >>> quantize_affine(torch.tensor([-9.0, 0.26]), 0.5, 2.0)
+        tensor([0., 3.])
+    """
+    by = _aligned("quantize", x, scale, granularity)
+    parts = granularity.split(x.detach())
+    if zero_point is None:
+        return granularity.join(format.snap_(torch.div(parts.to(by.dtype), by)), x.shape)
+    point = _aligned("quantize", x, zero_point, granularity)
+    codes = clamped_codes(parts, by, *affine_bounds(point, format), format).add_(point)
     return granularity.join(codes, x.shape)
 
 

@@ -30,20 +30,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def is_dead(amax: Tensor, format: Format) -> Tensor:
-    """Return where a range quantizes everything to 0.
-
-    Args:
-        amax: float32 or float64, any shape, >= 0.
-        format: The number format.
-
-    Returns:
-        bool, the shape of ``amax``; False for infinity and NaN.
-
-    Example:
-        >>> from torchq.formats import INT8
-        >>> is_dead(torch.tensor([0.0, 1e-38, 1e-30]), INT8)
-        tensor([ True,  True, False])
-    """
+    """Return where a symmetric range quantizes everything to 0; False for infinity and NaN."""
     return _over(amax, format.qmax) < torch.finfo(amax.dtype).tiny
 
 
@@ -120,34 +107,16 @@ def widened_to_power_of_two(amax: Tensor, format: Format) -> Tensor:
     return straight_through(amax * torch.where(dead, 1.0, wide / known), wide)
 
 
-def is_dead_range(amin: Tensor, amax: Tensor, format: Format) -> Tensor:
-    """Return where a range [amin, amax] quantizes everything to 0; see :func:`is_dead`."""
-    return _unrounded_scale(amin, amax, format) < torch.finfo(amax.dtype).tiny
-
-
 def scale_and_zero_point(
     amin: Tensor, amax: Tensor, format: Format, scale_format: Format | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the scale and the zero point for each asymmetric range, with gradients to its ends.
+    """Return the scale and the zero point of asymmetric ranges, with gradients to their ends.
 
-    Args:
-        amin: float32 or float64, any shape: the lower ends. Values above 0 count as 0.
-        amax: the upper ends, of the same shape and dtype. Values below 0 count as 0.
-        format: an integer format.
-        scale_format: None, or :data:`torchq.formats.POWER_OF_TWO` to round scales up to powers of
-            two.
-
-    Returns:
-        The scale and the zero point, both of the shape and dtype of ``amax``. A scale is 1 for a
-        dead range and else a normal number; a zero point is a whole number from ``quant_min`` to
-        ``quant_max``. Roundings pass gradients straight through.
-
-    Example:
-        >>> from torchq.formats import UINT8
-        >>> scale_and_zero_point(torch.tensor(-1.0), torch.tensor(4.1), UINT8)
-        (tensor(0.0200), tensor(50.))
+    Ends on the wrong side of 0 count as 0. A scale is 1 for a dead range and else a normal number;
+    a zero point is a whole number of the dtype of ``amax`` from ``quant_min`` to ``quant_max``.
+    Roundings pass gradients straight through.
     """
-    scale = _unrounded_scale(amin, amax, format)
+    scale = unrounded_scale(amin, amax, format)
     if scale_format is not None:
         scale = straight_through(scale, scale_format.snap_(scale.detach().clone()))
     scale = torch.where(scale < torch.finfo(scale.dtype).tiny, 1.0, scale)
@@ -155,49 +124,9 @@ def scale_and_zero_point(
     return scale, straight_through(position, position.detach().round())
 
 
-def _unrounded_scale(amin: Tensor, amax: Tensor, format: Format) -> Tensor:
+def unrounded_scale(amin: Tensor, amax: Tensor, format: Format) -> Tensor:
     """Return ``(amax - amin) / (quant_max - quant_min)`` of the range, widened to contain 0."""
     return _over(amax.clamp(min=0) - amin.clamp(max=0), format.quant_max - format.quant_min)
-
-
-def range_from_qparams(scale: Tensor, zero_point: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """Return the range from which :func:`scale_and_zero_point` computes a scale and a zero point.
-
-    Args:
-        scale: float32 or float64, any shape, > 0.
-        zero_point: whole numbers of the same shape, any dtype, in the codes of ``format``.
-        format: an integer format.
-
-    Returns:
-        ``(amin, amax)`` of the shape and dtype of ``scale``. The scale comes back to the last bit,
-        but for the few that no range of floats gives; these are one unit in the last place off.
-    """
-    point = zero_point.to(scale.dtype)
-    low = (format.quant_min - point) * scale
-    high = (format.quant_max - point) * scale
-    best, least = (low, high), torch.full_like(scale, torch.inf)
-    ends = [(low, high)]
-    for direction in (torch.inf, -torch.inf):
-        toward = torch.full_like(scale, direction)
-        near, nearer = high, low
-        for _ in range(3):
-            near, nearer = torch.nextafter(near, toward), torch.nextafter(nearer, toward)
-            ends += [(low, near), (nearer, high)]
-    for candidate in ends:
-        found, position = scale_and_zero_point(*candidate, format)
-        error = torch.where(position == point, (found - scale).abs(), torch.inf)
-        better = error < least
-        best = (
-            torch.where(better, candidate[0], best[0]),
-            torch.where(better, candidate[1], best[1]),
-        )
-        least = torch.minimum(error, least)
-    return best
-
-
-def amax_from_scale(scale: Tensor, format: Format) -> Tensor:
-    """Return ``scale * format.qmax``, the inverse of :func:`scale_from_amax` for live ranges."""
-    return scale * format.qmax
 
 
 def divisor(amax: Tensor, scale: Tensor) -> Tensor:

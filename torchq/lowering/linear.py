@@ -7,8 +7,8 @@ from torch import Tensor
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ExportError
-from torchq.functional.reduce import reduce_amax
-from torchq.functional.scale import divisor, scale_from_amax
+from torchq.functional import reduce_amax, scale_from_amax
+from torchq.functional.scale import divisor
 from torchq.lowering import onednn
 from torchq.lowering.definition import Epilogue, Int8Weights
 from torchq.lowering.layer import DeployedLayer, Int8Layer, eager, guarded, require_dtype

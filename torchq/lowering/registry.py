@@ -94,13 +94,16 @@ def integer_weight(
         return "weight ranges are asymmetric"
     if quantizer.delegate is not None:
         return "a quantizer has a delegate"
-    if reduce_range and format.bits > 7:
-        format = integer_format(7, narrow=format.narrow, rounding=format.rounding)
     if quantizer.pre_quant_scale is not None:
         weight = weight * quantizer.pre_quant_scale.to(weight.dtype)
-    amax = quantizer.range_for(weight).detach().to(torch.float32)
-    codes = quantize(weight, amax, format, d.granularity, d.block_scale_format)
-    scale = scale_from_amax(amax, format, d.block_scale_format)
+    if reduce_range and format.bits > 7:
+        format = integer_format(7, narrow=format.narrow, rounding=format.rounding)
+        amax = quantizer.range_for(weight).high.detach().to(torch.float32)
+        codes = quantize(weight, amax, format, d.granularity, d.block_scale_format)
+        scale = scale_from_amax(amax, format, d.block_scale_format)
+    else:
+        codes = quantizer.codes(weight)
+        scale = quantizer.qparams(weight.detach().to(torch.float32)).scale
     scale = scale.flatten().expand(weight.shape[axis])
     return codes.contiguous().to(torch.int8), scale.contiguous()
 

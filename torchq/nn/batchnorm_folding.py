@@ -88,7 +88,7 @@ class OutputScaling(nn.Module):
         """Return the fraction of weight codes that change in more than their sign."""
         d, weight = quantizer.descriptor, self.weight.detach()
         factor = self._per_weight(scale)
-        amax = quantizer.range_for(weight)
+        amax = quantizer.range_for(weight).high
         folded = (weight.double() * factor).to(weight.dtype)
         new_amax = (amax.double() * d.granularity.amax(factor).reshape(amax.shape)).float()
         before, after = (

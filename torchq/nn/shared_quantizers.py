@@ -8,11 +8,14 @@ sharing, and the state dict holds the range under every path.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
+import torch
 from torch import nn
 
 from torchq.errors import ConfigError, QuantizationError
 from torchq.formats import PerTensor
+from torchq.functional import Range
 from torchq.nn.tensor_quantizer import TensorQuantizer
 
 
@@ -57,10 +60,13 @@ def share_quantizers_(model: nn.Module, paths: Sequence[str]) -> TensorQuantizer
                 f"share: {path} is {quantizer.descriptor}; expected a range per tensor, "
                 "tensors differ in their axes"
             )
-    known = [q.ends() for q in quantizers if q.calibrated and not q.amax.is_meta]
+    known = [q for q in quantizers if q.calibrated and not q.amax.is_meta]
     if known:
-        widest = [max(ends, key=lambda end: float(end.abs())) for ends in zip(*known, strict=True)]
-        first.set_ends(tuple(widest))
+        widest = reduce(Range.joined, (q.range.map(torch.Tensor.detach) for q in known))
+        pairs = zip(first.range.ends(), widest.ends(), strict=True)
+        # A scale that the first one holds as it is stays, if it is the widest.
+        if not all(torch.equal(own, wide) for (_, own), (_, wide) in pairs):
+            first.range = widest
     for path in paths[1:]:
         parent, _, leaf = path.rpartition(".")
         setattr(found[parent], leaf, first)

@@ -5,40 +5,36 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from torchq.calib import (
-    SEARCHES,
-    Calibrator,
-    RangeCalibrator,
-    make_calibrator,
-)
+from torchq.calib import SEARCHES, Calibrator, make_calibrator
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import CalibrationError, ConfigError, ExportError
+from torchq.formats import PerTensor
 from torchq.functional import (
+    QParams,
+    Range,
+    compute_dtype,
     fake_quantize,
-    is_dead,
-    is_dead_range,
+    fake_quantize_affine,
     learned_fake_quantize,
     quantize,
+    quantize_affine,
     range_gradient_scale,
-    reduce_amax,
-    reduce_range,
-    scale_and_zero_point,
-    scale_from_amax,
     scale_gradient,
 )
 from torchq.utils import constant_while_tracing, short_repr
 
 # Keeps these calls whole when a model is traced with torch.fx.
 torch.fx.wrap("fake_quantize")
+torch.fx.wrap("fake_quantize_affine")
 torch.fx.wrap("learned_fake_quantize")
 torch.fx.wrap("quantize")
-torch.fx.wrap("reduce_amax")
-torch.fx.wrap("reduce_range")
+torch.fx.wrap("quantize_affine")
 
 _MODES = {
     "off": (False, False),
@@ -48,6 +44,8 @@ _MODES = {
 }
 
 _CALIBRATE = "Run torchq.calibrate(model, batches), or set_amax(...)"
+# The buffers of a scale and a zero point that are held as they are; there while they are.
+_HELD = ("held_scale", "held_zero_point")
 _LEGACY_KEYS = {"_amax": "amax", "_pre_quant_scale": "pre_quant_scale"}
 # The value of the buffer ``unsigned`` while calibration has not chosen; then it is 0 or 1.
 _UNDECIDED = -1
@@ -73,6 +71,8 @@ class TensorQuantizer(nn.Module):
             ``descriptor.dynamic``, each call takes the range of its own data.
         amin: with ``QuantDescriptor(symmetric=False)`` the lower end of the range [amin, amax], a
             buffer or parameter like ``amax``; None for symmetric ranges.
+        held_scale, held_zero_point: float32 and int32 buffers of the shape of ``amax`` that exist
+            after :meth:`set_qparams` alone; the zero point only with ``symmetric=False``.
         unsigned: with ``QuantDescriptor(unsigned="auto")`` a 0-d int8 buffer: -1 while calibration
             has not chosen the sign, then 0 or 1. :attr:`descriptor` holds the choice.
         pre_quant_scale: optional buffer that multiplies the input first, also when the mode is off
@@ -94,14 +94,16 @@ class TensorQuantizer(nn.Module):
     amax: Tensor
     amin: Tensor | None
     pre_quant_scale: Tensor | None
-    calibrator: Calibrator | RangeCalibrator | None
+    calibrator: Calibrator | None
+    held_scale: Tensor
+    held_zero_point: Tensor
     observing: bool
 
     #: A call stays one node in every trace of :func:`torchq.graph.trace`.
     keeps_tensor_type = True
     # torch.jit.trace reads every attribute of the class and of the object, but for these. There may
     # be no scale yet; see also __dir__.
-    __jit_ignored_attributes__ = ("scale",)
+    __jit_ignored_attributes__ = ("scale", "range")
     # A quantizer from before there were delegates has none.
     _delegate: Delegate | None = None
 
@@ -162,6 +164,7 @@ class TensorQuantizer(nn.Module):
             if value.numel():
                 self._as_end(name, value)
             value = value.to(torch.float32)
+            self.drop_qparams()
         super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
@@ -181,12 +184,34 @@ class TensorQuantizer(nn.Module):
     def apply_own(self, x: Tensor) -> Tensor:
         """Return ``x`` quantized by the quantizer's own function, whatever the delegate does."""
         d = self.descriptor
-        function: Callable[..., Tensor] = learned_fake_quantize if d.learn_amax else fake_quantize
         if not d.fake_quant:
-            function = quantize
-        amin, amax = self.ends_for(x)
-        arguments = (amax, d.format, d.granularity, d.block_scale_format)
-        return function(x, *arguments) if amin is None else function(x, *arguments, amin=amin)
+            return self.codes(x)
+        if "held_scale" in self._buffers:
+            return fake_quantize_affine(x, *self._held(), d.format, d.granularity)
+        function = learned_fake_quantize if d.learn_amax else fake_quantize
+        high, low = self.range_for(x)
+        arguments = (high, d.format, d.granularity, d.block_scale_format)
+        return function(x, *arguments) if low is None else function(x, *arguments, amin=low)
+
+    def codes(self, x: Tensor) -> Tensor:
+        """Return the codes that a call rounds ``x`` to, with the zero point, without gradient.
+
+        Args:
+            x: floating point, multiplied by ``pre_quant_scale`` already.
+
+        Returns:
+            float32 (float64 for float64) of the shape of ``x``; for float formats the grid values.
+        """
+        d = self.descriptor
+        if "held_scale" in self._buffers:
+            return quantize_affine(x, *self._held(), d.format, d.granularity)
+        high, low = self.range_for(x)
+        arguments = (high, d.format, d.granularity, d.block_scale_format)
+        return quantize(x, *arguments) if low is None else quantize(x, *arguments, amin=low)
+
+    def _held(self) -> tuple[Tensor, Tensor | None]:
+        """Return the scale and the zero point that are held; None for a symmetric range."""
+        return self.held_scale, None if self.descriptor.symmetric else self.held_zero_point
 
     @property
     def delegate(self) -> Delegate | None:
@@ -220,34 +245,38 @@ class TensorQuantizer(nn.Module):
             )
         self.observing, self.quantizing = _MODES[mode]
 
-    def range_for(self, x: Tensor) -> Tensor:
-        """Return the amax that a call on ``x`` quantizes with; see :meth:`ends_for`."""
-        return self.ends_for(x)[1]
+    @property
+    def range(self) -> Range:
+        """The known range, whose ends are the buffers or parameters; without elements if unknown.
 
-    def ends_for(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return amin (None for a symmetric range) and amax that a call on ``x`` quantizes with.
+        Assign a range of the same kind to set it without a check, which would wait for the device.
+        """
+        return Range(self.amax, None if self.descriptor.symmetric else self.amin)
 
-        They are the calibrated ones, or those of ``x``, times ``scale_amax``.
+    @range.setter
+    def range(self, new: Range) -> None:
+        self.drop_qparams()
+        with torch.inference_mode(False), torch.no_grad():
+            for end, value in new.ends():
+                self._adopt(value.detach().to(getattr(self, end).device), end)
+
+    def range_for(self, x: Tensor) -> Range:
+        """Return the range that a call on ``x`` quantizes with, times ``scale_amax``.
+
+        It is the calibrated one, or that of ``x``.
         """
         d = self.descriptor
-        amin = None
         if self.calibrated and not d.dynamic:
-            amax = self._with_scaled_gradient(self.amax, x)
-            if not d.symmetric:
-                assert self.amin is not None
-                amin = self._with_scaled_gradient(self.amin, x)
+            found = self.range.map(lambda end: self._with_scaled_gradient(end, x))
         elif torch.onnx.is_in_onnx_export():
             raise ExportError(
                 f"{self._label}: has no calibrated range to export; expected a fixed amax. "
                 f"{_CALIBRATE}"
             )
-        elif d.symmetric:
-            amax = reduce_amax(x, d.granularity)
         else:
-            amin, amax = reduce_range(x, d.granularity)
-        if d.scale_amax is None:
-            return amin, amax
-        return None if amin is None else amin * d.scale_amax, amax * d.scale_amax
+            found = Range.of(x, d.granularity, symmetric=d.symmetric)
+        factor = d.scale_amax
+        return found if factor is None else found.map(lambda end: end * factor)
 
     def _with_scaled_gradient(self, end: Tensor, x: Tensor) -> Tensor:
         """Return an end of the range, whose gradient is scaled in training if that is wanted."""
@@ -267,10 +296,10 @@ class TensorQuantizer(nn.Module):
     @property
     def scale(self) -> Tensor:
         """The first of :meth:`calculate_qparams`."""
-        return self.calculate_qparams()[0]
+        return self.qparams().scale
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
-        """Return the scale and the zero point that calls quantize with.
+        """Return the scale and the zero point of :meth:`qparams`.
 
         Returns:
             scale: amax / qmax, or the length of an asymmetric range over the number of steps of its
@@ -280,28 +309,51 @@ class TensorQuantizer(nn.Module):
         Raises:
             CalibrationError: amax is not known yet.
         """
-        if not self.calibrated:
+        found = self.qparams()
+        return found.scale, found.zero_point
+
+    def qparams(self, x: Tensor | None = None) -> QParams:
+        """Return the quantization parameters that calls quantize with, without gradient.
+
+        Args:
+            x: take those of a call on this tensor, in the dtype that it computes in; they are known
+                for every quantizer.
+
+        Raises:
+            CalibrationError: amax is not known yet, and there is no ``x``.
+        """
+        d = self.descriptor
+        dtype = torch.float32 if x is None else compute_dtype(x.dtype)
+        if "held_scale" in self._buffers:
+            scale, point = self._held()
+            zeros = torch.zeros_like(scale, dtype=torch.int32)
+            found = QParams(scale.to(dtype), zeros if point is None else point, d.format)
+        elif x is not None:
+            known = self.range_for(x).map(lambda end: end.detach().to(dtype))
+            found = known.qparams(d.format, d.block_scale_format)
+        elif self.calibrated:
+            found = self._scaled_range().qparams(d.format, d.block_scale_format)
+        else:
             raise CalibrationError(
                 f"{self._label}: the scale is not known; expected a calibrated amax. {_CALIBRATE}"
             )
-        d, factor = self.descriptor, self.descriptor.scale_amax or 1.0
-        amax = self.amax.detach() * factor
-        if d.symmetric:
-            scale = scale_from_amax(amax, d.format, d.block_scale_format)
-            return scale, torch.zeros_like(scale, dtype=torch.int32)
-        assert self.amin is not None
-        amin = self.amin.detach() * factor
-        scale, zero_point = scale_and_zero_point(amin, amax, d.format, d.block_scale_format)
-        return scale, zero_point.to(torch.int32)
+        return self._placed(found)
+
+    def _placed(self, found: QParams) -> QParams:
+        """Return quantization parameters with the axis and the blocks that they belong to."""
+        d = self.descriptor
+        if d.block_size is not None:
+            return replace(found, axis=d.block_axis, block=d.block_size)
+        return replace(found, axis=d.axis[0]) if isinstance(d.axis, tuple) else found
+
+    def _scaled_range(self) -> Range:
+        """Return the known range times ``scale_amax``, without gradient."""
+        factor = self.descriptor.scale_amax or 1.0
+        return self.range.map(lambda end: end.detach() * factor)
 
     def dead_ranges(self) -> Tensor:
         """Return where the known range quantizes everything to 0: bool, the shape of amax."""
-        d, factor = self.descriptor, self.descriptor.scale_amax or 1.0
-        amax = self.amax.detach() * factor
-        if d.symmetric:
-            return is_dead(amax, d.format)
-        assert self.amin is not None
-        return is_dead_range(self.amin.detach() * factor, amax, d.format)
+        return self._scaled_range().dead(self.descriptor.format)
 
     def set_amax(self, value: Any) -> None:
         """Set the range. The host waits for the device, so this is not for the hot path.
@@ -322,10 +374,7 @@ class TensorQuantizer(nn.Module):
                 f"{self._label}: got set_amax for {self.descriptor}; expected both ends. "
                 "Use set_range(amin, amax)"
             )
-        with torch.inference_mode(False), torch.no_grad():
-            new = self._as_end("amax", value)
-            self._warn_of_lost(new, is_dead(new, self.descriptor.format))
-            self._adopt(new)
+        self._set_checked(amax=value)
 
     def set_range(self, amin: Any, amax: Any) -> None:
         """Set both ends of an asymmetric range; see :meth:`set_amax`.
@@ -343,39 +392,102 @@ class TensorQuantizer(nn.Module):
                 f"{self._label}: got set_range for {self.descriptor}; expected a descriptor with "
                 "symmetric=False. Use set_amax(amax)"
             )
+        self._set_checked(amax=amax, amin=amin)
+
+    def _set_checked(self, **ends: Any) -> None:
+        """Set the range to ends by name; where a scale is too small, a warning says so."""
         with torch.inference_mode(False), torch.no_grad():
-            low, high = self._as_end("amin", amin), self._as_end("amax", amax)
-            if low.shape != high.shape:
-                raise ConfigError(
-                    f"{self._label}: got amin of shape {tuple(low.shape)} and amax of shape "
-                    f"{tuple(high.shape)}; expected equal shapes"
+            found = Range(*(self._as_end(end, value) for end, value in ends.items()))
+            length = found.high if found.low is None else found.high - self._same_shape(*found)
+            lost = 0
+            if not length.is_meta:
+                lost = int((found.dead(self.descriptor.format) & (length > 0)).sum())
+            if lost:
+                warnings.warn(
+                    f"{self._label}: got {lost} ranges as small as {float(length.min()):.3g}; "
+                    "their scales are no normal float32 numbers, so their values become 0",
+                    stacklevel=3,
                 )
-            self._warn_of_lost(high - low, is_dead_range(low, high, self.descriptor.format))
-            self._adopt(low, "amin")
-            self._adopt(high)
+            self.range = found
 
-    def ends(self) -> tuple[Tensor, ...]:
-        """Return copies of the ends of the range, for :meth:`set_ends`; empty ones if unknown."""
-        return tuple(getattr(self, end).detach().clone() for end in self._ends)
-
-    def set_ends(self, ends: tuple[Tensor, ...]) -> None:
-        """Set the range to what :meth:`ends` returned."""
-        with torch.inference_mode(False), torch.no_grad():
-            for name, value in zip(self._ends, ends, strict=True):
-                self._adopt(value.to(getattr(self, name).device), name)
-
-    def _warn_of_lost(self, length: Tensor, dead: Tensor) -> None:
-        lost = 0 if length.is_meta else int((dead & (length > 0)).sum())
-        if lost:
-            warnings.warn(
-                f"{self._label}: got {lost} ranges as small as {float(length.min()):.3g}; "
-                "their scales are no normal float32 numbers, so their values become 0",
-                stacklevel=3,
+    def _same_shape(self, high: Tensor, low: Tensor) -> Tensor:
+        if low.shape != high.shape:
+            raise ConfigError(
+                f"{self._label}: got amin of shape {tuple(low.shape)} and amax of shape "
+                f"{tuple(high.shape)}; expected equal shapes"
             )
+        return low
+
+    def set_qparams(self, scale: Any, zero_point: Any = None) -> None:
+        """Hold a scale and a zero point as they are, such as those of a checkpoint of others.
+
+        Calls, files and kernels use exactly these, also a scale that no amax over ``qmax`` gives to
+        the last bit. ``amax`` and ``amin`` become the values of the outermost codes. Setting the
+        range, or a new calibration, ends it.
+
+        Args:
+            scale: finite numbers > 0 of the shape of an amax, as for :meth:`set_amax`; one number
+                for a range per tensor.
+            zero_point: whole numbers of the same shape, in the codes of the format; None is 0.
+                For a symmetric range they are 0.
+
+        Raises:
+            ConfigError: not such numbers or shapes; or the range is learned, taken from each call,
+                multiplied by ``scale_amax``, or its scales are rounded. The quantizer stays as it
+                was.
+
+        Example:
+            >>> q = TensorQuantizer(torchq.QuantDescriptor(unsigned=True, symmetric=False))
+            >>> q.set_qparams(0.5, 2)
+            >>> q(torch.tensor([-9.0, 0.3, 200.0]))
+            tensor([ -1.0000,   0.5000, 126.5000])
+        """
+        d = self.descriptor
+        if d.learn_amax or d.dynamic or d.scale_amax is not None or d.block_scale_format:
+            raise ConfigError(
+                f"{self._label}: got set_qparams for {d}; expected a descriptor without "
+                "learn_amax, dynamic, scale_amax, scale_format and power_of_two. Use set_amax"
+            )
+        with torch.inference_mode(False), torch.no_grad():
+            found = self._held_qparams(scale, 0 if zero_point is None else zero_point)
+            self.range = Range.of_qparams(found, symmetric=d.symmetric)
+            values = (found.scale,) if d.symmetric else (found.scale, found.zero_point)
+            for name, value in zip(_HELD, values, strict=False):
+                self.register_buffer(name, value)
+
+    def _held_qparams(self, scale: Any, zero_point: Any) -> QParams:
+        """Return a scale (float32) and a zero point (int32), checked."""
+        d = self.descriptor
+        given, point = self._as_end("scale", scale), _as_tensor(zero_point).to(self.amax.device)
+        point = point.expand(given.shape) if point.numel() == 1 else point
+        if point.shape != given.shape or (d.granularity == PerTensor() and given.numel() != 1):
+            raise ConfigError(
+                f"{self._label}: got a scale of shape {tuple(given.shape)} and a zero point of "
+                f"shape {tuple(point.shape)} for {d}; expected equal shapes, with one element per "
+                "tensor"
+            )
+        low, high = (0, 0) if d.symmetric else (int(d.format.quant_min), int(d.format.quant_max))
+        is_code = (point >= low) & (point <= high) & (point == point.to(torch.int32))
+        if not point.is_meta and not bool(is_code.all()):
+            raise ConfigError(
+                f"{self._label}: got zero points from {float(point.min()):g} to "
+                f"{float(point.max()):g} for {d}; expected whole numbers from {low} to {high}"
+            )
+        if not given.is_meta and not bool((given * d.format.qmax < torch.inf).all() & given.all()):
+            raise ConfigError(
+                f"{self._label}: got scales from {float(given.min()):.3g} to "
+                f"{float(given.max()):.3g}; expected numbers > 0 whose range fits float32"
+            )
+        return QParams(given, point.to(torch.int32, copy=True), d.format)
+
+    def drop_qparams(self) -> None:
+        """Let the scale and the zero point follow from the range again."""
+        for name in _HELD:
+            self._buffers.pop(name, None)
 
     def _as_end(self, end: str, value: Any) -> Tensor:
         """Return ``value`` as the end of a range, checked."""
-        sign = ">=" if end == "amax" else "<="
+        sign = "<=" if end == "amin" else ">="
         expected = f"expected finite numbers {sign} 0 that fit float32"
         try:
             given = _as_tensor(value).detach()
@@ -385,7 +497,7 @@ class TensorQuantizer(nn.Module):
             shown = f"{end} of dtype {given.dtype} and shape {tuple(given.shape)}"
             raise ConfigError(f"{self._label}: got {shown}; {expected}")
         new = given.to(device=self.amax.device, dtype=torch.float32, copy=True)
-        outward = new if end == "amax" else -new
+        outward = -new if end == "amin" else new
         if not new.is_meta and not bool(((outward >= 0) & (outward < torch.inf)).all()):
             raise ConfigError(f"{self._label}: got {end} {value}; {expected}")
         return new
@@ -403,20 +515,9 @@ class TensorQuantizer(nn.Module):
 
     def forget_amax(self) -> None:
         """Make the range unknown again, and the sign if calibration chooses it."""
-        for end in self._ends:
-            self._adopt(self.amax.new_empty(0), end)
+        self.range = self.range.map(lambda end: end.new_empty(0))
         if self._chooses_sign:
             self.set_unsigned("auto")
-
-    @property
-    def calibrators(self) -> tuple[Calibrator, ...]:
-        """The calibrators at work, one or one for each side of zero; none if it does not observe.
-
-        :func:`torchq.calib.sync` gives them the statistics of all ranks.
-        """
-        if isinstance(self.calibrator, RangeCalibrator):
-            return self.calibrator.sides
-        return () if self.calibrator is None else (self.calibrator,)
 
     def observe(self, x: Tensor) -> None:
         """Give ``x`` to the calibrator.
@@ -431,31 +532,31 @@ class TensorQuantizer(nn.Module):
         except CalibrationError as error:
             raise CalibrationError(f"{self._label}: {error}") from None
 
-    def _make_calibrator(
-        self, method: str | None = None, **options: Any
-    ) -> Calibrator | RangeCalibrator:
+    def _make_calibrator(self, method: str | None = None, **options: Any) -> Calibrator:
         d = self.given_descriptor
         if method in (None, d.calib_method):
             options = {**dict(d.calib_options), **options}
-        make = make_calibrator if d.symmetric else RangeCalibrator
         try:
-            calibrator = make(
-                method or d.calib_method, format=d.format, granularity=d.granularity, **options
+            calibrator = make_calibrator(
+                method or d.calib_method,
+                format=d.format,
+                granularity=d.granularity,
+                symmetric=d.symmetric,
+                **options,
             )
         except ConfigError as error:
             raise ConfigError(f"{self._label}: {error}") from None
         calibrator.scale_format = d.block_scale_format
-        if self._chooses_sign and isinstance(calibrator, Calibrator):
+        if self._chooses_sign:
             calibrator.track_negative()
         return calibrator
 
-    def _search(self, method: str | None = None) -> Callable[..., Any] | None:
+    def _search(self, method: str | None = None) -> Callable[..., Range] | None:
         """Return the range search for tensors that exist as a whole, or None for a calibrator."""
         d = self.descriptor
         if method in (None, d.calib_method) and d.calib_options:  # They configure a calibrator.
             return None
-        found = SEARCHES.get(method or d.calib_method)
-        return None if found is None else found[0 if d.symmetric else 1]
+        return SEARCHES.get(method or d.calib_method)
 
     def start_calibration(self, method: str | None = None, **options: Any) -> None:
         """Observe from now on, with a fresh calibrator; ``method`` None is the descriptor's."""
@@ -466,7 +567,7 @@ class TensorQuantizer(nn.Module):
         """Set the range from the statistics, and drop the calibrator.
 
         Args:
-            options: go to ``compute_amax`` or ``compute_range``.
+            options: go to :meth:`torchq.calib.Calibrator.range`.
 
         Raises:
             CalibrationError: nothing was observed, or NaN or infinite values were; the range stays
@@ -477,25 +578,26 @@ class TensorQuantizer(nn.Module):
             raise CalibrationError(
                 f"{where}: has not seen any tensor; expected at least one batch in mode 'observe'"
             )
-        try:
-            if isinstance(calibrator, RangeCalibrator):
-                self.set_range(*calibrator.compute_range(**options))
-            else:
-                self._finish_symmetric(calibrator, options)
-        except CalibrationError as error:
-            raise CalibrationError(f"{where}: {error}") from None
-        self.calibrator, self.observing = None, False
-
-    def _finish_symmetric(self, calibrator: Calibrator, options: dict[str, Any]) -> None:
-        """Set amax, and the sign if calibration chooses it."""
-        unsigned = calibrator.negative_batches == 0
+        unsigned = self._chooses_sign and calibrator.negative_batches == 0
         if self._chooses_sign:
             calibrator.format = self.given_descriptor.replace(unsigned=unsigned).format
-        self.set_amax(calibrator.compute_amax(**options))
+        try:
+            found = calibrator.range(**options)
+        except CalibrationError as error:
+            raise CalibrationError(f"{where}: {error}") from None
+        self._take(found)
         if self._chooses_sign:
             self.set_unsigned(unsigned)
-        else:
+        elif self.descriptor.symmetric:
             self._warn_of_negatives(calibrator)
+        self.calibrator, self.observing = None, False
+
+    def _take(self, found: Range) -> None:
+        """Set the range to one that was found, by the method of its kind."""
+        if found.low is None:
+            self.set_amax(found.high)
+        else:
+            self.set_range(found.low, found.high)
 
     def _warn_of_negatives(self, calibrator: Calibrator) -> None:
         seen = calibrator.negative_batches
@@ -504,7 +606,7 @@ class TensorQuantizer(nn.Module):
                 f"{self._label}: got negative values in {seen} of {calibrator.batches} batches; "
                 f"{self.descriptor.format} makes them 0. "
                 "Use unsigned=False or 'auto', or leave it if that is meant",
-                stacklevel=4,
+                stacklevel=3,
             )
 
     def calibrate_on(self, x: Tensor, method: str | None = None) -> None:
@@ -522,14 +624,12 @@ class TensorQuantizer(nn.Module):
         d = self.descriptor
         search = self._search(method)
         if search is not None:
+            options = {"symmetric": d.symmetric, "scale_format": d.block_scale_format}
             try:
-                found = search(x, d.format, d.granularity, scale_format=d.block_scale_format)
+                found = search(x, d.format, d.granularity, **options)
             except CalibrationError as error:
                 raise CalibrationError(f"{self._label}: {error}") from None
-            if d.symmetric:
-                self.set_amax(found)
-            else:
-                self.set_range(*found)
+            self._take(found)
             return
         observing, pending = self.observing, self.calibrator
         self.start_calibration(method)
@@ -571,7 +671,8 @@ class TensorQuantizer(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # .half() and .to(bfloat16) must not round the range: only the device of the result is
         # taken over.
-        before = {end: getattr(self, end).detach() for end in self._ends}
+        held = [name for name in _HELD[:1] if name in self._buffers]
+        before = {name: getattr(self, name).detach() for name in (*self._ends, *held)}
         super()._apply(fn, recurse)
         for end, value in before.items():
             now = getattr(self, end)
@@ -585,6 +686,8 @@ class TensorQuantizer(nn.Module):
         for old, new in _LEGACY_KEYS.items():
             if prefix + old in state_dict:
                 state_dict[prefix + new] = state_dict.pop(prefix + old)
+        if prefix + "amax" in state_dict:
+            self._expect_held(state_dict, prefix)
         for end in self._ends:
             key = prefix + end
             if key in state_dict:
@@ -594,7 +697,8 @@ class TensorQuantizer(nn.Module):
         factors, present = state_dict.get(prefix + "pre_quant_scale"), self.pre_quant_scale
         if factors is not None and (present is None or present.shape != factors.shape):
             self.pre_quant_scale = torch.empty_like(factors, device=self.amax.device)
-        missing, own = args[2], {prefix + "amax", prefix + "amin", prefix + "unsigned"}
+        missing = args[2]
+        own = {prefix + name for name in ("amax", "amin", "unsigned", *_HELD)}
         before = list(missing)  # The layer may have named this range, which it knows to be lost.
         super()._load_from_state_dict(state_dict, prefix, *args)
         if prefix + "amax" not in state_dict:  # A float checkpoint leaves the range as it is.
@@ -602,6 +706,14 @@ class TensorQuantizer(nn.Module):
             missing[:] = before + [name for name in added if name not in own]
         if prefix + "unsigned" in state_dict:
             self._adopt_loaded_sign(prefix, args[4])
+
+    def _expect_held(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Make the buffers of a held scale those that a state dict has."""
+        self.drop_qparams()
+        for name, dtype in zip(_HELD, (torch.float32, torch.int32), strict=True):
+            if prefix + name in state_dict:
+                value = state_dict[prefix + name] = state_dict[prefix + name].to(dtype)
+                self.register_buffer(name, torch.empty_like(value, device=self.amax.device))
 
     def _adopt_loaded_sign(self, prefix: str, errors: list[str]) -> None:
         """Make the descriptor agree with the loaded buffer ``unsigned``; a problem is appended."""
@@ -623,9 +735,8 @@ class TensorQuantizer(nn.Module):
             shape = tuple(self.amax.shape)
             return f"meta{shape}" if shape else "meta"
         low, high = torch.aminmax(self.amax.detach())
-        if not self.descriptor.symmetric:
-            assert self.amin is not None
-            low = self.amin.detach().min()
+        if self.range.low is not None:
+            low = self.range.low.detach().min()
             several = f" ({self.amax.numel()})" if self.amax.numel() > 1 else ""
             return f"[{low:.4g}, {high:.4g}]{several}"
         several = f" .. {high:.4g} ({self.amax.numel()})" if self.amax.numel() > 1 else ""

@@ -131,7 +131,7 @@ def _listed(names: list[str], most: int = 5) -> str:
 def _range_is(
     test: Callable[[torch.Tensor], torch.Tensor],
 ) -> Callable[[TensorQuantizer, bool], bool]:
-    return lambda quantizer, _: any(bool(test(end).any()) for end in quantizer.ends())
+    return lambda quantizer, _: any(bool(test(end).any()) for _, end in quantizer.range.ends())
 
 
 def _is_dead(quantizer: TensorQuantizer, is_weight: bool) -> bool:

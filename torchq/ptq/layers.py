@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 from torchq.errors import ConfigError, QuantizationError
 from torchq.formats import Format
-from torchq.functional import scale_from_amax
+from torchq.functional import compute_dtype, scale_from_amax
 from torchq.functional.scale import divisor
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.ptq.channels import CONVOLUTIONS
@@ -133,10 +133,12 @@ def grid_of(layer: Any, amax: Tensor | None = None) -> Grid:
     """
     quantizer, weight = weight_quantizer(layer), layer.weight.detach()
     d = quantizer.descriptor
-    amax = quantizer.range_for(weight) if amax is None else amax
-    compute = torch.float64 if weight.dtype is torch.float64 else torch.float32
-    aligned = d.granularity.align(amax.to(compute), weight.shape)
-    scale = scale_from_amax(aligned, d.format, d.block_scale_format)
+    if amax is None:
+        amax, scale = quantizer.range_for(weight).high, quantizer.qparams(weight).scale
+    else:
+        amax = amax.to(compute_dtype(weight.dtype))
+        scale = scale_from_amax(amax, d.format, d.block_scale_format)
+    aligned, scale = (d.granularity.align(t.to(scale.dtype), weight.shape) for t in (amax, scale))
     split = d.granularity.split(weight)
     whole = [
         weight_matrix(layer, d.granularity.join(t.expand_as(split), weight.shape))

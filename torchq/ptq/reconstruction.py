@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.errors import CalibrationError
-from torchq.functional import learned_fake_quantize
+from torchq.functional import Range, learned_fake_quantize
 from torchq.graph import map_tensors, tensors_in
 from torchq.nn import TensorQuantizer
 from torchq.ptq.blocks import Block
@@ -98,12 +98,15 @@ class LearnedRange:
 
     def __init__(self, quantizer: TensorQuantizer) -> None:
         self.quantizer = quantizer
-        self._start = quantizer.ends()
-        self.logs = [torch.zeros_like(end, requires_grad=True) for end in self._start]
+        self._start = quantizer.range.map(lambda end: end.detach().clone())
+        ends = self._start.ends()
+        self.logs = [torch.zeros_like(end, requires_grad=True) for _, end in ends]
 
-    def ends(self) -> list[Tensor]:
-        """Return the ends of the range now: amax, after amin if the range is asymmetric."""
-        return [end * log.exp() for end, log in zip(self._start, self.logs, strict=True)]
+    def range(self) -> Range:
+        """Return the range now."""
+        pairs = zip(self._start.ends(), self.logs, strict=True)
+        ends = {name: end * log.exp() for (name, end), log in pairs}
+        return Range(ends["amax"], ends.get("amin"))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` fake quantized in the learned range."""
@@ -111,8 +114,7 @@ class LearnedRange:
         if q.pre_quant_scale is not None:
             x = x * q.pre_quant_scale.to(x.dtype)
         d = q.descriptor
-        *low, amax = [end * (d.scale_amax or 1.0) for end in self.ends()]
-        amin = low[0] if low else None
+        amax, amin = self.range().map(lambda end: end * (d.scale_amax or 1.0))
         return learned_fake_quantize(x, amax, d.format, d.granularity, d.block_scale_format, amin)
 
 
@@ -153,7 +155,7 @@ class LearnedBlock:
             check_on_grid(where, name, layer, weight)
             layer.weight.copy_(weight)
         for learned in self.ranges:
-            learned.quantizer.set_ends(tuple(end.detach() for end in learned.ends()))
+            learned.quantizer.range = learned.range()
 
 
 def _soft_weight(layer: Any, wanted: Tensor) -> SoftWeight:

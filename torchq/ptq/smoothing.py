@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.errors import CalibrationError, ConfigError, QuantizationError
-from torchq.functional import fake_quantize, reduce_amax, reduce_range
+from torchq.functional import Range, fake_quantize
 from torchq.graph import Call, Flow, Forward, call_model, is_torch_leaf, record
 from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
 from torchq.ptq.channels import (
@@ -410,10 +410,7 @@ def _quantized(quantizer: nn.Module, x: Tensor) -> Tensor:
     d = quantizer.descriptor
     if d.unsigned == "auto":
         d = d.replace(unsigned=bool((x >= 0).all()))
-    if d.symmetric:
-        amin, amax = None, reduce_amax(x, d.granularity)
-    else:
-        amin, amax = reduce_range(x, d.granularity)
+    amax, amin = Range.of(x, d.granularity, symmetric=d.symmetric)
     return fake_quantize(
         x.to(torch.float32), amax, d.format, d.granularity, d.block_scale_format, amin=amin
     )

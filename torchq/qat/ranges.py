@@ -12,14 +12,9 @@ from torch import Tensor, nn
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
-from torchq.functional import (
-    amax_from_scale,
-    compute_dtype,
-    scale_and_zero_point,
-    scale_from_amax,
-    straight_through,
-)
+from torchq.functional import compute_dtype, scale_from_amax, straight_through
 from torchq.functional.fake_quant import living_ends
+from torchq.functional.scale import scale_and_zero_point
 from torchq.nn import QuantModule, TensorQuantizer, share_quantizers_
 from torchq.utils import Pattern
 from torchq.workflow import select_quantizers, weight_quantizers
@@ -95,7 +90,7 @@ def _clipped_gradient(x: Tensor, quantizer: TensorQuantizer) -> Tensor:
     if not quantizer.training or torch.onnx.is_in_onnx_export():
         return y
     d = quantizer.descriptor
-    amin, amax = quantizer.ends_for(x)
+    amax, amin = quantizer.range_for(x)
     parts, dtype = d.granularity.split(x), compute_dtype(x.dtype)
     top = d.granularity.align(amax.to(dtype), x.shape)
     if amin is None:
@@ -153,7 +148,7 @@ def _lsq_start(weight: Tensor, descriptor: QuantDescriptor) -> Tensor:
     dims = granularity.reduce_dims(parts.dim())
     mean = parts.mean(dims, keepdim=True) if dims else parts
     scale = 2 * mean / math.sqrt(descriptor.format.qmax)
-    return amax_from_scale(scale, descriptor.format).reshape(granularity.amax_shape(weight.shape))
+    return (scale * descriptor.format.qmax).reshape(granularity.amax_shape(weight.shape))
 
 
 def share_range_(model: nn.Module, patterns: Sequence[Pattern] | Pattern) -> TensorQuantizer:

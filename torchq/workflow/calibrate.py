@@ -337,8 +337,8 @@ def _join(
 ) -> None:
     """Join the statistics of all ranks; without a group there must be a batch."""
     if group is not None:
-        named = [(name, c) for name, q in activations.items() for c in q.calibrators]
-        sync([c for _, c in named], group, names=[name for name, _ in named])
+        named = {name: q.calibrator for name, q in activations.items() if q.calibrator is not None}
+        sync(list(named.values()), group, names=list(named))
     elif not count:
         raise CalibrationError(
             "calibrate: got no batch; expected at least one. A generator runs only once: "
@@ -411,6 +411,7 @@ def _bounds(chosen: Mapping[str, TensorQuantizer]) -> dict[str, tuple[float, flo
     found = {}
     for name, quantizer in chosen.items():
         if quantizer.calibrated:
-            least, largest = torch.aminmax(torch.cat([e.flatten() for e in quantizer.ends()]))
+            ends = [end.detach().flatten() for _, end in quantizer.range.ends()]
+            least, largest = torch.aminmax(torch.cat(ends))
             found[name] = float(least), float(largest)
     return found

@@ -20,8 +20,11 @@ from torchq.workflow.foreign_files import read_file, record_in
 from torchq.workflow.modes import quantizers
 from torchq.workflow.record import apply_record_, public_state, swap_record, with_all_shared
 
-# A tensor that stands for a floating-point one of any shape.
+# A tensor that stands for a real one of any shape.
 _ANY = torch.empty(0, device="cpu", dtype=torch.float32)
+# The buffers that only some quantizers have: a loading quantizer adopts them.
+_ADOPTED = ("pre_quant_scale", "held_scale", "held_zero_point")
+_RANGE_KEYS = ("amax", "amin", *_ADOPTED)
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -143,6 +146,8 @@ def load(model: nn.Module, path: str | os.PathLike[str], *, map_location: Any = 
         for name, quantizer in quantizers(whole).items():
             if quantizer.pre_quant_scale is not None and f"{name}.pre_quant_scale" not in state:
                 quantizer.pre_quant_scale = None
+            if f"{name}.held_scale" not in state:
+                quantizer.drop_qparams()
         _add_tied(whole, state)
         _check_tensors(whole, state)
         _check_ranges(whole, state)
@@ -218,8 +223,7 @@ def _check_tensors(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Compare names, shapes and kinds of tensors with those of ``model``."""
     own = model.state_dict()
     problems = [f"{key} is missing" for key in own if key not in state]
-    # A quantizer adopts these factors, which only some files have.
-    adopted = {f"{name}.pre_quant_scale" for name in quantizers(model)}
+    adopted = {f"{name}.{buffer}" for name in quantizers(model) for buffer in _ADOPTED}
     problems += [f"{key} is not expected" for key in state if key not in own and key not in adopted]
     empty = [k for k in own.keys() & state.keys() if _is_meta(own[k]) and not _is_meta(state[k])]
     if empty:
@@ -231,7 +235,7 @@ def _check_tensors(model: nn.Module, state: Mapping[str, Any]) -> None:
     factors = {key: value for key, value in state.items() if key in adopted}
     for key in own.keys() & state.keys() | factors.keys():
         problem = _difference(own.get(key, _ANY), state[key])
-        is_range = key.endswith((".amax", ".amin", ".pre_quant_scale")) or key in ("amax", "amin")
+        is_range = key.rpartition(".")[2] in _RANGE_KEYS
         if problem and not (is_range and problem.startswith("has shape")):
             problems.append(f"{key} {problem}")
     if problems:
@@ -291,6 +295,20 @@ def _check_ranges(model: nn.Module, state: Mapping[str, Tensor]) -> None:
                     "finite numbers <= 0 of the shape of amax. The file is damaged"
                 )
         _check_sign(prefix, state)
+        _check_held(quantizer, prefix, state)
+
+
+def _check_held(quantizer: TensorQuantizer, prefix: str, state: Mapping[str, Tensor]) -> None:
+    """Check the scale and zero point that a quantizer holds as they are."""
+    scale, point = (state.get(f"{prefix}{name}") for name in ("held_scale", "held_zero_point"))
+    if scale is None and point is None:
+        return
+    try:
+        if scale is None or (point is None) != quantizer.descriptor.symmetric:
+            raise ConfigError("got a scale or a zero point alone; expected both")
+        TensorQuantizer(quantizer.descriptor).set_qparams(scale, point)
+    except ConfigError as error:
+        raise ConfigError(f"load: {prefix}held_scale: {error}. The file is damaged") from None
 
 
 def _check_sign(prefix: str, state: Mapping[str, Tensor]) -> None:

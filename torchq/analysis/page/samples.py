@@ -128,7 +128,7 @@ def _methods(quantizer: TensorQuantizer, values: Tensor, largest: float) -> dict
                 method, format=quantizer.descriptor.format, granularity=PerTensor()
             )
             calibrator.collect(values)
-            found[method] = float(calibrator.compute_amax())
+            found[method] = float(calibrator.range().high)
         except (CalibrationError, ConfigError):
             continue  # A method without an answer for these values has no mark.
     return found

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchq import nn as core
 from torchq.calib import Calibrator
+from torchq.compat.errors import UnsupportedError
 from torchq.compat.pytorch_quantization import calib
 from torchq.compat.pytorch_quantization.clip import Clip
 from torchq.compat.pytorch_quantization.descriptor import field
@@ -26,7 +27,7 @@ from torchq.compat.pytorch_quantization.tensor_quant import (
 from torchq.descriptor import QuantDescriptor as CoreDescriptor
 from torchq.errors import CalibrationError, ConfigError, ExportError
 from torchq.formats import Granularity, PerAxis, PerTensor
-from torchq.functional import reduce_amax, scale_from_amax
+from torchq.functional import QParams, Range, reduce_amax
 from torchq.utils import constant_while_tracing
 
 torch.fx.wrap("quantize_dequantize")
@@ -457,24 +458,25 @@ class TensorQuantizer(core.TensorQuantizer):
         """True if the range is known."""
         return self._learn_amax or self.amax is not None
 
-    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+    def qparams(self, x: Tensor | None = None) -> QParams:
         """Return the scale amax / qmax of the range in use, as torchq computes it, and zeros."""
-        amax = self._learned_amax() if self._learn_amax else self.amax
-        if amax is None:
+        if x is None and not self.calibrated:
             raise CalibrationError(
                 "TensorQuantizer: the scale is not known; expected a calibrated amax. "
                 "Run load_calib_amax()"
             )
-        if self._scale_amax is not None and not self._learn_amax:
-            amax = amax * self._scale_amax
-        scale = scale_from_amax(live_range(amax.detach()), self.descriptor.format)
-        return scale, torch.zeros_like(scale, dtype=torch.int32)
+        known = self.range_for(torch.empty(0, device="cpu") if x is None else x)
+        return self._placed(known.map(live_range).qparams(self.descriptor.format))
 
-    def range_for(self, x: Tensor) -> Tensor:
+    def set_qparams(self, scale: Any, zero_point: Any = None) -> None:
+        """Raise an error: the arithmetic of pytorch-quantization starts from amax."""
+        raise UnsupportedError(
+            f"{self._where()}: got set_qparams; expected a quantizer of torchq. Use set_amax"
+        )
+
+    def range_for(self, x: Tensor) -> Range:
         """Return the range that a call on ``x`` quantizes with."""
-        if self._learn_amax:
-            return self._learned_amax()
-        return self._get_amax(x)
+        return Range(self._learned_amax() if self._learn_amax else self._get_amax(x))
 
     @property
     def observing(self) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from torchq.functional import fake_quantize, quantize
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.onnx.ir import Node, Value, value_of
 from torchq.onnx.passes.matmuls import TRANSPOSED
@@ -44,8 +43,7 @@ def _compare_float(
     name: str, quantizer: TensorQuantizer, weight: Tensor, found: Tensor
 ) -> LayerAgreement:
     """Compare a weight that is stored as the values of its codes."""
-    d, (amin, amax) = quantizer.descriptor, quantizer.ends_for(weight)
-    values = fake_quantize(weight.float(), amax, d.format, d.granularity, amin=amin).cpu()
+    values = quantizer.apply_own(weight.float()).cpu()
     if values.shape != found.shape:
         return LayerAgreement(name, 0, 0, 0, 0, "has another shape in the file")
     wrong = int((~torch.isclose(found, values, rtol=_WEIGHT_RTOL, atol=0)).sum())
@@ -58,10 +56,9 @@ def _compare_weight(
     name: str, quantizer: TensorQuantizer, weight: Tensor, node: Node
 ) -> LayerAgreement:
     """Compare a weight that is stored as codes; raised channels have the scales of the file."""
-    d, (amin, amax) = quantizer.descriptor, quantizer.ends_for(weight)
-    codes = quantize(weight, amax, d.format, d.granularity, amin=amin).float().cpu()
-    values = fake_quantize(weight.float(), amax, d.format, d.granularity, amin=amin).cpu()
-    if amin is not None:
+    codes = quantizer.codes(weight).float().cpu()
+    values = quantizer.apply_own(weight.float()).cpu()
+    if not quantizer.descriptor.symmetric:
         codes = _without_zero_point(codes, quantizer)
     found, stored, raised = qparams_of(node), value_of(node.inputs[0]), node.meta.get("raised")
     centered = found.centered(stored)

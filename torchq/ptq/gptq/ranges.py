@@ -10,7 +10,6 @@ from torch import Tensor
 
 from torchq.calib.search import least_error
 from torchq.formats import PerAxis
-from torchq.functional import amax_from_scale
 from torchq.ptq.gptq.solver import Elimination, descend, quadratic_error, round_rows_
 from torchq.ptq.layers import Grid, grid_of, weight_quantizer
 
@@ -91,7 +90,7 @@ def _refit(layer: Any, weight: Tensor, h: Tensor, amax: Tensor, q: Tensor) -> tu
     codes = q / grid.scale
     along = codes @ h
     scale = (along * weight).sum(-1) / (along * codes).sum(-1).clamp(min=1e-300)
-    fitted = amax_from_scale(scale, grid.format).view(amax.shape).float()
+    fitted = (scale * grid.format.qmax).view(amax.shape).float()
     fitted = torch.where((fitted > 0) & fitted.isfinite(), fitted, amax)
     new = grid_of(layer, fitted)
     start = (codes.to(new.scale.dtype) * new.scale).to(q.dtype)

@@ -12,22 +12,10 @@ from torchq.descriptor import QuantDescriptor
 from torchq.frontends.building.graph import Constant, Value
 from torchq.frontends.onnx.context import NUMBERS, NodeContext, Quantization, converter
 from torchq.frontends.onnx.reader import dtype_of
-from torchq.functional import range_from_qparams, scale_from_amax
 from torchq.nn import TensorQuantizer, convert_
 
 _FLOAT8 = {torch.float8_e4m3fn: (4, 3), torch.float8_e5m2: (5, 2)}
 _CODES = NUMBERS | set(_FLOAT8) | {torch.uint16}
-
-
-def amax_of(scale: Tensor, descriptor: QuantDescriptor) -> Tensor:
-    """Return the range whose scale is ``scale``, or comes nearest to it among float32 numbers."""
-    amax = (scale.double() * descriptor.format.qmax).float()
-    best, error = amax, (scale_from_amax(amax, descriptor.format).double() - scale.double()).abs()
-    for direction in (-torch.inf, torch.inf):
-        other = torch.nextafter(amax, torch.full_like(amax, direction))
-        off = (scale_from_amax(other, descriptor.format).double() - scale.double()).abs()
-        best, error = torch.where(off < error, other, best), torch.minimum(off, error)
-    return best
 
 
 def quantizer_of(found: Quantization, ndim: int | None) -> TensorQuantizer | None:
@@ -49,11 +37,10 @@ def quantizer_of(found: Quantization, ndim: int | None) -> TensorQuantizer | Non
         return None
     quantizer = TensorQuantizer(descriptor)
     scale = found.scale.reshape(shape)
-    if descriptor.symmetric:
-        quantizer.set_amax(amax_of(scale, descriptor))
-    else:
-        point = found.zero_point.float().expand(found.scale.shape).reshape(shape)
-        quantizer.set_range(*range_from_qparams(scale, point, descriptor.format))
+    point = None
+    if not descriptor.symmetric:
+        point = found.zero_point.to(torch.int32).expand(found.scale.shape).reshape(shape)
+    quantizer.set_qparams(scale, point)
     return quantizer
 
 
