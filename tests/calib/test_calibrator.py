@@ -81,7 +81,7 @@ def test_options_given_when_made_are_defaults(generator: torch.Generator) -> Non
         c.collect(x)
     assert torch.equal(calibrator.range().high, plain.range("percentile", percentile=50.0).high)
     assert torch.equal(
-        calibrator.range(percentile=90.0).high, plain.range("percentile", percentile=90.0)
+        calibrator.range(percentile=90.0).high, plain.range("percentile", percentile=90.0).high
     )
     assert torch.equal(calibrator.range("mse").high, plain.range("mse").high)
     assert torch.equal(plain.range().high, plain.range("entropy").high)
