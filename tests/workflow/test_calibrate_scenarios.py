@@ -172,11 +172,11 @@ def test_weights_with_mse_are_searched_directly(generator: torch.Generator) -> N
     descriptor = quantizer.descriptor
     assert torch.equal(
         quantizer.amax,
-        torchq.calib.search_amax(model[0].weight, descriptor.format, descriptor.granularity),
+        torchq.calib.search_range(model[0].weight, descriptor.format, descriptor.granularity).high,
     )
     model[0].weight.data[3, 4] = torch.nan
     with pytest.raises(
-        CalibrationError, match=r"0\.weight_quantizer: search_amax: got NaN or infinite values"
+        CalibrationError, match=r"0\.weight_quantizer: search_range: got NaN or infinite values"
     ):
         torchq.calibrate(model, None, force=True, progress=False)
 
