@@ -22,7 +22,7 @@ from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward, call_model
 from torchq.nn import QuantModule, quantizing_only
 from torchq.ptq.channels import LAYERS, TRANSPOSED
-from torchq.ptq.layers import check_calibrated, report_text
+from torchq.ptq.layers import check_calibrated, check_found, in_order, report_text
 from torchq.utils import device_of, evaluating, kept_batches, progress_bar, undone_on_error
 from torchq.workflow import quantizers
 
@@ -119,8 +119,7 @@ def correct_bias_(
                 change, size = mean - run({name: layer}, of_inputs)[name], mean
             layer.bias += change.to(layer.bias)
             corrections[name] = _root_mean_square(change) / max(_root_mean_square(size), 1e-30)
-    ordered = {name: skipped[name] for name in dict(model.named_modules()) if name in skipped}
-    return BiasReport(corrections, ordered, len(kept))
+    return BiasReport(corrections, in_order(model, skipped), len(kept))
 
 
 def _find_layers(model: nn.Module, method: str) -> tuple[dict[str, Any], dict[str, str]]:
@@ -138,12 +137,7 @@ def _find_layers(model: nn.Module, method: str) -> tuple[dict[str, Any], dict[st
             skipped[name] = "the analytic method leaves transposed convolutions alone"
         else:
             layers[name] = module
-    if not layers:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:3])
-        raise ConfigError(
-            f"correct_bias_: got no quantized layer with a bias ({reasons or 'none quantized'}); "
-            "expected a calibrated model"
-        )
+    check_found("correct_bias_", layers, skipped, "a calibrated model whose layers have biases")
     return layers, skipped
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
 from torchq.errors import ConfigError, QuantizationError
 from torchq.graph import Call, Flow, is_torch_leaf, record
@@ -36,8 +35,10 @@ from torchq.ptq.channels import (
 )
 from torchq.ptq.layers import (
     check_not_calibrated,
+    is_shared,
     own_tensors,
     report_text,
+    why_fixed,
 )
 from torchq.utils import evaluating, undone_on_error
 from torchq.workflow import quantizers
@@ -166,7 +167,8 @@ class _Pair:
 
 def _find_pairs(model: nn.Module, flow: Flow) -> tuple[list[_Pair], dict[str, str]]:
     """Return the pairs of layers in running order, and why other layers are no first of a pair."""
-    obstacles = _obstacles(model, flow)
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, LAYERS)}
+    obstacles = {id(m): _obstacle(model, flow, m) for m in layers.values()}
     pairs: list[_Pair] = []
     skipped: dict[str, str] = {}
     for call in flow.calls:
@@ -186,32 +188,17 @@ def _find_pairs(model: nn.Module, flow: Flow) -> tuple[list[_Pair], dict[str, st
         if reason is not None:
             skipped[call.name] = reason
     reached = {id(call.module) for call in flow.calls}
-    for name, module in model.named_modules():
-        if isinstance(module, LAYERS) and id(module) not in reached:
-            skipped[name] = obstacles.get(id(module), "the example did not reach it")
+    for name, module in layers.items():
+        if id(module) not in reached:
+            skipped[name] = obstacles[id(module)] or "the example did not reach it"
     return pairs, skipped
 
 
-def _obstacles(model: nn.Module, flow: Flow) -> dict[int, str]:
-    """Return the layers that cannot be changed, by id, each with the reason."""
-    owners: dict[int, set[int]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(id(module))
-    found = {}
-    for module in model.modules():
-        if not isinstance(module, LAYERS):
-            continue
-        calls = flow.calls_of(module)
-        if len(calls) > 1:
-            found[id(module)] = "it runs several times"
-        elif id(module) in flow.read or any(call.functional for call in calls):
-            found[id(module)] = "its weight is read by a function"
-        elif parametrize.is_parametrized(module):
-            found[id(module)] = "its weight is computed by a parametrization"
-        elif any(len(owners[id(p)]) > 1 for p in module.parameters(recurse=False)):
-            found[id(module)] = "it shares a parameter with another module"
-    return found
+def _obstacle(model: nn.Module, flow: Flow, layer: nn.Module) -> str | None:
+    """Return why a layer cannot be changed, or None."""
+    shared = any(is_shared(model, p) for p in layer.parameters(recurse=False))
+    reason = "it shares a parameter with another module" if shared else None
+    return why_fixed(flow, layer) or reason
 
 
 def _second_layer(flow: Flow, call: Call) -> tuple[Call | None, str | None]:

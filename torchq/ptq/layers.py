@@ -13,6 +13,7 @@ from torchq.errors import ConfigError, QuantizationError
 from torchq.formats import Format
 from torchq.functional import compute_dtype, scale_from_amax
 from torchq.functional.scale import divisor
+from torchq.graph import Flow
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.ptq.channels import CONVOLUTIONS
 from torchq.utils import table
@@ -43,14 +44,40 @@ def find_layers(
                 layers[name] = module
             else:
                 skipped[name] = reason
-    if not layers:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:3])
-        raise ConfigError(
-            f"{where}: got no layer to treat ({reasons or 'none is quantized'}); expected a model "
-            "with quantized Linear or Conv layers. Run torchq.quantize_ and torchq.calibrate first"
-        )
+    check_found(where, layers, skipped, "a model with quantized Linear or Conv layers")
     check_calibrated(where, model)
     return layers, skipped
+
+
+def check_found(where: str, found: Any, skipped: Mapping[str, str], expected: str) -> None:
+    """Raise an error with the reasons for other layers if no layer was found."""
+    if not found:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:3])
+        raise ConfigError(
+            f"{where}: got no layer to treat ({reasons or 'none is quantized'}); expected "
+            f"{expected}. Run torchq.quantize_ first, or leave this algorithm out"
+        )
+
+
+def in_order(model: nn.Module, skipped: Mapping[str, str]) -> dict[str, str]:
+    """Return the reasons in the order of the modules of ``model``."""
+    return {name: skipped[name] for name in dict(model.named_modules()) if name in skipped}
+
+
+def is_shared(model: nn.Module, tensor: Tensor) -> bool:
+    """Return True if several modules have a parameter."""
+    return sum(any(p is tensor for p in m.parameters(False)) for m in model.modules()) > 1
+
+
+def why_fixed(flow: Flow, layer: Any) -> str | None:
+    """Return why factors cannot change the weight of a layer, or None."""
+    calls = flow.calls_of(layer)
+    if len(calls) > 1:
+        return "it runs several times"
+    if id(layer) in flow.read or any(call.functional for call in calls):
+        return "its weight is read by a function"
+    parametrized = parametrize.is_parametrized(layer)
+    return "its weight is computed by a parametrization" if parametrized else None
 
 
 def _obstacle(model: nn.Module, module: QuantModule, integer: bool) -> str | None:
@@ -69,8 +96,7 @@ def _obstacle(model: nn.Module, module: QuantModule, integer: bool) -> str | Non
         return "its weight range is asymmetric"
     if not descriptor.fake_quant:
         return "its weight quantizer returns codes"
-    owners = [m for m in model.modules() if any(p is module.weight for p in m.parameters(False))]
-    if len(owners) > 1:
+    if is_shared(model, module.weight):
         return "it shares its weight with another module"
     is_float = integer and not descriptor.format.is_integer
     return "its weight has no integer codes" if is_float else None

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torchq.graph import Forward, call_model, is_torch_leaf, map_tensors, move_to, record
 from torchq.nn import Add, quantizing_only
 from torchq.ptq.blocks import Block, CallCount, find_blocks
+from torchq.ptq.layers import in_order
 from torchq.utils import Pattern, device_of, kept_batches, progress_bar
 from torchq.workflow import quantizers
 
@@ -352,5 +353,4 @@ def treat_blocks(
                 stacklevel=3,
             )
         raise
-    skipped = {**skipped, **more}
-    return {name: skipped[name] for name in dict(replay.model.named_modules()) if name in skipped}
+    return in_order(replay.model, {**skipped, **more})

@@ -27,9 +27,12 @@ from torchq.ptq.channels import (
     spread,
 )
 from torchq.ptq.layers import (
+    check_found,
     check_not_calibrated,
+    is_shared,
     own_tensors,
     report_text,
+    why_fixed,
 )
 from torchq.utils import (
     device_of,
@@ -143,20 +146,15 @@ def smooth_(
     kept = kept_batches("smooth_", batches, num_batches)
     with torch.no_grad(), evaluating(model), quantizing_only(quantizers(model).values()):
         groups, skipped = find_groups(model, kept[0])
-        if not groups:
-            reasons = "; ".join(f"{name}: {text}" for name, text in list(skipped.items())[:3])
-            raise ConfigError(
-                f"smooth_: got no layer to treat ({reasons or 'none is quantized'}); expected "
-                "quantized Linear layers whose input channels can take factors. Run "
-                "torchq.quantize_ first, or leave this algorithm out"
-            )
+        expected = "quantized Linear layers whose input channels can take factors"
+        check_found("smooth_", groups, skipped, expected)
         seen = _observe_inputs(model, groups, kept, forward, progress)
-        expected = float_outputs(model, kept[0], forward)
+        before = float_outputs(model, kept[0], forward)
         most = largest_change(_TOLERANCE, groups[0].layers[0][1].weight.dtype)
         changed = [module for group in groups for module in group.modules()]
         with undone_on_error(*changed, written=own_tensors(changed)):
             smoothed = [_smooth(group, seen[group.names[0]], alpha) for group in groups]
-            error = relative_change(float_outputs(model, kept[0], forward), expected)
+            error = relative_change(float_outputs(model, kept[0], forward), before)
             if not error <= most:
                 raise QuantizationError(
                     f"smooth_: the float output changed by {error:.1e}, relative; expected at most "
@@ -237,12 +235,9 @@ def _obstacle(model: nn.Module, flow: Flow, call: Call) -> str | None:
     layer: Any = call.module
     if not isinstance(layer.input_quantizer, TensorQuantizer):
         return "its input is not quantized"
-    if len(flow.calls_of(layer)) > 1:
-        return "it runs several times"
-    if call.functional or id(layer) in flow.read:
-        return "its weight is read by a function"
-    if sum(any(p is layer.weight for p in m.parameters(False)) for m in model.modules()) > 1:
-        return "it shares its weight with another module"
+    reason = why_fixed(flow, layer)
+    if reason is not None or is_shared(model, layer.weight):
+        return reason or "it shares its weight with another module"
     quantizer = layer.input_quantizer
     holders = [m for m in model.modules() if any(c is quantizer for c in m.children())]
     return "it shares its input quantizer with another module" if len(holders) > 1 else None
