@@ -20,24 +20,15 @@ from torchq.utils import untouched
 
 @dataclass
 class Observation:
-    """What was seen.
+    """What was seen of quantizers, by their ids, and of modules, by their paths."""
 
-    Attributes:
-        example: the first batch.
-        batches: how many were run.
-        reached: ids of the quantizers that were called.
-        not_finite: ids of those that were given NaN or infinity by the float model.
-        one_sided: paths of modules that add a quantized tensor to one that is neither quantized nor
-            the result of a layer, in the first batch.
-        norms: path of a BatchNorm -> path of the quantized layer whose output it normalises.
-    """
-
-    example: Any
+    example: Any  # the first batch
     batches: int = 0
     reached: set[int] = field(default_factory=set)
-    not_finite: set[int] = field(default_factory=set)
+    not_finite: set[int] = field(default_factory=set)  # given NaN or infinity by the float model
+    # Adding a quantized tensor to one that is neither quantized nor the result of a layer.
     one_sided: list[str] = field(default_factory=list)
-    norms: dict[str, str] = field(default_factory=dict)
+    norms: dict[str, str] = field(default_factory=dict)  # BatchNorm -> the layer before it
 
 
 def observe(

@@ -16,13 +16,7 @@ _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 @dataclass(frozen=True)
 class Block:
-    """A module that is treated as a whole.
-
-    Attributes:
-        name: its path.
-        module: the module.
-        layers: path -> layer that is to be treated, in running order.
-    """
+    """A module that is treated as a whole; ``layers`` are those to treat, in running order."""
 
     name: str
     module: nn.Module
@@ -31,12 +25,7 @@ class Block:
 
 @dataclass(frozen=True)
 class CallCount:
-    """The calls of one run of a model.
-
-    Attributes:
-        counts: id of a module -> the number of its calls.
-        order: id of a module -> the position of its first call.
-    """
+    """By id of a module: the number of its calls in one run, and the place of the first one."""
 
     counts: dict[int, int]
     order: dict[int, int]

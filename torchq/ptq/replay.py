@@ -10,6 +10,7 @@ import copy
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -124,19 +125,13 @@ class _Stop(BaseException):
     """Ends a run of a model; no ``except Exception`` of the model's code may catch it."""
 
 
+@dataclass
 class Captured:
-    """The tensors of one run of one block.
+    """By path of a layer: its input before its quantizer, its output, and what is added to it."""
 
-    Attributes:
-        inputs: path of a layer -> its input, before its quantizer.
-        outputs: path of a layer -> its output.
-        shortcuts: path of a layer -> what is added to its output.
-    """
-
-    def __init__(self) -> None:
-        self.inputs: dict[str, Tensor] = {}
-        self.outputs: dict[str, Tensor] = {}
-        self.shortcuts: dict[str, Tensor] = {}
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    shortcuts: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Replay:

@@ -166,12 +166,9 @@ def smooth_(
 
 @dataclass(frozen=True)
 class ChannelGroup:
-    """Layers that read one tensor.
+    """Layers that read one tensor, by path.
 
-    Attributes:
-        layers: path and layer of each.
-        source: path and module of the norm that makes the channels of the tensor and can take
-            their factors, because nothing else reads it; None if there is none.
+    ``source`` is the norm that makes it and can take factors, because nothing else reads it.
     """
 
     layers: tuple[tuple[str, Any], ...]

@@ -147,7 +147,7 @@ def tune(
     float_metric = metric_of(metric, copy_module(model).eval())
     if not math.isfinite(float_metric):
         raise ConfigError(f"tune: the metric of the float model is {float_metric}; expected finite")
-    search = Search(model, kept, metric, float_metric - max_drop)
+    search = _Search(model, kept, metric, float_metric - max_drop)
     start = TunedConfig(recipe or int8())
     deadline = math.inf if time_limit is None else time.monotonic() + time_limit
     trials = search.trials(start, deadline)
@@ -169,7 +169,7 @@ def _check_metric(metric: Any) -> None:
         return
 
 
-def _result(search: Search, float_metric: float) -> TuneResult:
+def _result(search: _Search, float_metric: float) -> TuneResult:
     """Return the best trial as a result, with its model."""
     if search.best is None:
         reasons = "; ".join(f"{trial.change}: {trial.error}" for trial in search.table[:3])
@@ -213,13 +213,10 @@ def _mean_weight_bits(model: nn.Module) -> float:
     return sum(bits * count for bits, count in found) / total if total else math.nan
 
 
-class Search:
+class _Search:
     """The trials of one call of :func:`torchq.tune`; ``wanted`` is the least good metric.
 
-    Attributes:
-        table: the trials, in order.
-        best: of the trials that are good enough the one with the fewest bits; without such a trial
-            the one with the largest metric.
+    ``best`` is the trial of fewest bits among the good ones, else that of the largest metric.
     """
 
     def __init__(
@@ -231,10 +228,7 @@ class Search:
         self._last: tuple[TunedConfig, nn.Module] | None = None
 
     def trials(self, start: TunedConfig, deadline: float) -> Iterator[TuneTrial]:
-        """Yield one trial after the other, until one is good enough or the time is over.
-
-        ``start`` are the first settings; ``deadline`` is a reading of ``time.monotonic``.
-        """
+        """Yield trials until one is good enough or ``time.monotonic`` reaches the deadline."""
         for candidate in self._candidates(start):
             yield self._try(*candidate)
             if time.monotonic() >= deadline:
@@ -243,24 +237,18 @@ class Search:
     @property
     def kept(self) -> bool:
         """True if a trial is good enough."""
-        return self.best is not None and self._is_kept(self.best)
-
-    def _is_kept(self, trial: TuneTrial) -> bool:
-        return trial.metric >= self.wanted
-
-    def _settings(self, start: TunedConfig) -> TunedConfig:
-        return start if self.best is None else self.best.settings
+        return self.best is not None and self.best.metric >= self.wanted
 
     def _candidates(self, start: TunedConfig) -> Iterator[Candidate]:
         """Yield what is tried, each built on the best settings before it."""
         yield f"recipe {start.config.name}", start
         for stage in STAGES:
-            rest = stage(self._settings(start), self.model)
+            rest = stage(start if self.best is None else self.best.settings, self.model)
             while not self.kept and (candidate := next(rest, None)) is not None:
                 yield candidate
         if self.best is None or self.kept:
             return
-        best, bits = self._settings(start), self.best.mean_bits
+        best, bits = self.best.settings, self.best.mean_bits
         wide, top = wider(best.config)
         if wide != "float":
             # Without this no mixture can be good enough.
@@ -274,21 +262,15 @@ class Search:
     def _bisect(
         self, narrow: TunedConfig, wide: Literal["w8a8", "float"], low: float, high: float
     ) -> Iterator[Candidate]:
-        """Yield mixed precision with the fewest mean bits that are good enough.
-
-        The narrow settings have ``low`` mean bits and are not good enough; the wide format has
-        ``high``, and may be.
-        """
+        """Yield mixed precision between mean bits that are too few and those that may be enough."""
         for _ in range(_BISECTIONS):
-            if not high - low > _CLOSE:
-                return
             middle = (low + high) / 2
-            candidate = self._mixed(narrow, wide, middle)
+            candidate = self._mixed(narrow, wide, middle) if high - low > _CLOSE else None
             if candidate is None:
                 return
             if all(trial.settings != candidate[1] for trial in self.table):
                 yield candidate
-                if self._is_kept(self.table[-1]):
+                if self.table[-1].metric >= self.wanted:
                     high = self.table[-1].mean_bits
                     continue
             low = middle
@@ -300,9 +282,8 @@ class Search:
         try:
             return mixed_settings(narrow, wide, mean_bits, self.model, self.batches)
         except TorchqError as error:
-            self.table.append(
-                TuneTrial("mixed precision", narrow, math.nan, math.nan, 0.0, str(error))
-            )
+            failed = TuneTrial("mixed precision", narrow, math.nan, math.nan, 0.0, str(error))
+            self.table.append(failed)
             return None
 
     def model_of(self, settings: TunedConfig) -> nn.Module:
@@ -321,20 +302,15 @@ class Search:
             found, bits = metric_of(self.metric, model), _mean_weight_bits(model)
         except TorchqError as reason:
             error = str(reason)
-        seconds = time.monotonic() - started
-        trial = TuneTrial(change, settings, found, bits, seconds, error)
-        self._add(trial)
-        return trial
-
-    def _add(self, trial: TuneTrial) -> None:
-        """Add a trial to the table, and find out if it is the best."""
+        trial = TuneTrial(change, settings, found, bits, time.monotonic() - started, error)
         self.table.append(trial)
         log.debug("tune: %s: %s", trial.change, trial.error or trial.metric)
-        if math.isfinite(trial.metric) and (
+        if math.isfinite(found) and (
             self.best is None or self._order(trial) > self._order(self.best)
         ):
             self.best = trial
+        return trial
 
     def _order(self, trial: TuneTrial) -> tuple[bool, float, float]:
-        kept = self._is_kept(trial)
+        kept = trial.metric >= self.wanted
         return kept, -trial.mean_bits if kept else 0.0, trial.metric

@@ -27,10 +27,9 @@ _CALLS, _COLUMNS, _IMAGES = 8, 64, 2
 
 
 class OutputSamples:
-    """Some of the inputs of the Linear and Conv layers in a run of a model; a context manager.
+    """Inputs of the Linear and Conv layers in a run, (groups, inputs, samples) by id of a layer.
 
-    Attributes:
-        layers: id of a layer -> samples of its input, (groups, inputs, samples).
+    A context manager.
     """
 
     def __init__(self, model: nn.Module) -> None:

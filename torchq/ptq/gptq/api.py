@@ -139,9 +139,7 @@ def _check(options: Options) -> None:
 class BlockRounding:
     """Rounds the layers of one block after the other.
 
-    Attributes:
-        done: path of each layer that was rounded -> what happened.
-        wanted: path of each layer of the last block -> the weight matrix that was rounded.
+    ``done`` holds what happened to each, ``wanted`` the matrices that the last block rounded.
     """
 
     def __init__(self, replay: Replay, options: Options) -> None:

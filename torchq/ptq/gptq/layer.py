@@ -59,23 +59,16 @@ class GPTQLayer:
 
 @dataclass(frozen=True)
 class Moments:
-    """Means over all samples, all in float64.
+    """Means over all samples in float64, those of products about the means if ``centred``.
 
-    Attributes:
-        x: (groups, inputs), the mean input.
-        t: (groups, outputs), the mean target; None without targets.
-        xx: (groups, inputs, inputs), the mean of ``x x^T``, of inputs less their mean if centred.
-        tx: (groups, outputs, inputs), the mean of ``t x^T``, the same for both; None without
-            targets.
-        tt: (groups, outputs), the mean of ``t^2``, the same; None without targets.
-        centred: the moments are about the means.
+    The first dimension counts groups; without targets t, tx and tt are None.
     """
 
-    x: Tensor
-    t: Tensor | None
-    xx: Tensor
-    tx: Tensor | None
-    tt: Tensor | None
+    x: Tensor  # (groups, inputs)
+    t: Tensor | None  # (groups, outputs)
+    xx: Tensor  # x x^T, (groups, inputs, inputs)
+    tx: Tensor | None  # t x^T, (groups, outputs, inputs)
+    tt: Tensor | None  # t^2, (groups, outputs)
     centred: bool
 
     @property

@@ -74,11 +74,9 @@ def ridge_regression(weight: Tensor, xx: Tensor, tx: Tensor, ridge: float) -> Te
 
 @dataclass(frozen=True)
 class Elimination:
-    """In which order columns are rounded, and how the rest makes up for their errors.
+    """The order of columns, those with large diagonals of H first, and how the rest makes up.
 
-    Attributes:
-        order: (columns,), the columns, those with large diagonals of H first.
-        factor: the upper Cholesky factor of the inverse of H in this order.
+    ``factor`` is the upper Cholesky factor of the inverse of H in this order.
     """
 
     order: Tensor
