@@ -31,53 +31,54 @@ def quantized() -> nn.Module:
     return model
 
 
-@measures
-def test_no_batch(measure: Callable[..., Any]) -> None:
-    with pytest.raises(CalibrationError, match="got no batch; expected at least one"):
-        measure(quantized(), [], progress=False)
+X = torch.randn(8, 4)
+WRONG: dict[str, tuple[Any, dict[str, int], type[Exception], str]] = {
+    "no batch": ([], {}, CalibrationError, "got no batch; expected at least one"),
+    "one batch": (X, {}, ConfigError, r"got a Tensor as batches; .* Pass \[batch\]"),
+    "none of them": ([X], {"num_batches": 0}, ConfigError, "=0; expected an integer of at least"),
+    "fewer": ([X], {"num_batches": -1}, ConfigError, "num_batches=-1; expected an integer of at"),
+}
 
 
 @measures
-def test_one_batch_in_the_place_of_several(measure: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigError, match=r"got a Tensor as batches; .* Pass \[batch\]"):
-        measure(quantized(), torch.randn(8, 4), progress=False)
-
-
-@measures
-@pytest.mark.parametrize("number", [0, -1])
-def test_a_number_of_batches_below_one(measure: Callable[..., Any], number: int) -> None:
-    with pytest.raises(ConfigError, match=f"num_batches={number}; expected an integer of at least"):
-        measure(quantized(), [torch.randn(8, 4)], num_batches=number, progress=False)
+@pytest.mark.parametrize("kind", WRONG)
+def test_batches_that_cannot_be_right(measure: Callable[..., Any], kind: str) -> None:
+    batches, options, error, text = WRONG[kind]
+    with pytest.raises(error, match=text):
+        measure(quantized(), batches, progress=False, **options)
 
 
 @measures
 def test_a_float_model(measure: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match=r"has no quantizer.* expected a quantized model"):
-        measure(nn.Sequential(nn.Linear(4, 3)), [torch.randn(8, 4)], progress=False)
+        measure(nn.Sequential(nn.Linear(4, 3)), [X], progress=False)
 
 
 @measures
 def test_batches_that_can_be_read_only_once(measure: Callable[..., Any]) -> None:
-    batches = [torch.randn(8, 4) for _ in range(3)]
+    batches = [X + n for n in range(3)]
     model = quantized()
     once, often = measure(model, iter(batches), progress=False), measure(model, batches)
     assert str(once) == str(often)
 
 
-def test_formats_and_metrics_that_do_not_exist(tmp_path: Path) -> None:
-    batches = [torch.randn(8, 4)]
-    with pytest.raises(CalibrationError, match="mixed_precision: got no batch"):
-        torchq.mixed_precision(quantized(), [], budget={"mean_bits": 5})
-    with pytest.raises(ConfigError, match=r"got suffix '\.pdf'"):
-        torchq.report(quantized(), batches, tmp_path / "a.pdf")
-    with pytest.raises(ConfigError, match="mixed_precision: got no formats"):
-        torchq.mixed_precision(quantized(), batches, budget={"mean_bits": 5}, formats=[])
-    with pytest.raises(ConfigError, match="mixed_precision: got no formats"):
-        torchq.mixed_precision(quantized(), batches, budget={"mean_bits": 5}, formats=["float"])
-    with pytest.raises(ConfigError, match=r"sensitivity: got metric 'acc'; expected .*'fisher'"):
-        torchq.sensitivity(quantized(), batches, "acc", progress=False)
-    with pytest.raises(ConfigError, match=r"report: got metric 'sqnr'; expected a function"):
-        torchq.report(quantized(), batches, None, "sqnr", progress=False)
+BUDGET: dict[str, Any] = {"budget": {"mean_bits": 5}}
+OTHERS: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
+    (torchq.mixed_precision, ([],), BUDGET, "mixed_precision: got no batch"),
+    (torchq.mixed_precision, ([X],), BUDGET | {"formats": []}, "mixed_precision: got no formats"),
+    (torchq.mixed_precision, ([X],), BUDGET | {"formats": ["float"]}, "got no formats"),
+    (torchq.report, ([X], "a.pdf"), {}, r"got suffix '\.pdf'"),
+    (torchq.report, ([X], None, "sqnr"), {}, "report: got metric 'sqnr'; expected a function"),
+    (torchq.sensitivity, ([X], "acc"), {}, r"sensitivity: got metric 'acc'; expected .*'fisher'"),
+]
+
+
+@pytest.mark.parametrize(("function", "arguments", "options", "text"), OTHERS)
+def test_formats_and_metrics_that_do_not_exist(
+    function: Any, arguments: tuple[Any, ...], options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises((CalibrationError, ConfigError), match=text):
+        function(quantized(), *arguments, progress=False, **options)
 
 
 def test_a_folder_that_does_not_exist_is_found_before_the_work(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def decision_penalty(h: Tensor, beta: float) -> Tensor:
 
 
 class SoftWeight:
-    """A weight ``scale * clip(floor(weight / scale) + h(v), qmin, qmax)``, of which v is learned."""
+    """A weight ``scale * clip(floor(weight / scale) + h(v), qmin, qmax)``; v is learned."""
 
     def __init__(self, weight: Tensor, scale: Tensor, quant_min: float, quant_max: float) -> None:
         self._scale, self._bounds = scale, (quant_min, quant_max)

@@ -1,8 +1,9 @@
-"""Batches that no algorithm can work with: a named error, and a model as before."""
+"""Batches, models and arguments that no algorithm can work with: a named error, nothing changed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.ptq.test_interrupts import state
+from tests.ptq.test_interrupts import same, state
 from torchq.errors import CalibrationError, ConfigError, QuantizationError, TorchqError
 from torchq.ptq import adaround_, correct_bias_, equalize_, gptq_, smooth_
 from torchq.ptq.layers import grid_of
@@ -33,6 +34,14 @@ def quantized(*, ready: bool = False, bits: int = 3) -> Any:
 
 def ready() -> Any:
     return quantized(ready=True)
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Check that a model is at the end as it was."""
+    before = state(model)
+    yield
+    assert same(state(model), before, lambda name: True)
 
 
 FUNCTIONS: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], object]]] = {
@@ -60,12 +69,8 @@ def test_bad_batches_are_named(name: str, kind: str) -> None:
     if kind == "too large to multiply":  # Products of finite inputs and weights overflow.
         with torch.no_grad():
             model[0].weight.mul_(1e3)
-    before = state(model)
-    with pytest.raises(error, match=text):
+    with unchanged(model), pytest.raises(error, match=text):
         function(model, batches)
-    after = state(model)
-    assert before["rest"] == after["rest"]
-    assert all(torch.equal(t, after["tensors"][name]) for name, t in before["tensors"].items())
 
 
 class Branches(nn.Module):
@@ -109,19 +114,15 @@ def test_models_in_another_state_are_refused(name: str) -> None:
     text = "0.input_quantizer has no range yet"
     text = "got a calibrated model" if build is quantized else text
     model = quantized(ready=build is quantized)
-    before = state(model)
-    with pytest.raises(ConfigError, match=f"{name}: {text}"):
+    with unchanged(model), pytest.raises(ConfigError, match=f"{name}: {text}"):
         function(model, [GOOD])
-    after = state(model)["tensors"]
-    assert all(torch.equal(t, after[key]) for key, t in before["tensors"].items())
 
 
 def test_outputs_that_overflow_are_no_equalization() -> None:
     model = net()
-    before = {name: t.clone() for name, t in model.state_dict().items()}
-    with pytest.raises(QuantizationError, match="equalize_: the float output changed by nan"):
+    text = "equalize_: the float output changed by nan"
+    with unchanged(model), pytest.raises(QuantizationError, match=text):
         equalize_(model, GOOD * torch.inf)
-    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
 
 
 @pytest.mark.parametrize("function", [gptq_, adaround_])
@@ -148,7 +149,6 @@ def test_codes_stay_within_the_format(function: Any, size: float) -> None:
 
 def test_nan_while_learning_is_named_and_the_block_is_as_before() -> None:
     model, runs = quantized(ready=True), 0
-    before = state(model)
 
     def breaks(module: nn.Module, args: Any, out: Tensor) -> Tensor:
         nonlocal runs
@@ -156,8 +156,75 @@ def test_nan_while_learning_is_named_and_the_block_is_as_before() -> None:
         return out * torch.nan if runs > 2 else out
 
     handle = model[0].register_forward_hook(breaks)
-    with pytest.raises(CalibrationError, match="adaround_: 0: the error became NaN or infinite"):
+    text = "adaround_: 0: the error became NaN or infinite"
+    with unchanged(model), pytest.raises(CalibrationError, match=text):
         adaround_(model, [GOOD], steps=5, progress=False)
     handle.remove()
-    after = state(model)
-    assert all(torch.equal(t, after["tensors"][name]) for name, t in before["tensors"].items())
+
+
+X = torch.randn(4, 3, 8, 8)
+
+
+def with_batchnorm() -> nn.Module:
+    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 3)
+    model = nn.Sequential(*layers).eval()
+    torchq.quantize_(model)
+    torchq.calibrate(model, [X], progress=False)
+    return model
+
+
+def smoothed(model: nn.Module, batches: Any, **arguments: Any) -> Any:
+    torchq.restore_(model)  # It comes before calibration.
+    torchq.quantize_(model)
+    return torchq.ptq.smooth_(model, batches, **arguments)
+
+
+COUNTED: dict[str, Callable[..., Any]] = {
+    "correct_bias_": torchq.ptq.correct_bias_,
+    "gptq_": torchq.ptq.gptq_,
+    "adaround_": torchq.ptq.adaround_,
+    "smooth_": smoothed,
+    "reestimate_bn_": torchq.qat.reestimate_bn_,
+    "sensitivity": torchq.sensitivity,
+    "layer_errors": torchq.layer_errors,
+}
+
+
+@pytest.mark.parametrize("count", [0, -1, "2", 1.5, True])
+@pytest.mark.parametrize("name", COUNTED)
+def test_numbers_of_batches_that_are_none_are_named(name: str, count: Any) -> None:
+    text = f"got num_batches={count!r}; expected an integer of at least 1, or None"
+    with pytest.raises(ConfigError, match=text):
+        COUNTED[name](with_batchnorm(), [X], num_batches=count, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("metric", "text"),
+    [
+        (lambda: 1.0, "a metric that cannot be called with a model alone"),
+        (lambda model, batches: 1.0, "missing a required argument: 'batches'"),
+        (0.5, "a metric that cannot be called with a model alone"),
+        (lambda model: None, "the metric returned a NoneType; expected a number"),
+        (lambda model: model(X), "the metric returned a Tensor; expected a number"),
+    ],
+)
+def test_a_metric_of_another_form_is_named(metric: Any, text: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3)).eval()
+    with pytest.raises(ConfigError, match=text):
+        torchq.tune(model, [X], metric, max_drop=0.1, progress=False)
+
+
+ARGUMENTS: list[tuple[Any, dict[str, Any], str]] = [
+    (torchq.ptq.gptq_, {"target": "magic"}, "got target='magic'; expected one of weight, layer"),
+    (torchq.ptq.gptq_, {"damping": 0}, "got damping=0; expected a number > 0"),
+    (torchq.ptq.adaround_, {"steps": 0}, "got steps=0; expected at least 1"),
+    (torchq.ptq.smooth_, {"alpha": 2}, "got alpha=2; expected 0 to 1, or 'auto'"),
+    (torchq.ptq.correct_bias_, {"method": "magic"}, "got method='magic'; expected 'empirical' or"),
+    (torchq.ptq.equalize_, {"iterations": 0}, "got iterations=0; expected at least 1"),
+]
+
+
+@pytest.mark.parametrize(("function", "arguments", "text"), ARGUMENTS)
+def test_other_arguments_are_named(function: Any, arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=f"{function.__name__}: {text}"):
+        function(with_batchnorm(), [X], **arguments)
