@@ -121,7 +121,7 @@ def test_rules_select_calls() -> None:
     kept = torchq.plan(model, exclude="table_weight_call", example=TOKENS)
     assert {d.name: d.reason for d in kept.skipped}["table_weight_call"] == "excluded"
     report = torchq.plan(Conv1D(3, 3), example=torch.ones(2, 3))
-    assert report.replaced[0].rule == "type:torch.nn.modules.linear.Linear"
+    assert report.replaced[0].by == "type:torch.nn.modules.linear.Linear"
 
 
 class Recomputing(nn.Module):

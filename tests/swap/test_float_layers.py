@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 import torchq
 from torchq.nn import QuantModule, TensorQuantizer
-from torchq.runtimes import RUNTIMES
-from torchq.swap.flow import float_start
 
 X = torch.randn(1, 3, 96, 96, generator=torch.Generator().manual_seed(0))
 
@@ -44,7 +42,7 @@ def float_parts(model: nn.Module) -> set[str]:
     return {n for n, m in children if not isinstance(m, (QuantModule, nn.ReLU))}
 
 
-def quantize(model: nn.Module, x: Tensor | None = X, **options: object) -> torchq.SwapReport:
+def quantize(model: nn.Module, x: Tensor | None = X, **options: object) -> torchq.swap.Plan:
     return torchq.quantize_(model, example=x, **{"target": "onnxruntime", **options})
 
 
@@ -94,11 +92,11 @@ def test_layers_that_are_faster_in_float_stay_float(
 
 def test_the_run_leaves_no_trace() -> None:
     model = Net().train()
-    report = torchq.quantize_(model, target="openvino")
+    torchq.quantize_(model, target="openvino", exclude="last")
     quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
     quantizers[0].mode = "off"
     before = [q.mode for q in quantizers]
-    assert float_start(model, report.decisions, RUNTIMES["onnxruntime"], X)
+    assert torchq.plan(model, target="onnxruntime", example=X).replaced
     assert [q.mode for q in quantizers] == before
     assert model.training
     assert not any(m._forward_hooks for m in model.modules())

@@ -33,7 +33,7 @@ class Readers(nn.Module):
         return self.head(x)
 
 
-def quantized(model: nn.Module, x: Tensor, target: str = "onnxruntime") -> torchq.swap.SwapReport:
+def quantized(model: nn.Module, x: Tensor, target: str = "onnxruntime") -> torchq.swap.Plan:
     """Quantize and calibrate the model, in place."""
     report = torchq.quantize_(model, target=target, example=x)
     torchq.calibrate(model, [x], progress=False)

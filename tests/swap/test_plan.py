@@ -68,7 +68,7 @@ def test_the_last_rule_that_matches_decides() -> None:
         )
     )
     report = torchq.plan(Net(), config)
-    found = {d.name: (d.rule, d.input, d.weight, d.reason) for d in report.decisions}
+    found = {d.name: (d.by, d.input, d.weight, d.reason) for d in report.decisions}
     assert found["stem"] == ("*", INT8, INT8, "")
     assert found["head.0"] == ("type:Linear", INT4, INT4, "")
     assert found["head.1"] == ("head.1", None, None, "excluded")
@@ -206,7 +206,7 @@ def test_report_reads_well(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     model = nn.Sequential(nn.Linear(2, 2), SamePadConv2d(1, 1, 3), nn.Linear(2, 2))
     report = torchq.plan(model, exclude="2", example=torch.ones(1, 4, 2))
-    lines = str(report).splitlines()
+    lines = report.table().splitlines()
     assert (
         len(
             {
@@ -217,7 +217,7 @@ def test_report_reads_well(monkeypatch: pytest.MonkeyPatch) -> None:
         == 1
     )  # aligned
     assert [re.split(r"  +", line) for line in lines] == [
-        ["module", "type", "what", "rule"],
+        ["module", "type", "what", "by"],
         [
             "0",
             "Linear",
@@ -240,8 +240,8 @@ def test_shared_modules_are_decided_once() -> None:
     model = nn.Sequential(shared, nn.Sequential(shared))
     report = torchq.plan(model)
     assert [d.names for d in report.decisions] == [("0", "1.0")]
-    assert "0 = 1.0" in str(report)
-    assert torchq.plan(model, include="1.*").replaced[0].module is shared
+    assert "0 = 1.0" in report.table()
+    assert torchq.plan(model, include="1.*").replaced[0].names == ("0", "1.0")
     with pytest.raises(ConfigError, match="nothing to quantize"):
         torchq.plan(model, exclude="1.0")
 

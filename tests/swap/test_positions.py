@@ -23,8 +23,8 @@ def net() -> nn.Module:
     )
 
 
-def widths(report: torchq.swap.SwapReport) -> dict[str, tuple[int, str | None]]:
-    return {d.name: (d.weight.num_bits, d.rule) for d in report.replaced if d.weight is not None}
+def widths(report: torchq.swap.Plan) -> dict[str, tuple[int, str | None]]:
+    return {d.name: (d.weight.num_bits, d.by) for d in report.replaced if d.weight is not None}
 
 
 def test_ends_keep_eight_bits_and_the_report_says_why() -> None:
@@ -34,9 +34,6 @@ def test_ends_keep_eight_bits_and_the_report_says_why() -> None:
         "3": (4, "type:torch.nn.modules.conv.Conv[123]d"),
         "5": (8, "5 (last layer)"),
     }
-    again = torchq.plan(net(), report.config)
-    assert widths(again) == widths(report)
-    assert QuantConfig.from_json(report.config.to_json()) == report.config
 
 
 def test_excluding_the_last_layer_makes_no_other_the_last() -> None:
@@ -46,7 +43,7 @@ def test_excluding_the_last_layer_makes_no_other_the_last() -> None:
 
 def test_one_layer_is_first_and_last() -> None:
     report = torchq.plan(nn.Linear(2, 2), recipes.integer(4, 4, first_last=8))
-    assert [(d.name, d.rule) for d in report.replaced] == [("", "re:^$ (last layer)")]
+    assert [(d.name, d.by) for d in report.replaced] == [("", "re:^$ (last layer)")]
 
 
 def test_names_with_wildcards_are_meant_literally() -> None:

@@ -13,6 +13,7 @@ import torchq
 from torchq.errors import ConfigError
 from torchq.nn import Cat, QuantCat
 from torchq.nn.modules.operators import operator_name, operator_named
+from torchq.swap import Plan, plan_of
 
 
 class Chain(nn.Module):
@@ -145,14 +146,14 @@ def test_other_names_make_nothing(name: str) -> None:
 
 
 def test_a_damaged_number_of_ranges_is_named() -> None:
-    from torchq.workflow import apply_record_, swap_record
-
     model, _ = chain(0.01)
-    record = swap_record(model)
-    assert record["operators"][""]["children"]["quant_cat"] == "Cat:3"
-    record["operators"][""]["children"]["quant_cat"] = "Cat:9999"
-    with pytest.raises(ConfigError, match="or Cat with a number of ranges"):
-        apply_record_(Chain(0.01), record)
+    data = plan_of(model).to_dict()
+    row = next(row for row in data["decisions"] if row["names"] == ["quant_cat"])
+    assert row["ranges"] == 3
+    for damaged in (9999, 0, True, "3"):
+        row["ranges"] = damaged
+        with pytest.raises(ConfigError, match=r"ranges: got .*; expected a number from 1 to 256"):
+            Plan.from_dict(data)
 
 
 def test_a_tensor_behind_those_with_ranges_has_the_first_range() -> None:

@@ -18,6 +18,7 @@ from torch.utils.serialization import config
 
 import torchq
 from torchq.errors import ConfigError, FuseError, QuantizationError, TorchqError
+from torchq.swap import plan_of
 from torchq.workflow import quantizers
 
 
@@ -45,7 +46,7 @@ def quantized(config: torchq.QuantConfig | None = None, target: str | None = "op
 def data() -> dict[str, Any]:
     """What torchq.save writes."""
     model = quantized()
-    return {"torchq": torchq.workflow.swap_record(model), "state_dict": model.state_dict()}
+    return {"torchq": plan_of(model).to_dict(), "state_dict": model.state_dict()}
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:

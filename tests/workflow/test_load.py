@@ -31,7 +31,7 @@ def test_loading_converts_whatever_the_model_was(saved: str, into: str, tmp_path
     model = CONFIGS[saved]()
     torchq.save(model, tmp_path / "m.pt")
     loaded = torchq.load(CONFIGS[into](), tmp_path / "m.pt")
-    assert torchq.workflow.swap_record(loaded) == torchq.workflow.swap_record(model)
+    assert torchq.swap.plan_of(loaded) == torchq.swap.plan_of(model)
     assert torch.equal(loaded(X), model(X))
 
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import torchq
 from torchq import QuantDescriptor, TensorQuantizer
 from torchq.errors import TorchqError
-from torchq.workflow import embed_record_, swap_record
+from torchq.swap import plan_of
+from torchq.workflow import embed_record_
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -99,7 +100,7 @@ def test_a_quantizer_in_two_slots_of_one_module_is_loaded(
     build, make, owner = NETWORKS[name]
     model = with_ranges(make()) if calibrated else make()
     slots = [q for q in model.get_submodule(owner).children() if isinstance(q, TensorQuantizer)]
-    record = swap_record(model)
+    record = plan_of(model).to_dict()
     assert any(sum(p.startswith(f"{owner}.") for p in g) > 1 for g in record["shared"]), slots
     torchq.save(model, tmp_path / "m.pt")
     if written_by == "0.2.0":
@@ -109,7 +110,7 @@ def test_a_quantizer_in_two_slots_of_one_module_is_loaded(
         torch.save(data, tmp_path / "m.pt")
     loaded = torchq.load(build().eval(), tmp_path / "m.pt")
     assert torch.equal(loaded(X), model(X))
-    assert swap_record(loaded) == record
+    assert plan_of(loaded).to_dict() == record
 
 
 def test_a_folder_of_weights_keeps_the_sharing(tmp_path: Path) -> None:

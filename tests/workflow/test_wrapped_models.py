@@ -16,7 +16,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import torchq
 from tests.rank_processes import needs_gloo
-from torchq.workflow import embed_record_, swap_record
+from torchq.swap import plan_of
+from torchq.workflow import embed_record_
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -61,7 +62,7 @@ def test_files_do_not_depend_on_wrappers(saved: str, into: str, tmp_path: Path) 
 def test_files_that_name_the_wrapper_are_loaded(saved: str, into: str, tmp_path: Path) -> None:
     """Version 0.2.0 wrote these."""
     wrapper = WRAPPERS[saved](quantized())
-    data = {"torchq": swap_record(wrapper), "state_dict": wrapper.state_dict()}
+    data = {"torchq": plan_of(wrapper).to_dict(), "state_dict": wrapper.state_dict()}
     torch.save(data, tmp_path / "m.pt")
     target = WRAPPERS[into](net())
     torchq.load(target, tmp_path / "m.pt")

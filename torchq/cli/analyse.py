@@ -93,7 +93,7 @@ def _plan(args: argparse.Namespace) -> int:
             {"name": d.name, "input": _text(d.input), "weight": _text(d.weight), "reason": d.reason}
             for d in found.decisions
         ]
-        _show(args, found, lambda: {"decisions": rows, "config": found.config.name})
+        _show(args, found, lambda: {"decisions": rows, "config": found.recipe})
         return 0
     batches, _ = read_batches(model, args)
     if args.fuse:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from torchq.graph.calling import Forward, call_model, tensors_in
+from torchq.graph.calling import call_model, tensors_in
 from torchq.graph.operators import effects_of, operator_name, operator_of, reads_metadata
 from torchq.graph.tracing import is_torch_leaf
 from torchq.utils import untouched
@@ -311,12 +311,22 @@ def _recorder_for(model: nn.Module) -> _Recorder:
     return _Recorder(owners, holders)
 
 
+def _called(
+    muted: Callable[..., None],
+    see: Callable[[Any, Any, Any], None],
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    result: Any = None,
+) -> None:
+    muted(see, args, kwargs, result)
+
+
 def record(
     model: nn.Module,
     example: Any,
     is_leaf: Callable[[nn.Module], bool] = is_torch_leaf,
-    *,
-    forward: Forward | None = None,
+    watch: Mapping[nn.Module, Callable[[Any, Any, Any], None]] | None = None,
 ) -> Flow:
     """Run ``model`` once on ``example``, in eval mode without gradients, and return its flow.
 
@@ -327,7 +337,9 @@ def record(
         model: left unchanged.
         example: the arguments of the call; see :func:`call_arguments`.
         is_leaf: which modules count as one call.
-        forward: called as ``forward(model, example)`` instead of the model itself.
+        watch: module -> a function of its arguments, keyword arguments and result that is called
+            before each of its calls, with None as the result, and after it. What the function
+            computes is not recorded.
     """
     names = {id(module): name for name, module in model.named_modules()}
     recorder = _recorder_for(model)
@@ -343,15 +355,24 @@ def record(
         if recorder.depth == 0:
             recorder.note(names[id(module)], module, recorder.pending.pop(), (), out)
 
+    def muted(see: Callable[[Any, Any, Any], None], *given: Any) -> None:
+        recorder.depth += 1
+        see(*given)
+        recorder.depth -= 1
+
     with ExitStack() as stack:
         stack.enter_context(untouched(model))
+        for module, see in (watch or {}).items():
+            first = partial(_called, muted, see)
+            stack.callback(module.register_forward_pre_hook(first, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(first, with_kwargs=True).remove)
         for module in model.modules():
             takes_hooks = not isinstance(module, torch.jit.ScriptModule)
             if is_leaf(module) and module is not model and takes_hooks:
                 stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
         with recorder:
-            out = call_model(model, example, forward=forward)
+            out = call_model(model, example)
     return Flow(
         tuple(recorder.calls),
         frozenset(recorder.sources(out)),

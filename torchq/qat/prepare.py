@@ -16,7 +16,7 @@ from torchq.fusion import FuseReport, fuse_
 from torchq.fusion.modules import is_norm
 from torchq.graph import move_to
 from torchq.nn.convert import unchanged_on_error
-from torchq.swap import SwapReport, quantize_
+from torchq.swap import Plan, quantize_
 from torchq.utils import Pattern, device_of, evaluating
 from torchq.workflow import CalibrationReport, calibrate, quantizers, weight_quantizers
 
@@ -104,7 +104,7 @@ class Preparation:
     """
 
     model: nn.Module = field(repr=False)
-    quantized: SwapReport
+    quantized: Plan
     calibrated: CalibrationReport
     param_groups: list[dict[str, Any]] = field(repr=False)
     fused: FuseReport | None = None

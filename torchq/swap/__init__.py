@@ -3,18 +3,23 @@
 The package may import nn, config, recipes and below.
 """
 
-from torchq.swap.apply import quantize_, restore_
-from torchq.swap.decisions import Decision, SwapReport, decide
+from torchq.swap.apply import apply_, plan_of, restore_
 from torchq.swap.patch import Patch, patch
-from torchq.swap.plan import plan
+from torchq.swap.plan import Decision, Plan
+from torchq.swap.planning import plan, quantize_, targets
+from torchq.swap.targets import TARGETS, Target
 
 __all__ = [
     "Decision",
     "Patch",
-    "SwapReport",
-    "decide",
+    "Plan",
+    "TARGETS",
+    "Target",
+    "apply_",
     "patch",
     "plan",
+    "plan_of",
     "quantize_",
     "restore_",
+    "targets",
 ]

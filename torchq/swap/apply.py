@@ -1,201 +1,271 @@
-"""Carrying out a plan, and undoing it."""
+"""Carrying out a plan, reading it from a model, and undoing it. Nothing is decided here."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from torchq.config import QuantConfig
-from torchq.graph import call_model, tensors_in
+from torchq.errors import QuantizationError
+from torchq.fusion import apply_fusion_record_, fusion_record
 from torchq.nn import (
     QuantModule,
-    QuantMultiheadAttention,
-    QuantSiLU,
     TensorQuantizer,
     convert_,
     revert_,
+    share_quantizers_,
+    shared_groups,
 )
-from torchq.nn.calls.routed import route_calls_
+from torchq.nn.calls.routed import RoutedModule, route_calls_
 from torchq.nn.convert import unchanged_on_error
-from torchq.runtime import Runtime, remember_target
-from torchq.swap.decision import Decision
-from torchq.swap.decisions import SwapReport
-from torchq.swap.find_operators import insert_
-from torchq.swap.flow import computing_in_float, decide_outputs, float_start
-from torchq.swap.plan import decide_all
-from torchq.swap.ranges import separate_ranges_, share_common_ranges_
-from torchq.swap.share import measure_work, warn_if_small
-from torchq.utils import Pattern, device_of, progress_stages
+from torchq.nn.modules.operators import Cat, QuantCat, operator_named
+from torchq.nn.operator_modules import OperatorOwner, replace_operators_
+from torchq.nn.subclasses import unparametrized
+from torchq.swap.plan import ALREADY, Decision, Operators, Plan, canonical_groups
+from torchq.utils import device_of, modules_with_names, qualified_name, set_submodule, twin_of
+
+#: The attribute of a model that holds its plan, for what its modules do not tell: who decided
+#: what, and why modules stay float. What is quantized and how is read from the modules.
+_ATTRIBUTE = "_torchq_plan"
 
 
-def quantize_(
-    model: nn.Module,
-    config: QuantConfig | None = None,
-    *,
-    include: Sequence[Pattern] | Pattern | None = None,
-    exclude: Sequence[Pattern] | Pattern | None = None,
-    target: str | Runtime | None = None,
-    example: Any = None,
-    progress: bool = True,
-) -> SwapReport:
-    """Swap the layers of ``model`` for quantized ones, in place: all that were planned, or none.
+def class_name(module: nn.Module) -> str:
+    """Return the qualified name of the float class of a module, without parametrizations."""
+    cls = type(module).float_class if isinstance(module, QuantModule) else type(module)
+    return qualified_name(unparametrized(cls))
 
-    The module objects stay the same; only their classes change and quantizers are added, so
-    optimizers, hooks, attributes and references from elsewhere stay valid. The exception is a
-    module without parameters that stands in several places, such as one activation object for all
-    layers: each place gets a copy, as each needs a range of its own. Without calibration every
-    quantizer takes its range from the data of each call; run :func:`torchq.calibrate` next.
+
+def public_path(path: str) -> str:
+    """Return the path of a quantizer without the leading underscore of legacy layers.
+
+    So a plan of legacy layers fits torchq's own layers, and the other way round.
+    """
+    parent, dot, leaf = path.rpartition(".")
+    is_legacy = leaf.startswith("_") and leaf.endswith("_quantizer")
+    return f"{parent}{dot}{leaf[1:]}" if is_legacy else path
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+def plan_of(model: nn.Module) -> Plan:
+    """Return the plan that describes ``model`` as it is now.
+
+    What is quantized and how is read from the modules, so it is true whatever was changed by hand.
+    Who decided it, and why other modules stay float, is what :func:`torchq.quantize_` or
+    :func:`torchq.load` left with the model.
 
     Args:
-        model: any module; changed in place.
-        config: as for :func:`plan`.
-        include: as for :func:`plan`.
-        exclude: as for :func:`plan`.
-        target: as for :func:`plan`.
-        example: the arguments for one call of the model; see
-            :func:`torchq.graph.call_arguments`. With it, quantizers that see the same tensor
-            become one, so that its readers agree on its range whatever training does. First layers
-            that the target runs faster in float stay float, unless a rule is the path of the layer.
-        progress: show the stages.
+        model: any module; left unchanged.
 
     Returns:
-        What was swapped, what was not and why, and which rule decided; ``print`` it.
-
-    Raises:
-        ConfigError: See :func:`plan`. Whatever the error, the model is unchanged then.
+        The plan; that of a float model has no decisions.
 
     Example:
-        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
-        >>> print(torchq.quantize_(model))
-        module  type    what                                                   rule
-        0       Conv2d  input int8 per-tensor max, weight int8 axis=0 max      type:...
-        1 quantized, 0 skipped, recipe int8; 100.0% of the weights of layers quantized
-        >>> type(model[0]).__name__
-        'QuantConv2d'
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        >>> torchq.quantize_(model) == plan_of(model)
+        True
     """
-    choice: dict[str, Any] = {"include": include, "exclude": exclude, "target": target}
-    reasons: dict[str, str] = {}
-    work = None
-    while True:
-        with progress_stages("quantize", ("plan", "swap"), enabled=progress) as next_stage:
-            report = decide_all(model, config, **choice, example=example).without(reasons)
-            work = work or measure_work(model, example)
-            next_stage()
-            try:
-                report = _carry_out(model, replace(report, work=work), example, reasons)
-            except _StaysFloat as found:
-                reasons |= found.reasons
-                continue
-        if report.target is not None:
-            remember_target(model, report.target)
-        warn_if_small(model, report.share)
-        return report
+    found = as_it_is(model)
+    kept = [(p, vars(m)[_ATTRIBUTE]) for p, m in model.named_modules() if _ATTRIBUTE in vars(m)]
+    for prefix, plan in reversed(kept):
+        found = replace(found, decisions=_explained(found.decisions, plan.decisions, prefix))
+    if kept and not kept[0][0]:
+        plan = kept[0][1]
+        found = replace(found, target=plan.target, recipe=plan.recipe, work=plan.work)
+    return found
 
 
-class _StaysFloat(Exception):
-    """Some modules had better stay float, or see nothing: path -> why. It undoes a whole swap."""
+def _explained(
+    actual: tuple[Decision, ...], kept: tuple[Decision, ...], prefix: str
+) -> tuple[Decision, ...]:
+    """Return decisions in the order, and with the explanations, of those that were kept."""
+    start = f"{prefix}." if prefix else ""
+    left = {d.name: d for d in actual if not d.reason}
+    result = []
+    for old in kept:
+        names = tuple(f"{start}{name}" if name else prefix for name in old.names)
+        now = left.pop(names[0], None) if not old.reason else left.get(names[0])
+        if old.reason and now is None:
+            result.append(replace(old, names=names))
+        elif not old.reason and now is not None:
+            same = now.outcome[1:] == old.outcome[1:]
+            result.append(replace(now, by=old.by, note=old.note) if same else now)
+    rest = [d for d in actual if d.reason or d.name in left]
+    return (*result, *rest)
 
-    def __init__(self, reasons: dict[str, str]) -> None:
-        super().__init__()
-        self.reasons = reasons
+
+def as_it_is(model: nn.Module) -> Plan:
+    """Return what the modules of a model tell."""
+    rows, operators = [], {}
+    owned: set[int] = set()
+    for names, module in modules_with_names(model):
+        if not isinstance(module, QuantModule):
+            continue
+        owned |= {id(child) for child in module.children()}
+        if isinstance(module, OperatorOwner) and module.replacements:
+            operators[names[0]] = Operators(class_name(module), dict(module.replacements))
+        calls = module.calls if isinstance(module, RoutedModule) else ()
+        if calls or not (isinstance(module, OperatorOwner) and module.is_container):
+            ranges = module.ranges if isinstance(module, QuantCat) else 1
+            slots: Any = module.rule_descriptors()
+            rows.append(Decision(names, class_name(module), **slots, calls=calls, ranges=ranges))
+    placed, modes = {}, {}
+    seen: set[int] = set()
+    for path, quantizer in quantizer_slots(model):
+        if id(quantizer) not in owned and id(quantizer) not in seen:
+            placed[path] = quantizer.given_descriptor
+        if quantizer.mode != "quantize":
+            modes[path] = quantizer.mode
+        seen.add(id(quantizer))
+    shared = canonical_groups([map(public_path, group) for group in shared_groups(model)])
+    fusions = tuple(fusion_record(model))
+    return Plan(tuple(rows), operators, placed, shared, modes, fusions)
 
 
-def _carry_out(
-    model: nn.Module, report: SwapReport, example: Any, reasons: Mapping[str, str]
-) -> SwapReport:
-    """Quantize ``model`` as a plan says, in place, and return the plan with what a run added.
+def quantizer_slots(model: nn.Module) -> Iterator[tuple[str, TensorQuantizer]]:
+    """Yield every quantizer under each of its paths."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, TensorQuantizer):
+            yield public_path(path), module
 
-    ``reasons`` holds path -> why it stays float, as earlier calls found.
+
+# --- carrying out -------------------------------------------------------------------------------
+
+
+def apply_(model: nn.Module, plan: Plan) -> None:
+    """Fuse and quantize ``model`` as ``plan`` says, in place.
+
+    A model that is quantized in another way is made float first, so that afterwards it is
+    quantized as the plan says and in no other way. A call that fails changes nothing.
+
+    Args:
+        model: the architecture that the plan was made for, float or quantized.
+        plan: what :func:`torchq.plan` returned, or :meth:`Plan.from_dict`.
+
+    Raises:
+        QuantizationError: The model is not the one that the plan was made for.
+        FuseError: The model cannot be fused as the plan says.
     """
     with unchanged_on_error(model):
-        apply_(model, report)
-        if example is not None:
-            if report.placement is not None:
-                report = _fit_to_flow(model, report, example, reasons)
-            share_common_ranges_(model, example)
-        name_quantizers(model)
-    return report
+        if as_it_is(model).outcome() == plan.outcome():
+            _set_modes(model, plan)
+        else:
+            restore_(model)
+            apply_fusion_record_(model, plan.fusions)
+            if len(fusion_record(model)) != len(plan.fusions):
+                raise QuantizationError(
+                    f"load: {qualified_name(type(model))}: is fused; expected an unfused model, as "
+                    "the one that was saved is not fused in this way. Build the model again"
+                )
+            carry_out_(model, plan)
+        vars(model)[_ATTRIBUTE] = plan
 
 
-def _fit_to_flow(
-    model: nn.Module, report: SwapReport, example: Any, reasons: Mapping[str, str]
-) -> SwapReport:
-    """Place what depends on the values that flow between layers, and return the new report."""
-    placement = report.placement
-    assert report.target is not None and placement is not None
-    stay_float = float_start(model, report.decisions, report.target, example)
-    stay_float |= dict.fromkeys(_unreached(model, report, example), _NO_TENSOR)
-    if not stay_float.keys() <= reasons.keys():
-        raise _StaysFloat(stay_float)
-    if placement.most_unequal is not None:
-        separate_ranges_(model, example, placement.most_unequal)
-    if not placement.quantized_results:
-        return report
-    decided = {d.name: d for d in decide_outputs(model, report.decisions, example)}
-    for decision in decided.values():
-        assert isinstance(decision.module, QuantModule) and decision.output is not None
-        decision.module.quantize_output_(decision.output)
-    return replace(report, decisions=tuple(decided.get(d.name, d) for d in report.decisions))
+def carry_out_(model: nn.Module, plan: Plan) -> None:
+    """Quantize the float modules that a plan is about, in place."""
+    _build(model, plan)
+    _check_placed(model, plan)
+    _set_modes(model, plan)
+    name_quantizers(model)
 
 
-_NO_TENSOR = "its operands are no tensors in the run on the example, or it does not run"
+def _build(model: nn.Module, plan: Plan) -> None:
+    _add_operators(model, plan)
+    _convert_modules(model, plan)
+    for paths in plan.shared:
+        share_quantizers_(model, paths)
 
 
-def _unreached(model: nn.Module, report: SwapReport, example: Any) -> list[str]:
-    """Return the paths of the operators with quantizers that no tensor of the example reaches."""
-    seen: set[str] = set()
-    with ExitStack() as stack:
-        for _, decision in report.operators:
-            child, note = model.get_submodule(decision.name), partial(_note, seen, decision.name)
-            stack.callback(child.register_forward_pre_hook(note, with_kwargs=True).remove)
-        if report.operators:
-            stack.enter_context(computing_in_float(model))
-            call_model(model, example)
-    return [d.name for _, d in report.operators if d.name not in seen]
+def keep_plan(model: nn.Module, plan: Plan) -> None:
+    """Leave a plan with its model, and with it what an earlier one says of modules in it."""
+    before: Plan = vars(model).get(_ATTRIBUTE, Plan())
+    earlier = {d.name: d for d in before.replaced}
+    rows = tuple(earlier.get(d.name, d) if d.reason == ALREADY else d for d in plan.decisions)
+    vars(model)[_ATTRIBUTE] = replace(plan, decisions=rows)
 
 
-def _note(seen: set[str], name: str, _: nn.Module, *given: Any) -> None:
-    # Attention calls no quantizer of its own while all are off, so its operands tell.
-    if any(tensor.is_floating_point() for tensor in tensors_in(given)):
-        seen.add(name)
+@contextmanager
+def tried(model: nn.Module, plan: Plan) -> Iterator[None]:
+    """Let ``model`` be quantized inside a ``with`` block, with modes as conversion makes them."""
+    try:
+        with unchanged_on_error(model):
+            _build(model, plan)
+            yield
+            raise _Tried
+    except _Tried:
+        pass
 
 
-def apply_(model: nn.Module, report: SwapReport) -> None:
-    """Convert the modules of a plan, in place."""
-    routed = frozenset(id(d.module) for d in report.replaced if d.calls)
-    insert_([operator for operator, _ in report.operators], routed)
-    children = {id(d): op.owner.get_submodule(op.child) for op, d in report.operators}
-    inside: dict[int, dict[str, str]] = {}
-    for op, _ in report.operators:
-        inside.setdefault(id(op.owner), {})[op.site] = op.child
-    done = []
-    for d in report.replaced:
+class _Tried(Exception):
+    """The end of a trial, which undoes it."""
+
+
+def _add_operators(model: nn.Module, plan: Plan) -> None:
+    """Give modules their children that stand for operators, and make their forwards call them."""
+    found = dict(model.named_modules())
+    for path, entry in plan.operators.items():
+        owner = _find(found, path, entry.cls)
+        for child in entry.sites.values():
+            decision = plan.decision(f"{path}.{child}" if path else child)
+            module = None if decision is None else operator_named(decision.class_name)
+            if module is None or hasattr(owner, child):
+                what = "has an attribute" if module is not None else "there is no operator for"
+                raise QuantizationError(
+                    f"{path or '(root)'}: {what} {child} already; expected a module "
+                    "without it. Load into the architecture that was saved"
+                )
+            owner.add_module(child, module.train(owner.training))
+        if not any(d.calls for d in plan.replaced if path in d.names):
+            replace_operators_(owner, entry.sites)
+    for decision in plan.replaced:
+        if decision.calls and decision.is_container:
+            owner, sites = _find(found, decision.name, decision.cls), _sites(plan, decision)
+            route_calls_(owner, decision.calls, operators=sites)
+
+
+def _sites(plan: Plan, decision: Decision) -> Mapping[str, str] | None:
+    entries = [plan.operators[name] for name in decision.names if name in plan.operators]
+    return entries[0].sites if entries else None
+
+
+def _convert_modules(model: nn.Module, plan: Plan) -> None:
+    found = dict(model.named_modules(remove_duplicate=False))
+    rows = [d for d in plan.replaced if not (d.calls and d.is_container)]
+    modules = [_find(found, d.name, d.cls) for d in rows]
+    places: dict[int, set[tuple[int, str]]] = {}
+    for path, module in found.items():
+        parent, _, leaf = path.rpartition(".")
+        places.setdefault(id(module), set()).add((id(found[parent]), leaf))
+    for decision, module in zip(rows, modules, strict=True):
+        has_state = bool((*module.parameters(), *module.buffers(), *module.children()))
+        if len(places[id(module)]) > 1 and not has_state:
+            # One object without parameters in several places: each place gets a copy.
+            module = twin_of(module)
+            set_submodule(model, decision.name, module)
         # Modules without tensors of their own, such as additions, have quantizers there.
-        with _device_around(model, d.name) or nullcontext():
-            done.append(carry_out_(d, children.get(id(d), d.module), inside.get(id(d.module))))
-    for d in report.replaced:
-        if d.parent is not None:
-            setattr(d.parent, d.name.rpartition(".")[2], d.module)
-    placement = report.placement
-    if placement is None:
+        with device_around(model, decision.name) or nullcontext():
+            convert_as(module, decision, _sites(plan, decision))
+
+
+def convert_as(
+    module: nn.Module, decision: Decision, operators: Mapping[str, str] | None = None
+) -> None:
+    """Convert one module as a decision says, in place."""
+    if decision.calls:
+        slots = {"input": decision.input, "weight": decision.weight}
+        route_calls_(module, decision.calls, operators=operators, **slots)
         return
-    if placement.one_branch:
-        for operator, _ in report.operators:
-            operator.open_main()
-    for module in done:
-        if isinstance(module, QuantMultiheadAttention) and "attention" in placement.operators:
-            module.quantize_products()
-        if isinstance(module, QuantSiLU) and "activation" in placement.operators:
-            module.quantize_gate()
+    convert_(module, **decision.descriptors)
+    if isinstance(module, Cat) and isinstance(module, QuantCat) and decision.ranges > 1:
+        module.separate_ranges_(decision.ranges)
 
 
-def _device_around(model: nn.Module, name: str) -> torch.device | None:
+def device_around(model: nn.Module, name: str) -> torch.device | None:
     """Return the device of the nearest module around ``name`` with tensors; None for none."""
     parents = name.split(".")[:-1]
     paths = [".".join(parents[:count]) for count in range(len(parents), -1, -1)]
@@ -203,17 +273,48 @@ def _device_around(model: nn.Module, name: str) -> torch.device | None:
     return next((device for device in devices if device is not None), None)
 
 
-def carry_out_(
-    decision: Decision,
-    module: nn.Module | None = None,
-    operators: Mapping[str, str] | None = None,
-) -> nn.Module:
-    """Convert the module of one decision, in place, and return it."""
-    module = decision.module if module is None else module
-    descriptors = {"input": decision.input, "weight": decision.weight}
-    if decision.calls:
-        return route_calls_(module, decision.calls, operators=operators, **descriptors)
-    return convert_(module, **descriptors)
+def _find(found: Mapping[str, nn.Module], path: str, expected: str) -> nn.Module:
+    module = found.get(path)
+    got = "no such module" if module is None else class_name(module)
+    if module is None or got != expected:
+        raise QuantizationError(
+            f"{path or '(root)'}: got {got}; expected {expected}. Load into the architecture that "
+            "was saved"
+        )
+    return module
+
+
+def _check_placed(model: nn.Module, plan: Plan) -> None:
+    quantized = [module for module in model.modules() if isinstance(module, QuantModule)]
+    owned = {id(child) for module in quantized for child in module.children()}
+    for path, module in model.named_modules():
+        if isinstance(module, TensorQuantizer) and id(module) not in owned:
+            expected = plan.placed.get(public_path(path))
+            if module.given_descriptor != expected:
+                raise QuantizationError(
+                    f"{path}: quantizes as {module.given_descriptor}; expected "
+                    f"{expected or 'none here'}. Load into the architecture that was saved"
+                )
+
+
+def _set_modes(model: nn.Module, plan: Plan) -> None:
+    known = dict(quantizer_slots(model))
+    for path in (*plan.modes, *plan.placed):
+        if path not in known:
+            raise QuantizationError(
+                f"{path}: is no quantizer of the model; expected the same quantizers. Load into "
+                "the architecture that was saved"
+            )
+    for path, module in model.named_modules():
+        if isinstance(module, TensorQuantizer):
+            module.mode = plan.modes.get(public_path(path), "quantize")
+
+
+def name_quantizers(model: nn.Module) -> None:
+    """Tell every quantizer its dotted path, for error texts."""
+    for name, module in model.named_modules():
+        if isinstance(module, TensorQuantizer):
+            module.name = name
 
 
 def restore_(model: nn.Module) -> tuple[str, ...]:
@@ -231,15 +332,8 @@ def restore_(model: nn.Module) -> tuple[str, ...]:
     restored = []
     with unchanged_on_error(model):
         for name, module in list(model.named_modules()):
+            vars(module).pop(_ATTRIBUTE, None)
             if isinstance(module, QuantModule):
                 revert_(module)
                 restored.append(name)
-    remember_target(model, None)
     return tuple(restored)
-
-
-def name_quantizers(model: nn.Module) -> None:
-    """Tell every quantizer its dotted path, for error texts."""
-    for name, module in model.named_modules():
-        if isinstance(module, TensorQuantizer):
-            module.name = name

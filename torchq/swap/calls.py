@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import fx, nn
 
@@ -16,29 +15,30 @@ from torchq.nn import (
     quantized_as,
     quantized_class,
 )
-from torchq.nn.calls.find import WHOLE_ATTENTION, FoundCalls, find_calls, weights_read
+from torchq.nn.calls.find import WHOLE_ATTENTION, FoundCalls, weights_read
 from torchq.nn.calls.functions import CallSite, equivalent_class, site_descriptors
 from torchq.nn.calls.routed import Call
-from torchq.swap.decision import Decision
+from torchq.swap.draft import Draft
 from torchq.utils import modules_with_names
 
 #: Decides about a module by the rules for a class: (names, module, class) -> decision.
-ByRules = Callable[[tuple[str, ...], nn.Module, type[nn.Module]], Decision]
+ByRules = Callable[[tuple[str, ...], nn.Module, type[nn.Module]], Draft]
 
 
 def decide_calls(
     model: nn.Module,
-    decisions: Sequence[Decision],
+    decisions: Sequence[Draft],
     by_rules: ByRules,
-    example: Any = None,
+    found: Mapping[int, FoundCalls] | None = None,
     rewritten: frozenset[int] = frozenset(),
-) -> list[Decision]:
+) -> list[Draft]:
     """Return the decisions with those about function calls added.
+
+    ``found`` holds the calls that a run made, by the id of the module; None for no run.
 
     A module of an unknown class whose only call is quantized takes the place of its earlier
     decision, which said that it has no twin. Other modules get a decision for each call.
     """
-    found = None if example is None else find_calls(model, example)
     quantized = {id(d.module): d for d in decisions if not d.reason}
     result = list(decisions)
     inside = {
@@ -73,21 +73,21 @@ def decide_calls(
 
 
 def _with_unreached(
-    names: tuple[str, ...], module: nn.Module, calls: FoundCalls, decisions: list[Decision]
-) -> list[Decision]:
+    names: tuple[str, ...], module: nn.Module, calls: FoundCalls, decisions: list[Draft]
+) -> list[Draft]:
     """Return the decisions with the uses of weights that no quantizer reaches named."""
     if not calls.unreached:
         return decisions
     text = f"its forward {' and '.join(sorted(calls.unreached.values()))}, which stays float"
     if not any(d.module is module for d in decisions):
-        return [Decision(names, module, type(module), reason=text), *decisions]
+        return [Draft(names, module, type(module), reason=text), *decisions]
     return [
         replace(d, note=d.note or text) if d.module is module and not d.reason else d
         for d in decisions
     ]
 
 
-def _without_unused(decisions: list[Decision], found: Mapping[int, FoundCalls]) -> list[Decision]:
+def _without_unused(decisions: list[Draft], found: Mapping[int, FoundCalls]) -> list[Draft]:
     """Leave layers float that are never called, but whose weight a call uses or computes with.
 
     Other layers that are never called get a note: other data than the example may call them.
@@ -138,7 +138,7 @@ def _is_candidate(module: nn.Module) -> bool:
     return not library and quantized_class(type(module)) is None
 
 
-def _calls_without_example(module: nn.Module, quantized: dict[int, Decision]) -> FoundCalls:
+def _calls_without_example(module: nn.Module, quantized: dict[int, Draft]) -> FoundCalls:
     calls = FoundCalls()
     for path in weights_read(module):
         child = module.get_submodule(path)
@@ -153,10 +153,10 @@ def _decide_module(
     names: tuple[str, ...],
     module: nn.Module,
     calls: FoundCalls,
-    quantized: dict[int, Decision],
+    quantized: dict[int, Draft],
     by_rules: ByRules,
     is_rewritten: bool,
-) -> list[Decision]:
+) -> list[Draft]:
     """Return the decisions about the calls of one module, and about the module itself."""
     cls = type(module)
     held, own = _by_holder(module, calls, quantized)
@@ -165,7 +165,7 @@ def _decide_module(
     is_leaf = next(module.children(), None) is None
     if is_leaf and len(own) == 1 and own[0][0].kind != "attention":
         return [_decide_leaf(names, module, calls, *own[0], by_rules)]
-    decisions: list[Decision] = []
+    decisions: list[Draft] = []
     sites = list(held)
     for number, (site, ndim) in enumerate(own):
         site = replace(site, holder=_holder_name(module, site, number))
@@ -178,16 +178,16 @@ def _decide_module(
         if decision.rule is None and decision.reason:
             continue  # No rule asks for it.
         if not decision.reason and calls.obstacle:
-            decision = Decision(paths, child, type(child), reason=calls.obstacle)
+            decision = Draft(paths, child, type(child), reason=calls.obstacle)
         input, weight = site_descriptors(site, ndim, decision.input, decision.weight)
         decisions.append(replace(decision, input=input, weight=weight, parent=module))
         if not decision.reason:
             sites.append(site)
     if calls.obstacle and held:
-        return [Decision(names, module, cls, reason=calls.obstacle)]
+        return [Draft(names, module, cls, reason=calls.obstacle)]
     if sites:
         rule = "(contains quantized calls)"
-        decisions.insert(0, Decision(names, module, cls, rule=rule, calls=tuple(sites)))
+        decisions.insert(0, Draft(names, module, cls, rule=rule, calls=tuple(sites)))
     return decisions
 
 
@@ -198,18 +198,18 @@ def _decide_leaf(
     site: CallSite,
     ndim: int,
     by_rules: ByRules,
-) -> Decision:
+) -> Draft:
     """Return the decision about a module without children whose forward makes one call."""
     decision = by_rules(names, module, equivalent_class(site.kind))
     if not decision.reason and calls.obstacle:
-        return Decision(names, module, type(module), reason=calls.obstacle)
+        return Draft(names, module, type(module), reason=calls.obstacle)
     input, weight = site_descriptors(site, ndim, decision.input, decision.weight)
     chosen = () if decision.reason else (site,)
     return replace(decision, input=input, weight=weight, calls=chosen)
 
 
 def _by_holder(
-    module: nn.Module, calls: FoundCalls, quantized: dict[int, Decision]
+    module: nn.Module, calls: FoundCalls, quantized: dict[int, Draft]
 ) -> tuple[list[CallSite], list[tuple[CallSite, int]]]:
     """Return the calls with the weight of a quantized child that computes the same, and others."""
     held, own = [], []

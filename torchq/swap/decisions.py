@@ -1,11 +1,10 @@
-"""What happens to each module, as data, and the rules that decide it."""
+"""What the rules decide about each module."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from torch import nn
 
@@ -13,11 +12,9 @@ from torchq import recipes
 from torchq.config import QuantConfig, Rule
 from torchq.errors import ConfigError, InputError
 from torchq.nn import QuantModule, TensorQuantizer, quantized_as, quantized_class
-from torchq.runtime import Placement, Runtime
+from torchq.nn.calls.find import FoundCalls
 from torchq.swap.calls import decide_calls
-from torchq.swap.decision import Decision, obstacle
-from torchq.swap.find_operators import Operator
-from torchq.swap.share import Share, Work, share_of
+from torchq.swap.draft import Draft, obstacle
 from torchq.utils import (
     Pattern,
     check_pattern,
@@ -25,106 +22,13 @@ from torchq.utils import (
     modules_with_names,
     pattern_text,
     qualified_name,
-    table,
-    twin_of,
 )
 
 
-@dataclass(frozen=True)
-class SwapReport:
-    """Every decision about a model: of :func:`plan` before, of :func:`quantize_` after the swap.
-
-    Attributes:
-        config: the rules, with ``exclude`` added at the end.
-        decisions: one for each module that is quantized or that one could expect to be, and for
-            each operator that becomes a module.
-        operators: the operators that become modules, by the decision about each; only with a
-            target.
-        target: the runtime that it is planned for, or None.
-        work: what each module computes: multiply-adds with an example, else its weights.
-    """
-
-    config: QuantConfig
-    decisions: tuple[Decision, ...]
-    operators: tuple[tuple[Operator, Decision], ...] = ()
-    target: Runtime | None = None
-    work: Work | None = None
-
-    @property
-    def placement(self) -> Placement | None:
-        """Where the target wants quantizers beside the inputs of layers."""
-        return None if self.target is None else self.target.placement
-
-    @property
-    def share(self) -> Share | None:
-        """How much of the model is quantized; None where nothing says so."""
-        if self.work is None:
-            return None
-        products = (o for o, _ in self.operators if o.kind in ("matmul", "attention"))
-        owners = frozenset(name for operator in products for name in operator.owner_names)
-        return share_of(self.work, self.decisions, owners)
-
-    @property
-    def replaced(self) -> tuple[Decision, ...]:
-        """The modules that are quantized."""
-        return tuple(d for d in self.decisions if not d.reason)
-
-    @property
-    def skipped(self) -> tuple[Decision, ...]:
-        """The modules that stay float, each with its ``reason``."""
-        return tuple(d for d in self.decisions if d.reason)
-
-    def without(self, reasons: Mapping[str, str]) -> SwapReport:
-        """Return the report in which some modules stay float.
-
-        Args:
-            reasons: path -> why.
-        """
-        changed = tuple(
-            replace(d, reason=reasons[d.name], input=None, weight=None) if d.name in reasons else d
-            for d in self.decisions
-        )
-        operators = tuple((o, d) for o, d in self.operators if d.name not in reasons)
-        return replace(self, decisions=changed, operators=operators)
-
-    def __str__(self) -> str:
-        rows = [("module", "type", "what", "rule")]
-        for d in self.decisions:
-            names = " = ".join(d.names) or "(root)"
-            rows.append((names, d.float_class.__name__, _what_text(d), d.rule or ""))
-        operators = {id(d) for _, d in self.operators}
-        containers = [d for d in self.replaced if not (d.input or d.weight)]
-        layers = len(self.replaced) - len(operators) - len(containers)
-        counts = [f"{layers} quantized"]
-        if operators:
-            counts.append(f"{len(operators)} operators for {getattr(self.target, 'name', '')}")
-        if containers:
-            counts.append(f"{len(containers)} containers")
-        counts.append(f"{len(self.skipped)} skipped")
-        share = f"; {self.share}" if self.share else ""
-        return f"{table(rows)}\n{', '.join(counts)}, recipe {self.config.name}{share}"
-
-
-def _what_text(decision: Decision) -> str:
-    if decision.reason:
-        return f"SKIPPED: {decision.reason}"
-    slots = (
-        ("input", decision.input),
-        ("weight", decision.weight),
-        ("output", decision.output),
-    )
-    text = ", ".join(f"{slot} {value}" for slot, value in slots if value)
-    if decision.calls:
-        kinds = ", ".join(dict.fromkeys(site.kind for site in decision.calls))
-        text = f"{text}, at its call of {kinds}" if text else f"calls of {kinds}"
-    text = text or "calls its children"
-    return f"{text}; {decision.note}" if decision.note else text
-
-
-def config_or_default(config: QuantConfig | None, runtime: Runtime | None = None) -> QuantConfig:
-    """Return ``config``, or in the place of None the recipe of a runtime, or INT8."""
+def config_or_default(config: QuantConfig | None) -> QuantConfig:
+    """Return ``config``, or INT8 in the place of None."""
     if config is None:
-        return recipes.int8() if runtime is None else runtime.recipe()
+        return recipes.int8()
     if not isinstance(config, QuantConfig):
         raise InputError(
             f"config: got {config!r:.60}; expected a QuantConfig. Call a recipe, as in "
@@ -147,22 +51,25 @@ def decide(
     config: QuantConfig,
     include: tuple[Pattern, ...] = (),
     *,
-    example: Any = None,
+    found: Mapping[int, FoundCalls] | None = None,
     rewritten: frozenset[int] = frozenset(),
-) -> tuple[Decision, ...]:
-    """Return the decisions of :func:`plan`, without its checks."""
+) -> tuple[Draft, ...]:
+    """Return what the rules decide, unchecked; ``found`` are the calls of a run, if there was one.
 
-    def decide_call(names: tuple[str, ...], module: nn.Module, layer: type[nn.Module]) -> Decision:
+    ``rewritten`` are the ids of modules in whose forwards children stand for operators.
+    """
+
+    def decide_call(names: tuple[str, ...], module: nn.Module, layer: type[nn.Module]) -> Draft:
         return by_rules(names, module, config, include, layer)
 
     layers = _decide_layers(model, config, include)
-    decisions = decide_calls(model, layers, decide_call, example, rewritten)
+    decisions = decide_calls(model, layers, decide_call, found, rewritten)
     swapped = {id(d.parent or d.module) for d in decisions if not d.reason}
     for names, module in modules_with_names(model):
         parts = module.modules() if _is_container(module) else ()
         if any(id(part) in swapped or isinstance(part, QuantModule) for part in parts):
             rule = "(contains quantized modules)"
-            decisions.append(Decision(names, module, type(module), rule=rule))
+            decisions.append(Draft(names, module, type(module), rule=rule))
     return tuple(decisions)
 
 
@@ -174,12 +81,12 @@ def _is_container(module: nn.Module) -> bool:
 
 def _decide_layers(
     model: nn.Module, config: QuantConfig, include: tuple[Pattern, ...]
-) -> list[Decision]:
+) -> list[Draft]:
     """Return the decisions about modules that are quantized as a whole."""
     inside = {
         id(part) for m in model.modules() if isinstance(m, TensorQuantizer) for part in m.modules()
     }
-    decisions: list[Decision] = []
+    decisions: list[Draft] = []
     parents: dict[int, nn.Module] = {}
     for names, module in modules_with_names(model):
         if id(module) in inside or _is_container(module):
@@ -190,7 +97,7 @@ def _decide_layers(
             continue
         twin = quantized_class(type(module))
         if reason:
-            found = [Decision(names, module, type(module), reason=reason)]
+            found = [Draft(names, module, type(module), reason=reason)]
         else:
             found = _by_places(model, names, module, config, include)
         decisions += [d for d in found if d.rule is not None or twin is None or not twin.is_marker]
@@ -200,8 +107,7 @@ def _decide_layers(
 def resolve_positions(
     model: nn.Module,
     config: QuantConfig,
-    *,
-    example: Any = None,
+    found: Mapping[int, FoundCalls] | None = None,
 ) -> QuantConfig:
     """Return ``config`` with the path of a layer as the pattern of each rule with a position.
 
@@ -212,7 +118,7 @@ def resolve_positions(
     if not any(rule.position for rule in config.rules):
         return config
     general = tuple(r for r in config.rules if r.position is None and not r.skip)
-    decisions = decide(model, replace(config, rules=general), example=example)
+    decisions = decide(model, replace(config, rules=general), found=found)
     layers = [d for d in decisions if d.weight is not None and not d.reason]
     rules: list[Rule] = []
     for rule in config.rules:
@@ -243,7 +149,7 @@ def _by_places(
     module: nn.Module,
     config: QuantConfig,
     include: tuple[Pattern, ...],
-) -> list[Decision]:
+) -> list[Draft]:
     """Return what the rules say about a module.
 
     A module that stands in several places and has no state to share has a decision for each.
@@ -262,9 +168,7 @@ def _by_places(
     ]
     if all(d.reason for _, d in found):
         return [by_rules(names, module, config, include)]
-    return [
-        d if d.reason else replace(d, module=twin_of(module), parent=parent) for parent, d in found
-    ]
+    return [decision for _, decision in found]
 
 
 def by_rules(
@@ -273,11 +177,11 @@ def by_rules(
     config: QuantConfig,
     include: tuple[Pattern, ...] = (),
     layer: type[nn.Module] | None = None,
-) -> Decision:
+) -> Draft:
     """Return what the rules say about one module that can be swapped, or has been."""
     cls = type(module).float_class if isinstance(module, QuantModule) else type(module)
     layer = layer or quantized_as(cls)
-    base = Decision(names, module, cls, layer=layer)
+    base = Draft(names, module, cls, layer=layer)
 
     def selects(pattern: Pattern) -> bool:
         return _selects(pattern, base)
@@ -305,7 +209,7 @@ def _is_recurrent(cls: type[nn.Module]) -> bool:
     return issubclass(cls, nn.RNNBase)
 
 
-def _selects(pattern: Pattern, decision: Decision) -> bool:
+def _selects(pattern: Pattern, decision: Draft) -> bool:
     """Return True if ``pattern`` selects the module of a decision.
 
     Patterns of types see its float class, and the class that it is quantized as.
@@ -318,7 +222,7 @@ def check_used(
     model: nn.Module,
     config: QuantConfig,
     include: tuple[Pattern, ...],
-    decisions: tuple[Decision, ...],
+    decisions: tuple[Draft, ...],
 ) -> None:
     """Raise :class:`ConfigError` where a pattern selects nothing, or nothing is quantized."""
 

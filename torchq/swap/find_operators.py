@@ -24,7 +24,7 @@ from torchq.nn import (
     TensorQuantizer,
 )
 from torchq.nn.modules.operators import OPERATORS, stand_in
-from torchq.nn.operator_modules import recording_operators, replace_operators_, trace_forward
+from torchq.nn.operator_modules import recording_operators, trace_forward
 from torchq.nn.operator_routes import Recorder, Visit
 from torchq.utils import modules_with_names, untouched
 
@@ -63,14 +63,6 @@ class Operator:
     def module(self) -> nn.Module:
         """Return a new float module that computes the operator."""
         return stand_in(MODULES[self.kind])
-
-    def open_main(self) -> None:
-        """Switch off the quantizer of the :attr:`main` operand, once the child is quantized."""
-        if self.main is not None:
-            slot = ("input_quantizer", "other_quantizer")[self.main]
-            quantizer = getattr(self.owner.get_submodule(self.child), slot)
-            if isinstance(quantizer, TensorQuantizer):
-                quantizer.mode = "off"
 
 
 @dataclass(frozen=True)
@@ -328,24 +320,3 @@ def _noting_linear_results(model: nn.Module) -> Iterator[dict[int, Tensor]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-# --- operators become modules -------------------------------------------------------------------
-
-
-def insert_(operators: Sequence[Operator], routed: frozenset[int] = frozenset()) -> None:
-    """Put a float module in the place of each operator, in place."""
-    by_owner: dict[int, list[Operator]] = {}
-    for found in operators:
-        by_owner.setdefault(id(found.owner), []).append(found)
-    for group in by_owner.values():
-        owner = group[0].owner
-        for found in group:
-            owner.add_module(found.child, found.module().train(owner.training))
-        try:
-            if id(owner) not in routed:
-                replace_operators_(owner, {found.site: found.child for found in group})
-        except Exception:
-            for found in group:
-                delattr(owner, found.child)
-            raise

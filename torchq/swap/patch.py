@@ -11,8 +11,9 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torchq.config import QuantConfig
 from torchq.errors import ConfigError
 from torchq.nn import QuantModule, TensorQuantizer, revert_
-from torchq.swap.apply import carry_out_
-from torchq.swap.decisions import Decision, by_rules, config_or_default, decide
+from torchq.swap.apply import convert_as
+from torchq.swap.decisions import by_rules, config_or_default, decide
+from torchq.swap.draft import Draft
 from torchq.utils import modules_with_names
 
 
@@ -21,7 +22,7 @@ class Patch:
 
     def __init__(self, config: QuantConfig) -> None:
         self.config = config
-        self._converted: dict[int, Decision] = {}
+        self._converted: dict[int, Draft] = {}
         self._busy = False
         self._handle = register_module_module_registration_hook(self._registered)
 
@@ -47,7 +48,7 @@ class Patch:
                     revert_(module)
         for decision in decide(holder, self.config):
             if not decision.reason:
-                carry_out_(decision)
+                convert_as(decision.module, decision.decision())
                 # The decision holds the module, so no other one can get its id.
                 self._converted[id(decision.module)] = decision
 
@@ -68,7 +69,7 @@ class Patch:
         self.restore()
 
 
-def _outcome(decision: Decision) -> tuple[Any, ...]:
+def _outcome(decision: Draft) -> tuple[Any, ...]:
     return decision.reason, decision.input, decision.weight
 
 

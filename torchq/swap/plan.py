@@ -1,271 +1,435 @@
-"""Deciding every swap before anything changes: layers, and what a target adds beside them."""
+"""The plan of a quantized model: which tensors are quantized and how, as a value."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
-from torch import fx, nn
-
-from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
-from torchq.formats import PerTensor
 from torchq.nn.calls.functions import CallSite
-from torchq.nn.operator_routes import MARK
-from torchq.runtime import Placement, Runtime, runtime_of
-from torchq.swap.decision import FLOAT_INPUT
-from torchq.swap.decisions import (
-    Decision,
-    SwapReport,
-    by_rules,
-    check_used,
-    config_or_default,
-    decide,
-    patterns,
-    resolve_positions,
-)
-from torchq.swap.find_operators import MODULES, Operator, find_operators
-from torchq.swap.flow import is_depthwise
-from torchq.swap.share import measure_work, warn_if_small
-from torchq.utils import Pattern, matches, qualified_name, state_kept
+from torchq.swap import schema
+from torchq.swap.share import Share, Work
+from torchq.swap.version2 import upgraded
+from torchq.utils import table
+
+#: The classes whose products happen in the forward of the module around them.
+_PRODUCTS = frozenset(["MatMul", "ScaledDotProductAttention"])
+#: The start of the note about a layer whose weight alone is quantized, because of the target.
+FLOAT_INPUT = "its input stays float"
+#: The reasons that are the user's own choice.
+_CHOSEN = frozenset(["excluded", "not in include", "the rule has no descriptor for it"])
+#: Why a module that has quantizers does not get more.
+ALREADY = "quantized already"
 
 
-@dataclasses.dataclass(frozen=True)
-class Placed:
-    """What a target adds to a plan: rules in front, operators, and what it leaves float."""
-
-    config: QuantConfig
-    operators: tuple[tuple[Operator, Decision], ...]
-    skipped: tuple[Decision, ...]
+def canonical_groups(groups: Iterable[Iterable[str]]) -> tuple[tuple[str, ...], ...]:
+    """Return groups of paths in one order, whatever order they were found in."""
+    return tuple(sorted(tuple(sorted(group)) for group in groups))
 
 
-def plan_placement(
-    model: nn.Module,
-    config: QuantConfig,
-    target: Runtime,
-    placement: Placement,
-    include: tuple[Pattern, ...],
-    example: Any = None,
-) -> Placed:
-    """Decide which operators a target wants quantized.
+@dataclass(frozen=True)
+class Decision:
+    """What happens to one module; it holds no module and no tensor, so it fits a file.
 
-    Before: ``config`` says how activations are quantized. After: it has the target's rules in
-    front, so that its own rules win, and every operator of the kinds that the target names has a
-    decision.
+    Attributes:
+        names: every dotted path of the module; ``("",)`` for the root. An operator that becomes a
+            child, such as ``quant_add``, has the path of the child.
+        cls: the qualified name of its float class.
+        input: how its inputs are quantized, or None.
+        weight: how its weights are quantized, or None.
+        output: how its result is quantized, or None.
+        calls: the calls in its own forward that are quantized.
+        ranges: of a concatenation, how many ranges its inputs have.
+        reason: why it stays float; empty where it is quantized.
+        by: the pattern of the rule, or the step of planning, that decided; empty for none.
+        note: what else there is to know about it.
     """
-    descriptor = _activation_descriptor(config, target)
-    if descriptor is None:
-        return Placed(config, (), ())
-    patterns = [f"type:{qualified_name(MODULES[kind])}" for kind in sorted(placement.operators)]
-    rules = [
-        Rule(pattern, input=descriptor, optional=True)
-        for pattern in (*patterns, *placement.modules)
-    ]
-    config = dataclasses.replace(config, rules=(*rules, *config.rules))
-    found, untraceable = find_operators(model, placement.operators, example)
-    operators = [
-        operator
-        for operator in found
-        if operator.kind in ("matmul", "attention") or _has_convolution(operator.owner)
-    ]
-    decisions = [
-        (operator, by_rules(operator.names, operator.module(), config, include))
-        for operator in operators
-    ]
-    skipped = [decision for _, decision in decisions if decision.reason]
-    skipped += [
-        Decision(
-            u.owner_names,
-            u.owner,
-            type(u.owner),
-            reason=f"{u.reason}; its operators stay float. {_WRITE}",
+
+    names: tuple[str, ...]
+    cls: str
+    input: QuantDescriptor | None = None
+    weight: QuantDescriptor | None = None
+    output: QuantDescriptor | None = None
+    calls: tuple[CallSite, ...] = ()
+    ranges: int = 1
+    reason: str = ""
+    by: str = ""
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        """The first dotted path."""
+        return self.names[0]
+
+    @property
+    def class_name(self) -> str:
+        """The name of the float class without its module."""
+        return self.cls.rpartition(".")[2]
+
+    @property
+    def descriptors(self) -> dict[str, QuantDescriptor]:
+        """Slot of a rule (``"input"``, ``"weight"``, ``"output"``) -> how it is quantized."""
+        slots = {"input": self.input, "weight": self.weight, "output": self.output}
+        return {slot: value for slot, value in slots.items() if value is not None}
+
+    @property
+    def is_container(self) -> bool:
+        """True for a module that is converted because something inside is quantized."""
+        return not (self.reason or self.input or self.weight or self.output)
+
+    @property
+    def has_float_input(self) -> bool:
+        """True if a target leaves the input of the module float, so that it computes in float."""
+        return self.note.startswith(FLOAT_INPUT)
+
+    @property
+    def outcome(self) -> tuple[Any, ...]:
+        """What it changes in a model, without who decided it and why."""
+        slots = (self.input, self.weight, self.output)
+        return (self.name, self.cls, *slots, self.calls, self.ranges)
+
+    def in_float(self, reason: str, by: str) -> Decision:
+        """Return the decision to leave the module float."""
+        return replace(
+            self, input=None, weight=None, output=None, calls=(), ranges=1, reason=reason, by=by
         )
-        for u in untraceable
-    ]
-    chosen = tuple((operator, d) for operator, d in decisions if not d.reason)
-    return Placed(config, chosen, tuple(skipped))
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"SKIPPED: {self.reason}"
+        text = ", ".join(f"{slot} {value}" for slot, value in self.descriptors.items())
+        if self.ranges > 1:
+            text += f" ({self.ranges} ranges)"
+        if self.calls:
+            kinds = ", ".join(dict.fromkeys(site.kind for site in self.calls))
+            text = f"{text}, at its call of {kinds}" if text else f"calls of {kinds}"
+        text = text or "calls its children"
+        return f"{text}; {self.note}" if self.note else text
 
 
-_CONVOLUTIONS = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
+@dataclass(frozen=True)
+class Operators:
+    """The operators of one forward that children of the module compute.
+
+    Attributes:
+        cls: the qualified name of the float class of the module.
+        sites: the place of an operator (in the source, or a node of the graph) -> the child.
+    """
+
+    cls: str
+    sites: Mapping[str, str]
 
 
-def _has_convolution(module: nn.Module) -> bool:
-    return any(isinstance(part, _CONVOLUTIONS) for part in module.modules())
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is decided about a model; :func:`torchq.plan` makes it.
+
+    A plan is data: it compares equal to another one, survives ``copy``, ``pickle`` and, by
+    :meth:`to_dict`, a file. It is what :func:`torchq.quantize_` carries out and returns, and what
+    :func:`torchq.save` stores. ``print`` it for the verdict, and its :meth:`table` for all rows.
+
+    Attributes:
+        decisions: one for each module that is quantized or that one could expect to be, and for
+            each operator that becomes a module.
+        operators: path of a module -> the operators in its forward that become children.
+        placed: path -> how a quantizer that the author of the model placed quantizes.
+        shared: the paths of quantizers that are one, with one range.
+        modes: path -> mode of the quantizers that do anything else than quantize: those that
+            stay off, say.
+        fusions: what :func:`torchq.fuse_` did before.
+        target: the runtime that it is for, or None.
+        recipe: the name of the rules.
+        work: what each module computes: multiply-adds with an example, else its weights.
+    """
+
+    decisions: tuple[Decision, ...] = ()
+    operators: Mapping[str, Operators] = field(default_factory=dict)
+    placed: Mapping[str, QuantDescriptor] = field(default_factory=dict)
+    shared: tuple[tuple[str, ...], ...] = ()
+    modes: Mapping[str, str] = field(default_factory=dict)
+    fusions: tuple[Mapping[str, Any], ...] = ()
+    target: str | None = None
+    recipe: str = ""
+    work: Work | None = None
+
+    @property
+    def replaced(self) -> tuple[Decision, ...]:
+        """The modules that are quantized."""
+        return tuple(d for d in self.decisions if not d.reason)
+
+    @property
+    def skipped(self) -> tuple[Decision, ...]:
+        """The modules that stay float, each with its ``reason``."""
+        return tuple(d for d in self.decisions if d.reason)
+
+    @property
+    def share(self) -> Share | None:
+        """How much of the model is quantized; None where nothing says so."""
+        if self.work is None:
+            return None
+        products = (d for d in self.operator_rows() if d.class_name in _PRODUCTS)
+        owners = (name.rpartition(".")[0] for d in products for name in d.names)
+        return _share_of(self.work, self.decisions, frozenset(owners))
+
+    @cached_property
+    def _by_path(self) -> dict[str, Decision]:
+        found: dict[str, Decision] = {}
+        for decision in sorted(self.decisions, key=lambda d: (bool(d.reason), d.is_container)):
+            for name in decision.names:
+                found.setdefault(name, decision)
+        return found
+
+    def decision(self, path: str) -> Decision | None:
+        """Return the decision about the module at ``path``, or None."""
+        return self._by_path.get(path)
+
+    def operator_rows(self) -> Iterator[Decision]:
+        """Yield the decisions about the operators that become children."""
+        children = {
+            f"{path}.{child}" if path else child
+            for path, found in self.operators.items()
+            for child in found.sites.values()
+        }
+        return (d for d in self.replaced if d.name in children)
+
+    def in_float(self, reasons: Mapping[str, str], by: str) -> Plan:
+        """Return the plan in which some modules stay float.
+
+        Args:
+            reasons: path -> why.
+            by: who decided it; see :attr:`Decision.by`.
+        """
+        if not reasons:
+            return self
+        gone = {d.name for d in self.replaced if d.name in reasons}
+        decisions = tuple(
+            d.in_float(reasons[d.name], by) if d.name in gone and not d.reason else d
+            for d in self.decisions
+        )
+        operators = {
+            path: replace(
+                found,
+                sites={
+                    site: child
+                    for site, child in found.sites.items()
+                    if (f"{path}.{child}" if path else child) not in gone
+                },
+            )
+            for path, found in self.operators.items()
+        }
+        operators = {path: found for path, found in operators.items() if found.sites}
+        modes = {p: mode for p, mode in self.modes.items() if p.rpartition(".")[0] not in gone}
+        return replace(self, decisions=decisions, operators=operators, modes=modes)
+
+    def outcome(self) -> Plan:
+        """Return the plan without what changes nothing in a model: reasons, notes, shares."""
+        rows = (replace(d, names=d.names[:1], by="", note="") for d in self.replaced)
+        decisions = tuple(sorted(rows, key=lambda d: d.names))
+        return replace(self, decisions=decisions, modes={}, target=None, recipe="", work=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON data, which :meth:`from_dict` reads.
+
+        ==========  ==============================================================================
+        version     the version of this schema, 3
+        decisions   a list; see :class:`Decision`. What is empty is left out.
+        operators   path of a module -> its class, and ``sites``; see :class:`Operators`
+        work        ``measured``, ``amounts`` and ``classes`` of what each module computes, or None
+        ==========  ==============================================================================
+
+        The other entries are the attributes of a plan.
+        """
+        operators = {
+            path: {"class": found.cls, "sites": dict(found.sites)}
+            for path, found in self.operators.items()
+        }
+        work = None
+        if self.work is not None:
+            work = {
+                "measured": self.work.measured,
+                "amounts": dict(self.work.amounts),
+                "classes": dict(self.work.classes),
+            }
+        return {
+            "version": VERSION,
+            "target": self.target,
+            "recipe": self.recipe,
+            "fusions": [dict(entry) for entry in self.fusions],
+            "decisions": [_decision_data(d) for d in self.decisions],
+            "operators": operators,
+            "placed": {path: placed.to_dict() for path, placed in self.placed.items()},
+            "shared": [list(group) for group in self.shared],
+            "modes": dict(self.modes),
+            "work": work,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Plan:
+        """Return the plan that :meth:`to_dict` described; a record of torchq 0.2.0 too.
+
+        Raises:
+            ConfigError: The data are damaged, or of another version.
+        """
+        version = schema.version_of(data)
+        if version == 2:
+            data = upgraded(data)
+        elif version not in (None, VERSION):
+            raise ConfigError(
+                f"load: got a record of version {version}; expected {VERSION} or 2. Read the file "
+                "with the torchq that wrote it, restore the model and quantize it again"
+            )
+        schema.mapping(data, "record", required=("version", *(f.name for f in fields(cls))))
+        if schema.version_of(data) is None:
+            raise schema.damaged("version", data["version"], str(VERSION))
+        decisions = schema.entries(data["decisions"], "decisions")
+        placed = schema.mapping(data["placed"], "placed").items()
+        operators = schema.mapping(data["operators"], "operators").items()
+        shared = schema.entries(data["shared"], "shared")
+        target = data["target"]
+        return cls(
+            tuple(_read_decision(d, f"decisions[{i}]") for i, d in enumerate(decisions)),
+            {path: _read_operators(entry, f"operators[{path!r}]") for path, entry in operators},
+            {path: schema.descriptor(value, f"placed[{path!r}]") for path, value in placed},
+            canonical_groups([schema.paths(group, "shared", 2) for group in shared]),
+            schema.texts(data["modes"], "modes", schema.MODES),
+            tuple(schema.entries(data["fusions"], "fusions")),
+            None if target is None else schema.text(target, "target"),
+            schema.text(data["recipe"], "recipe"),
+            None if data["work"] is None else _read_work(data["work"], "work"),
+        )
+
+    def explain(self, path: str) -> str:
+        """Return what is decided about ``path`` - of a module or a quantizer -, by whom and why."""
+        lines = []
+        for d in self.decisions:
+            if path in d.names or any(path.rpartition(".")[0] == name for name in d.names):
+                by = f"; decided by {d.by}" if d.by else ""
+                lines.append(f"{path or '(root)'}: {d.class_name}: {d}{by}")
+        inside = [p for group in self.shared for p in group if path in (p, p.rpartition(".")[0])]
+        for p in inside:
+            others = next(group for group in self.shared if p in group)
+            lines.append(f"{p}: one range with {', '.join(o for o in others if o != p)}")
+        for p, mode in self.modes.items():
+            if path in (p, p.rpartition(".")[0]):
+                lines.append(f"{p}: {mode}")
+        return "\n".join(lines) or f"{path or '(root)'}: nothing is decided about it"
+
+    def table(self) -> str:
+        """Return every decision as a table."""
+        rows = [("module", "type", "what", "by")]
+        for d in self.decisions:
+            rows.append((" = ".join(d.names) or "(root)", d.class_name, str(d), d.by))
+        return f"{table(rows)}\n{self.verdict()}"
+
+    def verdict(self) -> str:
+        """Return how much is quantized, in one line."""
+        operators = len(list(self.operator_rows()))
+        containers = sum(d.is_container for d in self.decisions)
+        layers = len(self.replaced) - operators - containers
+        counts = [f"{layers} quantized"]
+        if operators:
+            counts.append(f"{operators} operators for {self.target or 'a target'}")
+        if containers:
+            counts.append(f"{containers} containers")
+        counts.append(f"{len(self.skipped)} skipped")
+        recipe = f", recipe {self.recipe}" if self.recipe else ""
+        share = f"; {self.share}" if self.share else ""
+        return f"{', '.join(counts)}{recipe}{share}"
+
+    def __str__(self) -> str:
+        return self.table()
 
 
-_WRITE = (
-    "Let a run show them: pass example=... (its source must be readable), or write "
-    "torchq.nn.QuantAdd() and the like in it"
-)
-
-
-def _activation_descriptor(config: QuantConfig, target: Runtime) -> QuantDescriptor | None:
-    """Return how the config quantizes activations, at 8 bits at least; None if it does not."""
-    found = next((rule.input for rule in config.rules if rule.input is not None), None)
-    if found is None:
+def _share_of(
+    work: Work, decisions: Sequence[Decision], owners: frozenset[str] = frozenset()
+) -> Share | None:
+    """Return how much of ``work`` is quantized; None where there is none to quantize."""
+    known = {d.name: d for d in sorted(decisions, key=lambda d: not d.reason)}
+    amounts = work.amounts
+    if not work.measured:  # Weights of modules without a decision may be no factors at all.
+        amounts = {name: amount for name, amount in amounts.items() if name in known}
+    total = sum(amounts.values())
+    if not total:
         return None
-    if found.dynamic or found.granularity != PerTensor():
-        raise ConfigError(
-            f"target {target.name}: the config quantizes activations as {found}; "
-            "expected a fixed range per tensor"
-        )
-    narrow = isinstance(found.num_bits, int) and found.num_bits < 8
-    return found.replace(num_bits=8, name=None) if narrow else found.replace(name=None)
-
-
-def adapt_to_target(
-    decisions: Sequence[Decision], target: Runtime, placement: Placement
-) -> tuple[Decision, ...]:
-    """Return the decisions without what the integer kernels of a target cannot take.
-
-    Before: every layer is quantized as the rules say. After: inputs are float where the target
-    has no integer kernel, with a note in the report, and weights have one scale where its kernels
-    take no more.
-    """
-    return tuple(_adapted(decision, target, placement) for decision in decisions)
-
-
-def _adapted(decision: Decision, target: Runtime, placement: Placement) -> Decision:
-    def selected(patterns: tuple[str, ...]) -> bool:
-        return any(matches(pattern, decision.names, decision.module) for pattern in patterns)
-
-    if decision.reason:
-        return decision
-    module, is_named = decision.module, decision.rule in decision.names
-    if is_depthwise(module) and module.groups < placement.narrow_depthwise and not is_named:
-        reason = f"{target.name} runs {module.groups} channels faster in float"
-        return dataclasses.replace(decision, reason=reason, input=None, weight=None)
-    if selected(placement.float_inputs):
-        if decision.weight is None:
-            reason = f"{target.name} has no integer kernel for it"
-            return dataclasses.replace(decision, reason=reason)
-        note = f"{FLOAT_INPUT}, as {target.name} has no integer kernel for it"
-        decision = dataclasses.replace(decision, input=None, note=note)
-    weight = decision.weight
-    if weight is not None and weight.axis is not None and selected(placement.per_tensor_weights):
-        decision = dataclasses.replace(decision, weight=weight.replace(axis=None, name=None))
-    return decision
-
-
-def plan(
-    model: nn.Module,
-    config: QuantConfig | None = None,
-    *,
-    include: Sequence[Pattern] | Pattern | None = None,
-    exclude: Sequence[Pattern] | Pattern | None = None,
-    target: str | Runtime | None = None,
-    example: Any = None,
-) -> SwapReport:
-    """Decide what :func:`quantize_` would do; nothing is changed.
-
-    Args:
-        model: any module; a bare layer too.
-        config: the rules; default the recipe of the target, :func:`torchq.recipes.int8` without
-            one.
-        include: only modules that match one of these patterns.
-        exclude: no module that matches one of these patterns.
-        target: also place quantizers where this runtime wants them; one of
-            :func:`torchq.targets`, or a :class:`torchq.runtimes.Runtime`. Additions,
-            concatenations and the like in the forward of a module become children of it, named
-            ``quant_add``, ``quant_cat_1``, ...
-        example: the arguments for one call of the model; see
-            :func:`torchq.graph.call_arguments`. The model runs once on it, which shows the
-            operators of forwards that cannot be traced, and the function calls with weights in
-            every forward. Without it these calls are found where a forward passes the weight of a
-            child to a function.
-
-    Returns:
-        Every decision with the rule that made it; ``print`` it for a dry run. Its last line says
-        how much is quantized: of the multiply-adds of the example, or of the weights of layers
-        without one. Below a third of what was not excluded, a warning names the reasons.
-
-    Raises:
-        InputError: ``config`` is no QuantConfig.
-        ConfigError: A pattern of ``include`` or ``exclude``, or a rule that is not ``optional``,
-            selects no module that could be quantized; or nothing at all would be quantized; or
-            the model is a program of torch.export.
-    """
-    report = decide_all(
-        model, config, include=include, exclude=exclude, target=target, example=example
-    )
-    report = replace(report, work=measure_work(model, example))
-    warn_if_small(model, report.share)
-    return report
-
-
-def decide_all(
-    model: nn.Module,
-    config: QuantConfig | None,
-    *,
-    include: Sequence[Pattern] | Pattern | None = None,
-    exclude: Sequence[Pattern] | Pattern | None = None,
-    target: str | Runtime | None = None,
-    example: Any = None,
-) -> SwapReport:
-    """Return what :func:`plan` does, without the work of the model."""
-    runtime = runtime_of(target)
-    config = config_or_default(config, runtime)
-    _refuse_programs(model)
-    wanted = patterns(include)
-    config = config.with_rules(*(Rule(pattern, skip=True) for pattern in patterns(exclude)))
-    with state_kept(model):
-        config = resolve_positions(model, config, example=example)
-        if runtime is None or runtime.placement is None:
-            decisions = decide(model, config, wanted, example=example)
-            report = SwapReport(config, decisions, target=runtime)
+    done = chosen = 0.0
+    left: dict[tuple[str, str], float] = {}
+    for name, amount in amounts.items():
+        decision = known.get(name)
+        reason = "" if name in owners else _reason(decision)
+        if not reason:
+            done += amount
+        elif reason in _CHOSEN:
+            chosen += amount
         else:
-            report = _plan_for_target(model, config, wanted, runtime, runtime.placement, example)
-    check_used(model, report.config, wanted, report.decisions)
-    return report
+            key = (work.classes[name], reason)
+            left[key] = left.get(key, 0.0) + amount / total
+    counts = Counter((work.classes[n], _reason(known.get(n))) for n in amounts)
+    texts = {}
+    for (kind, reason), part in sorted(left.items(), key=lambda item: -item[1]):
+        number = counts[kind, reason]
+        texts[f"{number} {kind}: {reason}" if number > 1 else f"{kind}: {reason}"] = part
+    unit = "multiply-adds" if work.measured else "weights of layers"
+    return Share(done / total, 1 - chosen / total, texts, unit)
 
 
-def _refuse_programs(model: nn.Module) -> None:
-    """Raise ConfigError for a program of torch.export, which has no layers left."""
-    # Such a module refuses to change its mode by methods of its own.
-    if isinstance(model, fx.GraphModule) and "eval" in vars(model):
-        raise ConfigError(
-            f"{qualified_name(type(model))}: got a program of torch.export, whose layers are calls "
-            "of operators; expected the model that was exported. Quantize it, then export it"
-        )
+def _reason(decision: Decision | None) -> str:
+    """Return why the work of a module stays float; "" where it is quantized."""
+    if decision is None:
+        return "products in its forward"
+    if decision.reason:
+        return "" if decision.reason == ALREADY else decision.reason
+    if decision.has_float_input:
+        return decision.note
+    is_quantized = decision.input or decision.weight or decision.calls
+    return "" if is_quantized else "products in its forward"
 
 
-def _plan_for_target(
-    model: nn.Module,
-    config: QuantConfig,
-    include: tuple[Pattern, ...],
-    target: Runtime,
-    placement: Placement,
-    example: Any,
-) -> SwapReport:
-    placed = plan_placement(model, config, target, placement, include, example)
-    rewritten = frozenset(id(operator.owner) for operator, _ in placed.operators)
-    decisions = decide(model, placed.config, include, example=example, rewritten=rewritten)
-    layers = adapt_to_target(decisions, target, placement)
-    calls = {id(d.module): d.calls for d in layers if d.calls}
-    reasons = [_beside_calls(o, calls.get(id(o.owner), ())) for o, _ in placed.operators]
-    found = list(zip(placed.operators, reasons, strict=True))
-    operators = tuple(pair for pair, reason in found if not reason)
-    float_operators = (replace(d, reason=reason) for (_, d), reason in found if reason)
-    skipped = (*float_operators, *placed.skipped)
-    every = (*layers, *(d for _, d in operators), *skipped)
-    return SwapReport(placed.config, every, operators, target)
+VERSION = 3
+_SLOTS = ("input", "weight", "output")
+_TEXTS = ("reason", "by", "note")
 
 
-def _beside_calls(operator: Operator, calls: Sequence[CallSite]) -> str:
-    """Return why an operator stays float beside quantized function calls; "" if it need not."""
-    if calls and not operator.site.startswith(MARK):
-        return (
-            "its module keeps its own forward, in which function calls are quantized, and the "
-            "source of that cannot be rewritten"
-        )
-    # Their calls are counted, and a quantized operator makes such calls too.
-    is_product = operator.kind in ("matmul", "attention")
-    if is_product and any(site.kind == "matmul" and not site.weight for site in calls):
-        return "its forward computes the weight of a matmul, which is quantized"
-    return ""
+def _decision_data(decision: Decision) -> dict[str, Any]:
+    data: dict[str, Any] = {"names": list(decision.names), "class": decision.cls}
+    data |= {slot: value.to_dict() for slot, value in decision.descriptors.items()}
+    if decision.calls:
+        data["calls"] = [site.to_dict() for site in decision.calls]
+    if decision.ranges > 1:
+        data["ranges"] = decision.ranges
+    return data | {key: getattr(decision, key) for key in _TEXTS if getattr(decision, key)}
+
+
+def _read_decision(value: Any, where: str) -> Decision:
+    entry = schema.mapping(value, where)
+    known = ("names", "class", *_SLOTS, "calls", "ranges", *_TEXTS)
+    if not {"names", "class"} <= set(entry) <= set(known):
+        raise schema.damaged(where, sorted(entry), f"the entries {', '.join(known)}")
+    names = schema.paths(entry["names"], f"{where}.names")
+    where = f"{where} of {names[0]!r}"
+    slots = {s: schema.descriptor(entry[s], f"{where}.{s}") for s in _SLOTS if s in entry}
+    calls = schema.call_sites(entry.get("calls", []), f"{where}.calls")
+    if calls and "output" in slots:
+        raise schema.damaged(where, "output", "none for function calls")
+    ranges = schema.ranges(entry.get("ranges", 1), f"{where}.ranges")
+    texts = {key: schema.text(entry.get(key, ""), f"{where}.{key}") for key in _TEXTS}
+    cls = schema.text(entry["class"], f"{where}.class")
+    return Decision(names, cls, **slots, calls=calls, ranges=ranges, **texts)
+
+
+def _read_operators(value: Any, where: str) -> Operators:
+    entry = schema.mapping(value, where, required=("class", "sites"))
+    sites = schema.children(entry["sites"], f"{where}.sites")
+    return Operators(schema.text(entry["class"], f"{where}.class"), sites)
+
+
+def _read_work(value: Any, where: str) -> Work:
+    entry = schema.mapping(value, where, required=("measured", "amounts", "classes"))
+    amounts = schema.amounts(entry["amounts"], f"{where}.amounts")
+    classes = schema.texts(entry["classes"], f"{where}.classes")
+    if type(entry["measured"]) is not bool or set(amounts) != set(classes):
+        raise schema.damaged(where, sorted(classes), "a class for each amount")
+    return Work(entry["measured"], amounts, classes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -13,15 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchq.graph import call_model, tensors_in
-from torchq.swap.decision import Decision
 from torchq.utils import plain_attention, untouched
 
 #: Below this share of what the user did not exclude, a warning says why.
 SMALL = 1 / 3
 _REASONS_SHOWN = 3
-#: The reasons that are the user's own choice.
-_CHOSEN = frozenset(["excluded", "not in include", "the rule has no descriptor for it"])
-_ALREADY = "quantized already"
 
 
 @dataclass(frozen=True)
@@ -31,7 +27,7 @@ class Work:
     Attributes:
         measured: the amounts are multiply-adds of a run; otherwise numbers of weights.
         amounts: path of each module that computes anything -> how much.
-        classes: path -> the name of its class.
+        classes: path of each of them -> the name of its class.
     """
 
     measured: bool
@@ -62,10 +58,9 @@ class Share:
 
 def measure_work(model: nn.Module, example: Any) -> Work:
     """Return the multiply-adds of one run on ``example``; the sizes of weights without one."""
-    classes = {name: type(module).__name__ for name, module in model.named_modules()}
-    if example is None:
-        return Work(False, dict(_weights(model)), classes)
-    return Work(True, _multiply_adds(model, example), classes)
+    amounts = dict(_weights(model)) if example is None else _multiply_adds(model, example)
+    classes = {name: type(model.get_submodule(name)).__name__ for name in amounts}
+    return Work(example is not None, amounts, classes)
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, float]]:
@@ -130,50 +125,6 @@ def _recurrent(module: nn.RNNBase, args: Any) -> int:
     steps = 0 if x is None else x.numel() // max(module.input_size, 1)
     weights: Iterator[Tensor] = (p for p in module.parameters() if p.dim() > 1)
     return steps * sum(weight.numel() for weight in weights)
-
-
-def share_of(
-    work: Work, decisions: Sequence[Decision], owners: frozenset[str] = frozenset()
-) -> Share | None:
-    """Return how much of ``work`` is quantized; None where there is none to quantize."""
-    known = {d.name: d for d in sorted(decisions, key=lambda d: not d.reason)}
-    amounts = work.amounts
-    if not work.measured:  # Weights of modules without a decision may be no factors at all.
-        amounts = {name: amount for name, amount in amounts.items() if name in known}
-    total = sum(amounts.values())
-    if not total:
-        return None
-    done = chosen = 0.0
-    left: dict[tuple[str, str], float] = {}
-    for name, amount in amounts.items():
-        decision = known.get(name)
-        reason = "" if name in owners else _reason(decision)
-        if not reason:
-            done += amount
-        elif reason in _CHOSEN:
-            chosen += amount
-        else:
-            key = work.classes[name], reason
-            left[key] = left.get(key, 0.0) + amount / total
-    counts = Counter((work.classes[n], _reason(known.get(n))) for n in amounts)
-    texts = {}
-    for (kind, reason), part in sorted(left.items(), key=lambda item: -item[1]):
-        number = counts[kind, reason]
-        texts[f"{number} {kind}: {reason}" if number > 1 else f"{kind}: {reason}"] = part
-    unit = "multiply-adds" if work.measured else "weights of layers"
-    return Share(done / total, 1 - chosen / total, texts, unit)
-
-
-def _reason(decision: Decision | None) -> str:
-    """Return why the work of a module stays float; "" where it is quantized."""
-    if decision is None:
-        return "products in its forward"
-    if decision.reason:
-        return "" if decision.reason == _ALREADY else decision.reason
-    if decision.has_float_input:
-        return decision.note
-    is_quantized = decision.input or decision.weight or decision.calls
-    return "" if is_quantized else "products in its forward"
 
 
 def warn_if_small(model: nn.Module, share: Share | None) -> None:

@@ -13,7 +13,6 @@ from torchq.workflow.modes import (
     select_quantizers,
     weight_quantizers,
 )
-from torchq.workflow.record import apply_record_, swap_record
 from torchq.workflow.state import load, load_model, save
 from torchq.workflow.summary import LayerRow, Summary, SummaryRow, summary
 
@@ -22,7 +21,6 @@ __all__ = [
     "LayerRow",
     "Summary",
     "SummaryRow",
-    "apply_record_",
     "calibrate",
     "calibrate_weights",
     "disabled",
@@ -35,6 +33,5 @@ __all__ = [
     "save",
     "select_quantizers",
     "summary",
-    "swap_record",
     "weight_quantizers",
 ]

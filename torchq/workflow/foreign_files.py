@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from torchq.errors import ConfigError
 from torchq.nn import TensorQuantizer
-from torchq.workflow.record import swap_record
+from torchq.swap import plan_of
 
 _KEY = "torchq_record"
 # Bytes of an archive that are checked at once.
@@ -65,7 +65,7 @@ def embed_record_(model: nn.Module) -> None:
 
 
 def _add_record(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    text = json.dumps(swap_record(module)).encode()
+    text = json.dumps(plan_of(module).to_dict()).encode()
     state[prefix + _KEY] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
     seen = set()
     for name, quantizer in module.named_modules(remove_duplicate=False):

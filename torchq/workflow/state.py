@@ -14,11 +14,13 @@ from torchq.errors import ConfigError, QuantizationError
 from torchq.formats import PerTensor
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.nn.convert import unchanged_on_error
-from torchq.swap.apply import name_quantizers
+from torchq.swap import schema
+from torchq.swap.apply import apply_, name_quantizers, plan_of, public_path
+from torchq.swap.plan import Plan
+from torchq.swap.version2 import upgraded
 from torchq.utils import deployed_part, qualified_name, replacing, unwrapped
 from torchq.workflow.foreign_files import read_file, record_in
 from torchq.workflow.modes import quantizers
-from torchq.workflow.record import apply_record_, public_state, swap_record, with_all_shared
 
 # A tensor that stands for a real one of any shape.
 _ANY = torch.empty(0, device="cpu", dtype=torch.float32)
@@ -43,7 +45,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """
     with _without_wrappers(model) as inside:
         _check_loadable(inside)
-        data = {"torchq": swap_record(inside), "state_dict": public_state(inside)}
+        data = {"torchq": plan_of(inside).to_dict(), "state_dict": public_state(inside)}
     with replacing(path) as (temporary,):
         torch.save(data, temporary)
 
@@ -140,9 +142,9 @@ def load(model: nn.Module, path: str | os.PathLike[str], *, map_location: Any = 
     """
     content = read_file(path, map_location)
     with _without_wrappers(model) as inside, unchanged_on_error(inside):
-        record, state, part = _unpack(inside, path, content)
+        stored, state, part = _unpack(inside, path, content)
         whole = _wrapped_as_in(state, inside)
-        apply_record_(whole if part is inside else part, record)
+        apply_(whole if part is inside else part, stored)
         for name, quantizer in quantizers(whole).items():
             if quantizer.pre_quant_scale is not None and f"{name}.pre_quant_scale" not in state:
                 quantizer.pre_quant_scale = None
@@ -179,8 +181,8 @@ def _wrapped_as_in(state: Mapping[str, Any], model: nn.Module) -> nn.Module:
 
 def _unpack(
     model: nn.Module, path: str | os.PathLike[str], data: Any
-) -> tuple[Any, dict[str, Any], nn.Module]:
-    """Return the record, the tensors, and the part of ``model`` that the record is about."""
+) -> tuple[Plan, dict[str, Any], nn.Module]:
+    """Return the plan, the tensors, and the part of ``model`` that the plan is about."""
     content: dict[str, Any] = data if isinstance(data, dict) else {}
     is_own = "torchq" in content
     state = content.get("state_dict", None if is_own else content)
@@ -192,7 +194,7 @@ def _unpack(
                 f"load: {os.fspath(path)}: got no 'state_dict'; expected named tensors. The file "
                 "is damaged"
             )
-        return with_all_shared(data["torchq"], state), state, model
+        return _read_plan(data["torchq"], state), state, model
     state = {} if state is None else dict(state)
     found = record_in(state)
     if found is None:
@@ -203,11 +205,35 @@ def _unpack(
     prefix, record = found
     parts = dict(model.named_modules(remove_duplicate=False))
     inside = f"{prefix}." if prefix else ""
-    record = with_all_shared(record, state, inside)
+    stored = _read_plan(record, state, inside)
     if prefix in parts:
-        return record, state, parts[prefix]
+        return stored, state, parts[prefix]
     own = {k.removeprefix(inside): v for k, v in state.items() if k.startswith(inside)}
-    return record, own, model
+    return stored, own, model
+
+
+def _read_plan(data: Any, state: Mapping[str, Any], prefix: str = "") -> Plan:
+    is_old = schema.version_of(data) == 2
+    return Plan.from_dict(upgraded(data, state, prefix) if is_old else data)
+
+
+def public_state(model: nn.Module) -> dict[str, Any]:
+    """Return the state dict of ``model`` with the keys of torchq's own layers for legacy layers.
+
+    A legacy quantizer without a range gets the empty range that an own quantizer has.
+    """
+    state = model.state_dict()
+    for path, quantizer in quantizers(model).items():
+        public = public_path(path)
+        if public == path:
+            continue
+        ranges = {"amax": quantizer.amax, "pre_quant_scale": quantizer.pre_quant_scale}
+        for name, tensor in ranges.items():
+            state.pop(f"{path}._{name}", None)
+            if tensor is not None:
+                state[f"{public}.{name}"] = tensor.detach()
+        state.setdefault(f"{public}.amax", torch.empty(0, device="cpu"))
+    return state
 
 
 def _add_tied(model: nn.Module, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The decision about one module, and why some cannot be quantized whatever the rules say."""
+"""A decision in the making, with its module at hand, and why some cannot be quantized at all."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.nn.utils import parametrize
 from torchq.descriptor import QuantDescriptor
 from torchq.nn import QUANTIZED, QuantModule, quantized_class
 from torchq.nn.calls.functions import CallSite
+from torchq.nn.subclasses import unparametrized
+from torchq.swap.plan import ALREADY, Decision
 from torchq.utils import qualified_name
 
 _NO_TWIN = "no quantized twin of "
-#: The start of the note about a layer whose weight alone is quantized, because of the target.
-FLOAT_INPUT = "its input stays float"
 
 
 def no_twin(cls: type[nn.Module]) -> str:
@@ -28,7 +28,7 @@ def no_twin(cls: type[nn.Module]) -> str:
 
 
 @dataclass(frozen=True)
-class Decision:
+class Draft:
     """What happens to one module.
 
     Attributes:
@@ -45,7 +45,6 @@ class Decision:
         layer: The class that it is quantized as, whose rules apply; None is its own.
         calls: The calls in its own forward that are quantized, where its class has no twin.
         note: What else there is to know about it, for the report.
-        output: The descriptor of its result, or None.
     """
 
     names: tuple[str, ...]
@@ -59,7 +58,6 @@ class Decision:
     layer: type[nn.Module] | None = None
     calls: tuple[CallSite, ...] = ()
     note: str = ""
-    output: QuantDescriptor | None = None
 
     @property
     def is_without_twin(self) -> bool:
@@ -67,21 +65,30 @@ class Decision:
         return self.reason.startswith(_NO_TWIN)
 
     @property
-    def has_float_input(self) -> bool:
-        """True if a target leaves the input of the module float, so that it computes in float."""
-        return self.note.startswith(FLOAT_INPUT)
-
-    @property
     def name(self) -> str:
         """The first dotted path."""
         return self.names[0]
+
+    def decision(self) -> Decision:
+        """Return the decision without its module."""
+        cls = qualified_name(unparametrized(self.float_class))
+        slots = (self.input, self.weight)
+        return Decision(
+            self.names,
+            cls,
+            *slots,
+            calls=self.calls,
+            reason=self.reason,
+            by=self.rule or "",
+            note=self.note,
+        )
 
 
 def obstacle(module: nn.Module, parent: nn.Module | None) -> str | None:
     """Return why ``module`` cannot be swapped."""
     cls = type(module)
     if isinstance(module, QuantModule):
-        return "quantized already"
+        return ALREADY
     if isinstance(parent, nn.MultiheadAttention) and module is parent.out_proj:
         if quantized_class(type(parent)) is not None or isinstance(parent, QuantModule):
             return None  # It is quantized as a part of its parent.

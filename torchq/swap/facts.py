@@ -1,0 +1,262 @@
+"""What one float run on an example shows, and what conversion makes: all that planning reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from torchq.descriptor import QuantDescriptor
+from torchq.graph import Flow, effects_of, is_torch_leaf, operator_name, record, tensors_in
+from torchq.nn import (
+    QuantModule,
+    QuantMultiheadAttention,
+    QuantSiLU,
+    TensorQuantizer,
+    quantizing_only,
+    shared_groups,
+)
+from torchq.nn.modules.operators import QuantCat
+from torchq.swap.apply import public_path, quantizer_slots, tried
+from torchq.swap.plan import Plan, canonical_groups
+from torchq.utils import untouched
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor that a slot reads, in one call.
+
+    Attributes:
+        slot: the path of the quantizer.
+        root: equal for tensors with the same values, also where elements only moved, or max
+            pooling chose some.
+        key: the address and size; equal for views of all elements.
+        position: in the list of tensors that a concatenation reads; 0 elsewhere.
+        amax: of a tensor that is concatenated, its largest magnitude.
+        is_signed: it holds negative values; of tensors that are concatenated alone.
+    """
+
+    slot: str
+    root: int
+    key: tuple[int, int]
+    position: int = 0
+    amax: float = 0.0
+    is_signed: bool = False
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What planning reads of a model: what conversion makes of it, and one run in float.
+
+    Attributes:
+        inputs: path of a module with quantizers -> the paths of those of its inputs; None stands
+            for a slot without one.
+        descriptors: path of a quantizer -> how it quantizes.
+        modes: path of a quantizer -> its mode, if that is another one than to quantize.
+        optional: path of a quantizer that only some targets want -> the kind of operator that such
+            targets name.
+        weights: the paths of the quantizers of weights.
+        shared: the paths of quantizers that are one as soon as modules are converted.
+        flow: the calls of the run; None without an example. Its modules are float.
+        values: what quantizers would read, in the order of the run.
+        results: path of a convolution -> the roots of its results; see :attr:`Value.root`.
+        sizes: path of a convolution -> the number of its results in one call.
+        reached: paths of the modules with quantizers that a tensor reached.
+    """
+
+    inputs: Mapping[str, tuple[str | None, ...]]
+    descriptors: Mapping[str, QuantDescriptor]
+    modes: Mapping[str, str]
+    optional: Mapping[str, str]
+    weights: frozenset[str]
+    shared: tuple[tuple[str, ...], ...]
+    flow: Flow | None = None
+    values: tuple[Value, ...] = ()
+    results: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    reached: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, model: nn.Module, plan: Plan, example: Any = None) -> Facts:
+        """Let ``model`` be quantized as ``plan`` says for a while, and run it once in float."""
+        with tried(model, plan):
+            made = _made(model)
+            if example is None:
+                return cls(**made)
+            seen = _Seen(model)
+            flow = seen.run(example)
+            return cls(
+                **made,
+                flow=flow,
+                values=tuple(seen.values),
+                results={path: tuple(roots) for path, roots in seen.results.items()},
+                sizes=seen.sizes,
+                reached=frozenset(seen.reached),
+            )
+
+
+def _made(model: nn.Module) -> dict[str, Any]:
+    """Return the facts about the quantizers of a quantized model."""
+    quantizers = dict(quantizer_slots(model))
+    inputs: dict[str, tuple[str | None, ...]] = {}
+    optional: dict[str, str] = {}
+    of_weights: set[int] = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        start = f"{path}." if path else ""
+        if isinstance(module, TensorQuantizer):
+            inputs[path] = (public_path(path),)
+        elif isinstance(module, QuantModule):
+            slots = {slot: public_path(f"{start}{slot}_quantizer") for slot in module.input_slots}
+            inputs[path] = tuple(p if p in quantizers else None for p in slots.values())
+            of_weights |= {id(q) for q, _ in module.quantized_weights()}
+            for slot, kind in _OPTIONAL.get(_optional_class(module), {}).items():
+                optional[slots[slot]] = kind
+    return {
+        "inputs": inputs,
+        "descriptors": {path: q.descriptor.replace(name=None) for path, q in quantizers.items()},
+        "modes": {path: q.mode for path, q in quantizers.items() if q.mode != "quantize"},
+        "optional": {path: kind for path, kind in optional.items() if path in quantizers},
+        "weights": frozenset(p for p, q in quantizers.items() if id(q) in of_weights),
+        "shared": canonical_groups([map(public_path, group) for group in shared_groups(model)]),
+    }
+
+
+#: Class -> its slots that only some targets want -> the kind of operator that those name.
+_OPTIONAL: dict[type[nn.Module], dict[str, str]] = {
+    QuantMultiheadAttention: dict.fromkeys(QuantMultiheadAttention.products, "attention"),
+    QuantSiLU: {"gate": "activation"},
+}
+
+
+def _optional_class(module: nn.Module) -> Any:
+    return next((cls for cls in _OPTIONAL if isinstance(module, cls)), None)
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Return True for modules that count as one call: quantized ones, and those of torch."""
+    if isinstance(module, QuantModule):
+        return not module.is_container and bool(module.slots())
+    return isinstance(module, TensorQuantizer) or is_torch_leaf(module)
+
+
+@contextmanager
+def computing_in_float(model: nn.Module) -> Iterator[None]:
+    """Let a model compute with all quantizers off, in eval mode; give its state back at the end."""
+    quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
+    with quantizing_only(quantizers), untouched(model):
+        yield
+
+
+class _Seen:
+    """Notes what quantizers, concatenations and convolutions of a quantized model see in a run."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._roots = _Roots()
+        self.values: list[Value] = []
+        self.results: dict[str, list[int]] = {}
+        self.sizes: dict[str, int] = {}
+        self.reached: set[str] = set()
+
+    def run(self, example: Any) -> Flow:
+        """Run the model once in float."""
+        watched = dict(self._watched())
+        with computing_in_float(self._model), self._roots:
+            flow = record(self._model, example, is_leaf, watch=watched)
+        self._roots.forget()
+        return flow
+
+    def _watched(self) -> Iterator[tuple[nn.Module, Callable[..., None]]]:
+        cats = [m for m in self._model.modules() if isinstance(m, QuantCat) and m.ranges == 1]
+        of_cats = {id(cat.input_quantizer) for cat in cats}
+        for path, module in self._model.named_modules():
+            if isinstance(module, TensorQuantizer):
+                if id(module) not in of_cats:
+                    yield module, partial(self._read, public_path(path))
+            elif isinstance(module, QuantModule) and not module.is_container:
+                yield module, partial(self._called, path, module)
+
+    def _called(self, path: str, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        """Note a call of a quantized module, before it with ``result`` None, and after it."""
+        if result is None:
+            # Attention calls no quantizer of its own while all are off, so its operands tell.
+            if any(tensor.is_floating_point() for tensor in tensors_in((args, kwargs))):
+                self.reached.add(path)
+            if isinstance(module, QuantCat) and module.ranges == 1 and args:
+                self._concatenated(f"{path}.input_quantizer", module, args[0])
+        elif isinstance(module, _CONVOLUTIONS) and isinstance(result, Tensor):
+            self.sizes[path] = result.numel()
+            self.results.setdefault(path, []).append(self._roots.of(result))
+
+    def _concatenated(self, slot: str, module: QuantCat, tensors: Any) -> None:
+        is_quantized = isinstance(module.input_quantizer, TensorQuantizer)
+        if not isinstance(tensors, Sequence) or not is_quantized:
+            return
+        for position, tensor in enumerate(tensors):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                size = float(tensor.abs().max()) if tensor.numel() else 0.0
+                is_signed = bool(tensor.numel()) and bool(tensor.min() < 0)
+                root, key = self._roots.of(tensor), _key(tensor)
+                self.values.append(Value(slot, root, key, position, size, is_signed))
+
+    def _read(self, slot: str, args: Any, kwargs: Any, result: Any) -> None:
+        if result is None and args:
+            self.values.append(Value(slot, self._roots.of(args[0]), _key(args[0])))
+
+
+def _key(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.numel()
+
+
+class _Roots(TorchFunctionMode):
+    """Tells which tensors hold the same values, while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._origin: dict[int, int] = {}
+        # An id is unique while its tensor lives; the copy shows changes in place.
+        self._alive: dict[int, tuple[Tensor, Tensor]] = {}
+        self._count = 0
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Carry out ``func``; the result of one that moves values has the origin of its input."""
+        out = func(*args, **(kwargs or {}))
+        moves = not {"move", "max"}.isdisjoint(effects_of(operator_name(func)))
+        if moves and args and isinstance(args[0], Tensor) and isinstance(out, Tensor):
+            origin = self.of(args[0])
+            if not self._is_known(out):
+                self._keep(out, origin)
+        return out
+
+    def of(self, tensor: Tensor) -> int:
+        """Return the number that stands for the values of a tensor."""
+        if not self._is_known(tensor):
+            self._keep(tensor, self._count)
+            self._count += 1
+        return self._origin[id(tensor)]
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        kept = self._alive.get(id(tensor))
+        return kept is not None and torch.equal(kept[1], tensor)
+
+    def _keep(self, tensor: Tensor, origin: int) -> None:
+        self._alive[id(tensor)] = (tensor, tensor.clone())
+        self._origin[id(tensor)] = origin
+
+    def forget(self) -> None:
+        """Let the tensors go."""
+        self._alive.clear()

@@ -1,0 +1,515 @@
+"""The steps of planning that read what a run shows; each is a function ``(plan, facts) -> plan``.
+
+A step reads the plan so far and the facts of one float run, nothing else: no module and no config.
+So a plan depends on no order in which things were tried, and nothing needs to be undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TypeAlias
+
+from torch import nn
+
+from torchq.formats import PerTensor
+from torchq.graph import Call, Flow, effects_of, operator_named
+from torchq.nn import InputQuantized, QuantModule, TensorQuantizer, quantized_class
+from torchq.swap.facts import Facts, Value
+from torchq.swap.plan import ALREADY, Decision, Plan, canonical_groups
+from torchq.swap.targets import TARGETS, Target
+
+Pass: TypeAlias = Callable[[Plan, Facts], Plan]
+
+_MOVING_MODULES = (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten)
+_PADDING_MODULES = (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)
+_LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
+_ACTIVATIONS = frozenset(["silu", "hardswish", "leaky_relu", "elu", "mish"])
+#: Products with, and sums of, stored numbers: exporters fold them into the convolution.
+_AFFINE = frozenset(["mul", "add"])
+_QUANTIZING = frozenset(["quantize", "observe+quantize"])
+_IMAGE_CHANNELS = 4
+#: Results of a stem below which there is no time to save.
+_FEW_RESULTS = 50_000
+#: Float kernels are slow for depthwise convolutions whose channels are no multiple of this.
+_ALIGNMENT = 4
+#: Class of an operator that is a module -> the function that its forward calls in float.
+_FUNCTIONS = {
+    "Add": "add",
+    "Mul": "mul",
+    "MatMul": "matmul",
+    "Cat": "cat",
+    "ScaledDotProductAttention": "scaled_dot_product_attention",
+}
+
+
+def target_of(plan: Plan) -> Target | None:
+    """Return the target of a plan, or None."""
+    return None if plan.target is None else TARGETS[plan.target]
+
+
+def is_depthwise(module: nn.Module | None) -> bool:
+    """Return True for a convolution of each channel by itself."""
+    if not isinstance(module, _CONVOLUTIONS):
+        return False
+    return 1 < module.groups == module.in_channels == module.out_channels
+
+
+class View:
+    """The calls of the float run, read as a plan quantizes them.
+
+    Operators that the plan leaves in float are the functions that their modules call.
+    """
+
+    def __init__(self, plan: Plan, facts: Facts) -> None:
+        self._plan, self._facts = plan, facts
+        assert facts.flow is not None
+        self.flow = _without_float_operators(plan, facts.flow)
+
+    def path(self, call: Call) -> str:
+        """Return the path of the module of a call; "" for functions."""
+        return call.name if call.module is not None else ""
+
+    def quantizes(self, call: Call) -> bool:
+        """Return True for a quantizer, and for a layer that quantizes what it reads."""
+        slots = self._facts.inputs.get(self.path(call)) if call.module is not None else None
+        if slots is None or not self.is_quantized(call):
+            return False
+        return all(p is not None and is_on(self._plan, p) for p in slots)
+
+    def is_quantized(self, call: Call) -> bool:
+        """Return True for a module with quantizers, and for a quantizer."""
+        if call.module is None or self.path(call) not in self._facts.inputs:
+            return False
+        decision = self._plan.decision(self.path(call))
+        return decision is None or not decision.reason or decision.reason == ALREADY
+
+    def is_float_layer(self, call: Call) -> bool:
+        """Return True for a layer with weights that is not quantized."""
+        return isinstance(call.module, _LAYERS) and not self.is_quantized(call)
+
+    def moves_elements(self, call: Call) -> bool:
+        """Return True for a call that rearranges the elements of a tensor, or returns it."""
+        if call.module is None:
+            return _has(call, "move")
+        return isinstance(call.module, _MOVING_MODULES) and not self.is_quantized(call)
+
+
+def is_on(plan: Plan, slot: str) -> bool:
+    """Return True if a plan lets a quantizer quantize."""
+    return plan.modes.get(slot, "quantize") in _QUANTIZING
+
+
+def _without_float_operators(plan: Plan, flow: Flow) -> Flow:
+    in_float = {d.name: d.class_name for d in plan.skipped if d.class_name in (*_FUNCTIONS, "Tap")}
+    if not in_float:
+        return flow
+    taps: dict[int, tuple[int, ...]] = {}
+    calls = []
+    for call in flow.calls:
+        inputs = tuple(source for i in call.inputs for source in taps.get(i, (i,)))
+        kind = in_float.get(call.name, "") if call.module is not None else ""
+        if kind == "Tap":
+            taps[call.index] = inputs
+        elif kind:
+            call = replace(call, name=_FUNCTIONS[kind], module=None)
+        calls.append(replace(call, inputs=() if kind == "Tap" else inputs))
+    outputs = frozenset(source for i in flow.outputs for source in taps.get(i, (i,)))
+    return replace(flow, calls=tuple(calls), outputs=outputs)
+
+
+def _operator(call: Call) -> str:
+    """Return the name of the operator of a function call; "" for modules and other functions."""
+    row = None if call.module is not None else operator_named(call.name)
+    return "" if row is None else row.name
+
+
+def _has(call: Call, effect: str) -> bool:
+    """Return True for a function call that has an effect; see :class:`torchq.graph.Operator`."""
+    return call.module is None and effect in effects_of(call.name)
+
+
+def is_relu(call: Call) -> bool:
+    """Return True for a ReLU, as a module or as a function."""
+    return isinstance(call.module, nn.ReLU) or _operator(call) == "relu"
+
+
+def clips(call: Call) -> bool:
+    """Return True for ReLU and its like, which a quantizer behind them includes."""
+    return isinstance(call.module, (nn.ReLU, nn.Hardtanh)) or _has(call, "clip")
+
+
+def pads_with_zeros(call: Call) -> bool:
+    """Return True for zeros around a tensor, which files let convolutions behind them add."""
+    module = call.module
+    if module is not None:
+        return isinstance(module, _PADDING_MODULES) and module.value == 0
+    given = {**dict(zip(("pad", "mode", "value"), call.arguments, strict=False)), **call.options}
+    return call.name == "pad" and given.get("mode") in (None, "constant") and not given.get("value")
+
+
+# --- what conversion makes ----------------------------------------------------------------------
+
+
+def switches(plan: Plan, facts: Facts) -> Plan:
+    """Let quantizers that conversion leaves off stay off, unless the target wants them."""
+    target = target_of(plan)
+    wanted = frozenset() if target is None else target.operators
+    rows = {d.name for d in plan.replaced}
+    kept = {
+        path: mode
+        for path, mode in facts.modes.items()
+        if path.rpartition(".")[0] not in rows or facts.optional.get(path) not in wanted
+    }
+    return replace(plan, modes={**kept, **plan.modes}, shared=facts.shared)
+
+
+# --- what stays float ---------------------------------------------------------------------------
+
+
+def float_start(plan: Plan, facts: Facts) -> Plan:
+    """Leave the first layers in float, where a target runs them faster so.
+
+    They are the convolution that reads the image, its activation, and depthwise convolutions that
+    read this: they have many results, and few products for each. Nothing stays float where
+    max pooling reads a result, as it is fast between integers alone. A module whose rule is its
+    path is left alone.
+    """
+    target = target_of(plan)
+    if target is None or not target.float_stem:
+        return plan
+    view = View(plan, facts)
+    stem = next((call for call in view.flow.calls if isinstance(call.module, nn.Conv2d)), None)
+    if stem is None or not view.is_quantized(stem) or not _reads_image(stem.module):
+        return plan
+    if facts.sizes.get(stem.name, 0) < _FEW_RESULTS:
+        return plan
+    parts = [stem, *_behind(view, stem)]
+    if any(_is_max_pooling(part) for part in parts):
+        return plan
+    movable = {d.name for d in plan.replaced if d.by not in d.names}
+    paths = (view.path(part) for part in parts)
+    reason = f"{target.name} runs the first layers faster in float"
+    return plan.in_float({p: reason for p in paths if p in movable}, "float start")
+
+
+def _reads_image(module: nn.Module | None) -> bool:
+    return isinstance(module, nn.Conv2d) and module.in_channels <= _IMAGE_CHANNELS
+
+
+def _behind(view: View, call: Call) -> Iterator[Call]:
+    """Yield what reads the result of a stem: activations, depthwise convolutions, max pooling."""
+    for reader in view.flow.consumers(call):
+        module = reader.module
+        if _is_max_pooling(reader):
+            yield reader
+        elif _is_pointwise(view, reader) or (
+            isinstance(module, nn.Conv2d)
+            and view.is_quantized(reader)
+            and is_depthwise(module)
+            and module.groups % _ALIGNMENT == 0
+        ):
+            yield reader
+            yield from _behind(view, reader)
+
+
+def _is_max_pooling(call: Call) -> bool:
+    return isinstance(call.module, _MAX_POOLS) or _has(call, "max")
+
+
+def _is_pointwise(view: View, call: Call) -> bool:
+    """Return True for norms, activations and quantizers."""
+    module = call.module
+    if isinstance(module, (*_NORMS, TensorQuantizer)):
+        return True
+    if view.is_quantized(call) and _quantizes_input_alone(module):
+        return "Pool" not in type(module).__name__
+    return (
+        clips(call) or view.moves_elements(call) or (module is None and call.name in _ACTIVATIONS)
+    )
+
+
+def _quantizes_input_alone(module: nn.Module | None) -> bool:
+    twin = type(module) if isinstance(module, QuantModule) else quantized_class(type(module))
+    return twin is not None and issubclass(twin, InputQuantized)
+
+
+_NO_TENSOR = "its operands are no tensors in the run on the example, or it does not run"
+
+
+def drop_unreached(plan: Plan, facts: Facts) -> Plan:
+    """Leave operators in float that no tensor of the example reaches."""
+    missing = {d.name: _NO_TENSOR for d in plan.operator_rows() if d.name not in facts.reached}
+    return plan.in_float(missing, "run on the example")
+
+
+# --- ranges -------------------------------------------------------------------------------------
+
+
+def separate_ranges(plan: Plan, facts: Facts) -> Plan:
+    """Give each tensor of a concatenation its own range where that gains something.
+
+    A tensor whose own range is a third of the shared one is left with a third of the codes. So are
+    the other layers that read it, so a chain of layers whose results are concatenated, as in
+    HGNetV2, gains most from own ranges. Where nothing else reads the tensors, and all that reads
+    the result quantizes it with one range, as in GoogLeNet and ShuffleNet, nothing is gained.
+
+    Codes that begin at 0 include the ReLU in front of them. If only some of the tensors have
+    negative values, a shared range leaves the ReLU in front of the others, and the convolution
+    before it, in float.
+
+    Before: the tensors of each quantized concatenation have one range. After: they have one each
+    where, on the example, only some of them have negative values, or where the ratio of their
+    ranges is above ``most_unequal`` and another quantizer reads one of them, or a function or
+    module reads the result in float.
+    """
+    target = target_of(plan)
+    if target is None or target.most_unequal is None:
+        return plan
+    view, most = View(plan, facts), target.most_unequal
+    readers: dict[tuple[int, int], set[str]] = {}
+    for value in _read(plan, facts):
+        readers.setdefault(value.key, set()).add(value.slot)
+    rows, modes = [], dict(plan.modes)
+    for decision in plan.decisions:
+        slot = f"{decision.name}.input_quantizer"
+        calls = _calls_of(facts, slot)
+        is_cat = not decision.reason and decision.class_name == "Cat" and decision.input
+        if is_cat and decision.ranges == 1 and calls:
+            keys = [value.key for call in calls for value in call]
+            elsewhere = any(readers[key] - {slot} for key in keys)
+            if _is_mixed(calls) or (
+                _differ(calls, most) and (elsewhere or _is_float(view, decision.name))
+            ):
+                decision = replace(decision, ranges=len(calls[0]))
+                if slot in modes:
+                    own = (_own_slot(slot, i) for i in range(decision.ranges))
+                    modes |= dict.fromkeys(own, modes[slot])
+        rows.append(decision)
+    return replace(plan, decisions=tuple(rows), modes=modes)
+
+
+def _own_slot(slot: str, position: int) -> str:
+    """Return the path of the quantizer of the tensor at a position of a concatenation."""
+    return slot.replace("input_quantizer", f"input{position}_quantizer") if position else slot
+
+
+def _read(plan: Plan, facts: Facts) -> Iterator[Value]:
+    """Yield what the quantizers of a plan read."""
+    gone = {d.name for d in plan.skipped if d.reason != ALREADY}
+    return (v for v in facts.values if v.slot.rpartition(".")[0] not in gone)
+
+
+def _calls_of(facts: Facts, slot: str) -> list[list[Value]]:
+    """Return the tensors of each call of a concatenation."""
+    calls: list[list[Value]] = []
+    for value in facts.values:
+        if value.slot == slot:
+            if value.position == 0:
+                calls.append([])
+            calls[-1].append(value)
+    return calls
+
+
+def _is_float(view: View, path: str) -> bool:
+    """Return True if something reads the result of a concatenation without quantizing it."""
+    return any(_leads_to_float(view, call) for call in view.flow.calls if view.path(call) == path)
+
+
+def _leads_to_float(view: View, call: Call) -> bool:
+    """Return True if a result, or a part of it, is returned by the model or read in float."""
+    if call.index in view.flow.outputs:
+        return True
+    return any(
+        _leads_to_float(view, reader)
+        if view.moves_elements(reader) or _has(reader, "part")
+        else not view.quantizes(reader)
+        for reader in view.flow.consumers(call)
+    )
+
+
+def _is_mixed(calls: list[list[Value]]) -> bool:
+    """Return True if only some tensors of a call have negative values."""
+    return _is_regular(calls) and any(len({v.is_signed for v in call}) > 1 for call in calls)
+
+
+def _differ(calls: list[list[Value]], most_unequal: float) -> bool:
+    """Return True if the ranges of the tensors of a call differ too much to be shared."""
+    sizes = [[value.amax for value in call] for call in calls if call]
+    return _is_regular(calls) and any(max(s) > most_unequal * min(s) for s in sizes)
+
+
+def _is_regular(calls: list[list[Value]]) -> bool:
+    """Return True if all calls have as many tensors."""
+    return len({len(call) for call in calls}) == 1
+
+
+def share_ranges(plan: Plan, facts: Facts) -> Plan:
+    """Let quantizers of one tensor be one, also across max pooling and reshapes.
+
+    All inputs of a concatenation have one range, so whatever else reads these tensors gets that
+    range too: a layer whose result is quantized with two scales would stay float.
+
+    Before: each place has a quantizer of its own. After: places that read the same values have
+    the same quantizer, if their descriptors and modes are equal.
+    """
+    ranges = {f"{d.name}.input_quantizer": d.ranges for d in plan.replaced}
+    outputs = {f"{d.name}.output_quantizer": d for d in plan.replaced if d.output is not None}
+    seen: dict[int, list[str]] = {}
+    for value in _read(plan, facts):
+        if value.slot not in facts.weights:
+            position = value.position if value.position < ranges.get(value.slot, 1) else 0
+            seen.setdefault(value.root, []).append(_own_slot(value.slot, position))
+    for slot, decision in outputs.items():
+        # An unsigned one stands for the ReLU behind it, so it reads other values.
+        if decision.output is not None and not decision.output.unsigned:
+            for root in facts.results.get(decision.name, ()):
+                seen.setdefault(root, []).insert(0, slot)
+    groups = [list(group) for group in plan.shared]
+    for group in _joined([*seen.values()]):
+        first = _descriptor(plan, facts, group[0])
+        alike = [
+            slot
+            for slot in group
+            if _descriptor(plan, facts, slot) == first
+            and plan.modes.get(slot) == plan.modes.get(group[0])
+        ]
+        if len(alike) > 1 and first is not None and first[0] == PerTensor():
+            groups.append(alike)
+    return replace(plan, shared=canonical_groups(_joined(groups)))
+
+
+def _descriptor(plan: Plan, facts: Facts, slot: str) -> tuple[object, object] | None:
+    owner, _, name = slot.rpartition(".")
+    decision = plan.decision(owner)
+    found = facts.descriptors.get(slot)
+    if name == "output_quantizer" and decision is not None and decision.output is not None:
+        found = decision.output.replace(name=None)
+    elif found is None and decision is not None:  # of one tensor of a concatenation
+        found = facts.descriptors.get(f"{owner}.input_quantizer")
+    return None if found is None else (found.granularity, found)
+
+
+def _joined(groups: list[list[str]]) -> list[list[str]]:
+    """Return groups in which no slot is in two: groups that touch become one."""
+    result: list[list[str]] = []
+    for slots in groups:
+        touching = [group for group in result if not set(group).isdisjoint(slots)]
+        merged = list(dict.fromkeys(s for g in (*touching, slots) for s in g))
+        result = [group for group in result if group not in touching] + [merged]
+    return result
+
+
+# --- results ------------------------------------------------------------------------------------
+
+
+def quantize_results(plan: Plan, facts: Facts) -> Plan:
+    """Quantize the results of convolutions that something reads in float, if the target asks.
+
+    Before: some results of quantized convolutions are read by operators that quantize nothing.
+    After: these decisions have an ``output``; it is unsigned where a ReLU alone reads the result.
+    Results that the model returns, or that a layer reads which stays float, are left alone. So are
+    depthwise convolutions in front of a norm, say: their float kernel is the faster one there.
+    """
+    target = target_of(plan)
+    if target is None or not target.quantized_results:
+        return plan
+    view = View(plan, facts)
+    calls: dict[str, list[Call]] = {}
+    for call in view.flow.calls:
+        if isinstance(call.module, _CONVOLUTIONS):
+            calls.setdefault(call.name, []).append(call)
+    return replace(
+        plan, decisions=tuple(_with_output(view, d, calls.get(d.name, [])) for d in plan.decisions)
+    )
+
+
+def _with_output(view: View, decision: Decision, calls: list[Call]) -> Decision:
+    if decision.reason or decision.input is None or decision.weight is None or decision.output:
+        return decision
+    needs = [_Readers(view, call) for call in calls]
+    kept = any(n.returned or n.behind_norm for n in needs)
+    if kept or not any(n.in_float for n in needs):
+        return decision
+    unsigned = all(n.after_relu for n in needs) and isinstance(decision.input.num_bits, int)
+    if is_depthwise(calls[0].module) and not unsigned:
+        return decision
+    return replace(decision, output=decision.input.replace(name=None, unsigned=unsigned))
+
+
+class _Readers:
+    """What reads the result of one call of a convolution.
+
+    Attributes:
+        in_float: something other than a quantizer reads it.
+        returned: the model returns it, or a layer that stays float reads it.
+        after_relu: a ReLU is all that reads it.
+        behind_norm: a BatchNorm reads it, which the exporter folds into the convolution.
+    """
+
+    def __init__(self, view: View, call: Call) -> None:
+        self._view, self._flow = view, view.flow
+        self.in_float = self.returned = self.behind_norm = False
+        self.after_relu = self._is_before_relus(call)
+        self._follow(call, moved=False, activated=False)
+
+    def _is_before_relus(self, call: Call) -> bool:
+        """Return True if ReLUs are all that reads a result, also behind what moves elements."""
+        readers = self._flow.consumers(call)
+        return bool(readers) and all(
+            is_relu(reader) or (self._view.moves_elements(reader) and self._is_before_relus(reader))
+            for reader in readers
+        )
+
+    def _follow(self, call: Call, *, moved: bool, activated: bool) -> None:
+        if call.index in self._flow.outputs:
+            self.returned = True
+        for reader in self._flow.consumers(call):
+            if self._view.quantizes(reader):
+                continue
+            if self._view.is_float_layer(reader):
+                self.returned = True
+            elif clips(reader):
+                self._follow(reader, moved=moved, activated=True)
+            elif self._view.moves_elements(reader):
+                self._follow(reader, moved=True, activated=activated)
+            elif pads_with_zeros(reader) and self._is_before_convolutions(reader):
+                continue
+            elif not moved and not activated and self._is_affine(reader, call):
+                self.behind_norm |= isinstance(reader.module, _NORMS)
+                self._follow(reader, moved=moved, activated=activated)
+            else:
+                self.in_float = True
+
+    def _is_before_convolutions(self, call: Call) -> bool:
+        """Return True if quantized convolutions are all that reads a result."""
+        readers = self._flow.consumers(call)
+        return bool(readers) and all(
+            isinstance(reader.module, _CONVOLUTIONS) and self._view.quantizes(reader)
+            for reader in readers
+        )
+
+    def _is_affine(self, reader: Call, operand: Call) -> bool:
+        """Return True for BatchNorm, and the product or sum of a value and stored numbers."""
+        others = [i for i in reader.inputs if i != operand.index]
+        if isinstance(reader.module, _NORMS):
+            return True
+        return _operator(reader) in _AFFINE and all(map(self._is_stored, others))
+
+    def _is_stored(self, index: int) -> bool:
+        call = self._flow.calls[index]
+        return not call.inputs and _has(call, "move")
+
+
+#: Without an example only the first one has something to read.
+PASSES: tuple[Pass, ...] = (
+    switches,
+    float_start,
+    drop_unreached,
+    separate_ranges,
+    quantize_results,
+    share_ranges,
+)

@@ -1,0 +1,178 @@
+"""What a target adds to the rules: operators that become modules, and layers that stay float."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from torchq.config import QuantConfig, Rule
+from torchq.descriptor import QuantDescriptor
+from torchq.errors import ConfigError
+from torchq.formats import PerTensor
+from torchq.nn.calls.find import FoundCalls
+from torchq.nn.calls.functions import CallSite
+from torchq.nn.operator_routes import MARK
+from torchq.swap.decisions import by_rules, decide
+from torchq.swap.draft import Draft
+from torchq.swap.find_operators import MODULES, Operator, find_operators
+from torchq.swap.passes import is_depthwise
+from torchq.swap.plan import FLOAT_INPUT
+from torchq.swap.targets import Target
+from torchq.utils import Pattern, matches, qualified_name
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """What a target adds to a plan: rules in front, operators, and what it leaves float."""
+
+    config: QuantConfig
+    operators: tuple[tuple[Operator, Draft], ...]
+    skipped: tuple[Draft, ...]
+
+
+def plan_placement(
+    model: nn.Module,
+    config: QuantConfig,
+    target: Target,
+    include: tuple[Pattern, ...],
+    example: Any = None,
+) -> Placement:
+    """Decide which operators a target wants quantized.
+
+    Before: ``config`` says how activations are quantized. After: it has the target's rules in
+    front, so that its own rules win, and every operator of the kinds that the target names has a
+    decision.
+    """
+    descriptor = _activation_descriptor(config, target)
+    if descriptor is None:
+        return Placement(config, (), ())
+    patterns = [f"type:{qualified_name(MODULES[kind])}" for kind in sorted(target.operators)]
+    rules = [
+        Rule(pattern, input=descriptor, optional=True) for pattern in (*patterns, *target.modules)
+    ]
+    config = dataclasses.replace(config, rules=(*rules, *config.rules))
+    found, untraceable = find_operators(model, target.operators, example)
+    operators = [
+        operator
+        for operator in found
+        if operator.kind in ("matmul", "attention") or _has_convolution(operator.owner)
+    ]
+    decisions = [
+        (operator, by_rules(operator.names, operator.module(), config, include))
+        for operator in operators
+    ]
+    skipped = [decision for _, decision in decisions if decision.reason]
+    skipped += [
+        Draft(
+            u.owner_names,
+            u.owner,
+            type(u.owner),
+            reason=f"{u.reason}; its operators stay float. {_WRITE}",
+        )
+        for u in untraceable
+    ]
+    chosen = tuple((operator, d) for operator, d in decisions if not d.reason)
+    return Placement(config, chosen, tuple(skipped))
+
+
+_CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+
+
+def _has_convolution(module: nn.Module) -> bool:
+    return any(isinstance(part, _CONVOLUTIONS) for part in module.modules())
+
+
+_WRITE = (
+    "Let a run show them: pass example=... (its source must be readable), or write "
+    "torchq.nn.QuantAdd() and the like in it"
+)
+
+
+def _activation_descriptor(config: QuantConfig, target: Target) -> QuantDescriptor | None:
+    """Return how the config quantizes activations, at 8 bits at least; None if it does not."""
+    found = next((rule.input for rule in config.rules if rule.input is not None), None)
+    if found is None:
+        return None
+    if found.dynamic or found.granularity != PerTensor():
+        raise ConfigError(
+            f"target {target.name}: the config quantizes activations as {found}; "
+            "expected a fixed range per tensor"
+        )
+    narrow = isinstance(found.num_bits, int) and found.num_bits < 8
+    return found.replace(num_bits=8, name=None) if narrow else found.replace(name=None)
+
+
+def adapt_to_target(decisions: Sequence[Draft], target: Target) -> tuple[Draft, ...]:
+    """Return the decisions without what the integer kernels of a target cannot take.
+
+    Before: every layer is quantized as the rules say. After: inputs are float where the target
+    has no integer kernel, with a note in the report, and weights have one scale where its kernels
+    take no more.
+    """
+    return tuple(_adapted(decision, target) for decision in decisions)
+
+
+def _adapted(decision: Draft, target: Target) -> Draft:
+    def selected(patterns: tuple[str, ...]) -> bool:
+        return any(matches(pattern, decision.names, decision.module) for pattern in patterns)
+
+    if decision.reason:
+        return decision
+    module, is_named = decision.module, decision.rule in decision.names
+    if is_depthwise(module) and module.groups < target.narrow_depthwise and not is_named:
+        reason = f"{target.name} runs {module.groups} channels faster in float"
+        return dataclasses.replace(decision, reason=reason, input=None, weight=None)
+    if selected(target.float_inputs):
+        if decision.weight is None:
+            reason = f"{target.name} has no integer kernel for it"
+            return dataclasses.replace(decision, reason=reason)
+        note = f"{FLOAT_INPUT}, as {target.name} has no integer kernel for it"
+        decision = dataclasses.replace(decision, input=None, note=note)
+    weight = decision.weight
+    if weight is not None and weight.axis is not None and selected(target.per_tensor_weights):
+        decision = dataclasses.replace(decision, weight=weight.replace(axis=None, name=None))
+    return decision
+
+
+def decide_for_target(
+    model: nn.Module,
+    config: QuantConfig,
+    include: tuple[Pattern, ...],
+    target: Target,
+    example: Any,
+    calls: Mapping[int, FoundCalls] | None,
+) -> tuple[QuantConfig, tuple[Draft, ...], tuple[tuple[Operator, Draft], ...]]:
+    """Return the rules with those of a target, every decision, and those about operators."""
+    placement = plan_placement(model, config, target, include, example)
+    rewritten = frozenset(id(operator.owner) for operator, _ in placement.operators)
+    layers = adapt_to_target(
+        decide(model, placement.config, include, found=calls, rewritten=rewritten), target
+    )
+    sites = {id(d.module): d.calls for d in layers if d.calls}
+    reasons = [_beside_calls(o, sites.get(id(o.owner), ())) for o, _ in placement.operators]
+    found = list(zip(placement.operators, reasons, strict=True))
+    operators = tuple(pair for pair, reason in found if not reason)
+    float_operators = (replace(d, reason=reason) for (_, d), reason in found if reason)
+    skipped = (*float_operators, *placement.skipped)
+    return placement.config, (*layers, *(d for _, d in operators), *skipped), operators
+
+
+def _beside_calls(operator: Operator, calls: Sequence[CallSite]) -> str:
+    """Return why an operator stays float beside quantized function calls; "" if it need not."""
+    if calls and not operator.site.startswith(MARK):
+        return (
+            "its module keeps its own forward, in which function calls are quantized, and the "
+            "source of that cannot be rewritten"
+        )
+    # Their calls are counted, and a quantized operator makes such calls too.
+    is_product = operator.kind in ("matmul", "attention")
+    if is_product and any(site.kind == "matmul" and not site.weight for site in calls):
+        return "its forward computes the weight of a matmul, which is quantized"
+    return ""

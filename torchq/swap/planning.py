@@ -1,0 +1,209 @@
+"""Planning and quantizing: rules, then what a target adds, then what one run in float shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx, nn
+
+from torchq.config import QuantConfig, Rule
+from torchq.errors import ConfigError
+from torchq.nn.calls.find import find_calls
+from torchq.nn.convert import unchanged_on_error
+from torchq.swap.apply import as_it_is, carry_out_, class_name, keep_plan
+from torchq.swap.decisions import (
+    check_used,
+    config_or_default,
+    decide,
+    patterns,
+    resolve_positions,
+)
+from torchq.swap.draft import Draft
+from torchq.swap.facts import Facts
+from torchq.swap.find_operators import Operator
+from torchq.swap.passes import PASSES
+from torchq.swap.placement import decide_for_target
+from torchq.swap.plan import Operators, Plan
+from torchq.swap.share import measure_work, warn_if_small
+from torchq.swap.targets import TARGETS
+from torchq.utils import Pattern, progress_stages, qualified_name, state_kept
+
+
+def targets() -> tuple[str, ...]:
+    """Return the names of the runtimes that ``target=`` of several functions accepts.
+
+    Example:
+        >>> "onnxruntime" in torchq.targets()
+        True
+    """
+    return tuple(sorted(TARGETS))
+
+
+def quantize_(
+    model: nn.Module,
+    config: QuantConfig | None = None,
+    *,
+    include: Sequence[Pattern] | Pattern | None = None,
+    exclude: Sequence[Pattern] | Pattern | None = None,
+    target: str | None = None,
+    example: Any = None,
+    progress: bool = True,
+) -> Plan:
+    """Swap the layers of ``model`` for quantized ones, in place: all that were planned, or none.
+
+    The module objects stay the same; only their classes change and quantizers are added, so
+    optimizers, hooks, attributes and references from elsewhere stay valid. The exception is a
+    module without parameters that stands in several places, such as one activation object for all
+    layers: each place gets a copy, as each needs a range of its own. Without calibration every
+    quantizer takes its range from the data of each call; run :func:`torchq.calibrate` next.
+
+    Args:
+        model: any module; changed in place.
+        config: as for :func:`plan`.
+        include: as for :func:`plan`.
+        exclude: as for :func:`plan`.
+        target: as for :func:`plan`.
+        example: the arguments for one call of the model; see
+            :func:`torchq.graph.call_arguments`. With it, quantizers that see the same tensor
+            become one, so that its readers agree on its range whatever training does. First layers
+            that the target runs faster in float stay float, unless a rule is the path of the layer.
+        progress: show the stages.
+
+    Returns:
+        What was swapped, what was not and why, and which rule decided; ``print`` it.
+
+    Raises:
+        ConfigError: See :func:`plan`. Whatever the error, the model is unchanged then.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
+        >>> print(torchq.quantize_(model))
+        module  type    what                                                   rule
+        0       Conv2d  input int8 per-tensor max, weight int8 axis=0 max      type:...
+        1 quantized, 0 skipped, recipe int8; 100.0% of the weights of layers quantized
+        >>> type(model[0]).__name__
+        'QuantConv2d'
+    """
+    with progress_stages("quantize", ("plan", "swap"), enabled=progress) as next_stage:
+        found = make_plan(
+            model, config, include=include, exclude=exclude, target=target, example=example
+        )
+        next_stage()
+        with unchanged_on_error(model):
+            carry_out_(model, found)
+            keep_plan(model, found)
+    warn_if_small(model, found.share)
+    return found
+
+
+def plan(
+    model: nn.Module,
+    config: QuantConfig | None = None,
+    *,
+    include: Sequence[Pattern] | Pattern | None = None,
+    exclude: Sequence[Pattern] | Pattern | None = None,
+    target: str | None = None,
+    example: Any = None,
+) -> Plan:
+    """Decide what :func:`quantize_` would do; nothing is changed.
+
+    Args:
+        model: any module; a bare layer too.
+        config: the rules; default :func:`torchq.recipes.int8`.
+        include: only modules that match one of these patterns.
+        exclude: no module that matches one of these patterns.
+        target: also place quantizers where this runtime wants them; one of
+            :func:`torchq.targets`. Additions, concatenations and the like in the forward of a
+            module become children of it, named ``quant_add``, ``quant_cat_1``, ...
+        example: the arguments for one call of the model; see
+            :func:`torchq.graph.call_arguments`. The model runs once on it, which shows the
+            operators of forwards that cannot be traced, and the function calls with weights in
+            every forward. Without it these calls are found where a forward passes the weight of a
+            child to a function.
+
+    Returns:
+        Every decision with the rule that made it; ``print`` it for a dry run. Its last line says
+        how much is quantized: of the multiply-adds of the example, or of the weights of layers
+        without one. Below a third of what was not excluded, a warning names the reasons.
+
+    Raises:
+        InputError: ``config`` is no QuantConfig.
+        ConfigError: A pattern of ``include`` or ``exclude``, or a rule that is not ``optional``,
+            selects no module that could be quantized; or nothing at all would be quantized; or
+            the model is a program of torch.export.
+    """
+    found = make_plan(
+        model, config, include=include, exclude=exclude, target=target, example=example
+    )
+    warn_if_small(model, found.share)
+    return found
+
+
+def make_plan(
+    model: nn.Module,
+    config: QuantConfig | None,
+    *,
+    include: Sequence[Pattern] | Pattern | None = None,
+    exclude: Sequence[Pattern] | Pattern | None = None,
+    target: str | None = None,
+    example: Any = None,
+) -> Plan:
+    """Return what :func:`plan` does, without a warning where little is quantized."""
+    config = config_or_default(config)
+    _refuse_programs(model)
+    wanted = patterns(include)
+    config = config.with_rules(*(Rule(pattern, skip=True) for pattern in patterns(exclude)))
+    operators: tuple[tuple[Operator, Draft], ...] = ()
+    with state_kept(model):
+        calls = None if example is None else find_calls(model, example)
+        config = resolve_positions(model, config, calls)
+        if target is None:
+            drafts = decide(model, config, wanted, found=calls)
+        else:
+            config, drafts, operators = decide_for_target(
+                model, config, wanted, TARGETS[target], example, calls
+            )
+    check_used(model, config, wanted, drafts)
+    found = replace(
+        as_it_is(model),
+        decisions=tuple(draft.decision() for draft in drafts),
+        operators=_sites_of(operators),
+        shared=(),
+        modes=_open_branches(operators) if target and TARGETS[target].one_branch else {},
+        target=target,
+        recipe=config.name,
+        work=measure_work(model, example),
+    )
+    facts = Facts.of(model, found, example)
+    for step in PASSES if example is not None else PASSES[:1]:
+        found = step(found, facts)
+    return found
+
+
+def _sites_of(operators: Sequence[tuple[Operator, Draft]]) -> dict[str, Operators]:
+    found: dict[str, dict[str, str]] = {}
+    classes = {}
+    for operator, _ in operators:
+        name = operator.owner_names[0]
+        found.setdefault(name, {})[operator.site] = operator.child
+        classes[name] = class_name(operator.owner)
+    return {name: Operators(classes[name], sites) for name, sites in found.items()}
+
+
+def _open_branches(operators: Sequence[tuple[Operator, Draft]]) -> dict[str, str]:
+    """Return the quantizers of operands that come straight from a layer, which are off."""
+    slots = ("input_quantizer", "other_quantizer")
+    mains = [(operator.names[0], operator.main) for operator, _ in operators]
+    return {f"{name}.{slots[main]}": "off" for name, main in mains if main is not None}
+
+
+def _refuse_programs(model: nn.Module) -> None:
+    """Raise ConfigError for a program of torch.export, which has no layers left."""
+    # Such a module refuses to change its mode by methods of its own.
+    if isinstance(model, fx.GraphModule) and "eval" in vars(model):
+        raise ConfigError(
+            f"{qualified_name(type(model))}: got a program of torch.export, whose layers are calls "
+            "of operators; expected the model that was exported. Quantize it, then export it"
+        )
