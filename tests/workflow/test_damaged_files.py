@@ -74,8 +74,9 @@ def operators(data: dict[str, Any]) -> dict[str, Any]:
 
 def rename_child(data: dict[str, Any], name: str) -> None:
     entry = operators(data)
-    entry["nodes"] = dict.fromkeys(entry["nodes"], name)
-    entry["children"] = {name: "Add"}
+    entry["sites"] = dict.fromkeys(entry["sites"], name)
+    row = next(row for row in data["torchq"]["decisions"] if row["names"] == ["quant_add"])
+    row["names"] = [name]
 
 
 def set_entry(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -102,40 +103,68 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], None], type[Exception], str]] = 
     "no version": (drop(RECORD, "version"), ConfigError, "record: got .*; expected the entries"),
     "version as text": (set_entry(RECORD, "version", value="2"), ConfigError, "version: got '2'"),
     "version as bool": (set_entry(RECORD, "version", value=True), ConfigError, "version"),
-    "no modules": (drop(RECORD, "modules"), ConfigError, "expected the entries"),
+    "no decisions": (drop(RECORD, "decisions"), ConfigError, "expected the entries"),
     "unknown entry": (set_entry(RECORD, "more", value={}), ConfigError, "expected the entries"),
     "record is a list": (set_entry(RECORD, value=[1]), ConfigError, "record: got"),
-    "modules is a list": (set_entry(RECORD, "modules", value=[1]), ConfigError, "modules: got"),
-    "number as path": (set_entry(RECORD, "modules", value={3: {}}), ConfigError, "modules: got"),
-    "layer is None": (
-        set_entry(RECORD, "modules", "first", value=None),
+    "decisions are a mapping": (
+        set_entry(RECORD, "decisions", value={}),
         ConfigError,
-        r"modules\['first'\]: got None",
+        "decisions: got {}; expected a list",
+    ),
+    "layer is None": (
+        set_entry(RECORD, "decisions", 0, value=None),
+        ConfigError,
+        r"decisions\[0\]: got None",
+    ),
+    "number as path": (
+        set_entry(RECORD, "decisions", 0, "names", value=[3]),
+        ConfigError,
+        r"decisions\[0\]\.names: got \[3\]; expected a list of one or more paths",
+    ),
+    "no path": (
+        set_entry(RECORD, "decisions", 0, "names", value=[]),
+        ConfigError,
+        r"decisions\[0\]\.names: got \[\]",
     ),
     "layer has another slot": (
-        set_entry(RECORD, "modules", "first", "result", value={}),
+        set_entry(RECORD, "decisions", 0, "result", value={}),
         ConfigError,
-        "expected the entries class, input, weight, output",
+        "expected the entries names, class, input, weight, output",
     ),
     "unknown field": (
-        set_entry(RECORD, "modules", "first", "input", value={"bits": 8}),
+        set_entry(RECORD, "decisions", 0, "input", value={"bits": 8}),
         ConfigError,
-        r"modules\['first'\]\.input: .*bits",
+        r"decisions\[0\] of 'first'\.input: .*bits",
     ),
     "bits of another planet": (
-        set_entry(RECORD, "modules", "first", "input", value={"num_bits": 10**30}),
+        set_entry(RECORD, "decisions", 0, "input", value={"num_bits": 10**30}),
         ConfigError,
         "first",
     ),
+    "reason is a number": (
+        set_entry(RECORD, "decisions", 0, "reason", value=3),
+        ConfigError,
+        r"'first'\.reason: got 3; expected a string",
+    ),
     "unknown module": (
-        set_entry(RECORD, "modules", "third", value={"class": "torch.nn.Linear"}),
+        set_entry(RECORD, "decisions", 0, "names", value=["third"]),
         QuantizationError,
         "third: got no such module",
     ),
     "another class": (
-        set_entry(RECORD, "modules", "first", "class", value="os.system"),
+        set_entry(RECORD, "decisions", 0, "class", value="os.system"),
         QuantizationError,
         "first: got torch.nn.modules.conv.Conv2d; expected os.system",
+    ),
+    "work is endless": (
+        set_entry(RECORD, "work", "amounts", "first", value=float("inf")),
+        ConfigError,
+        r"work\.amounts\['first'\]: got inf; expected a number >= 0",
+    ),
+    "work of nobody": (
+        set_entry(RECORD, "work", "amounts", value={}),
+        ConfigError,
+        "work: got .*; expected a class for each amount",
     ),
     "unknown mode": (
         set_entry(RECORD, "modes", "first.input_quantizer", value="loud"),
@@ -145,29 +174,29 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], None], type[Exception], str]] = 
     "mode of nobody": (
         set_entry(RECORD, "modes", "nobody", value="off"),
         QuantizationError,
-        "nobody: is a quantizer of the model or of the record",
-    ),
-    "mode missing": (
-        drop(RECORD, "modes", "first.input_quantizer"),
-        QuantizationError,
-        "first.input_quantizer: is a quantizer",
+        "nobody: is no quantizer of the model",
     ),
     "shared alone": (set_entry(RECORD, "shared", value=[["a"]]), ConfigError, "shared: got"),
     "shared nobody": (set_entry(RECORD, "shared", value=[["a", "b"]]), QuantizationError, "share"),
     "placed quantizer": (
-        set_entry(RECORD, "quantizers", value=[]),
+        set_entry(RECORD, "placed", value=[]),
         ConfigError,
-        "quantizers: got",
+        "placed: got",
     ),
-    "operator without child": (
-        set_entry(RECORD, "operators", "", "children", value={}),
+    "operator without decision": (
+        drop(RECORD, "decisions", -1),
+        QuantizationError,
+        "no operator for quant_add",
+    ),
+    "one child for two operators": (
+        set_entry(RECORD, "operators", "", "sites", value={"a": "quant_add", "b": "quant_add"}),
         ConfigError,
         "every child once",
     ),
     "unknown operator": (
-        set_entry(RECORD, "operators", "", "children", "quant_add", value="System"),
-        ConfigError,
-        "one of Add",
+        set_entry(RECORD, "decisions", -1, "class", value="os.System"),
+        QuantizationError,
+        "no operator for quant_add",
     ),
     "child in the way": (lambda d: rename_child(d, "first"), QuantizationError, "has an attribute"),
     "child is forward": (lambda d: rename_child(d, "forward"), QuantizationError, "an attribute"),

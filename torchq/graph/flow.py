@@ -230,6 +230,14 @@ class _Recorder(TorchFunctionMode):
     def sources(self, *values: Any) -> tuple[int, ...]:
         return tuple(self._producer[id(t)] for t in tensors_in(values) if id(t) in self._producer)
 
+    def show(
+        self, see: Callable[..., None], module: nn.Module, args: Any, kwargs: Any, out: Any = None
+    ) -> None:
+        """Let a function see a call, and record nothing of what it computes."""
+        self.depth += 1
+        see(args, kwargs, out)
+        self.depth -= 1
+
     def note_parameters(self, module: nn.Module | None, *values: Any) -> None:
         """Note the modules whose parameters a call reads, other than the called ``module``."""
         for tensor in tensors_in(values):
@@ -311,17 +319,6 @@ def _recorder_for(model: nn.Module) -> _Recorder:
     return _Recorder(owners, holders)
 
 
-def _called(
-    muted: Callable[..., None],
-    see: Callable[[Any, Any, Any], None],
-    module: nn.Module,
-    args: Any,
-    kwargs: Any,
-    result: Any = None,
-) -> None:
-    muted(see, args, kwargs, result)
-
-
 def record(
     model: nn.Module,
     example: Any,
@@ -355,17 +352,12 @@ def record(
         if recorder.depth == 0:
             recorder.note(names[id(module)], module, recorder.pending.pop(), (), out)
 
-    def muted(see: Callable[[Any, Any, Any], None], *given: Any) -> None:
-        recorder.depth += 1
-        see(*given)
-        recorder.depth -= 1
-
     with ExitStack() as stack:
         stack.enter_context(untouched(model))
         for module, see in (watch or {}).items():
-            first = partial(_called, muted, see)
-            stack.callback(module.register_forward_pre_hook(first, with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(first, with_kwargs=True).remove)
+            hook = partial(recorder.show, see)
+            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         for module in model.modules():
             takes_hooks = not isinstance(module, torch.jit.ScriptModule)
             if is_leaf(module) and module is not model and takes_hooks:

@@ -213,11 +213,12 @@ def _add_operators(model: nn.Module, plan: Plan) -> None:
         for child in entry.sites.values():
             decision = plan.decision(f"{path}.{child}" if path else child)
             module = None if decision is None else operator_named(decision.class_name)
+            problem = f"there is no operator for {child}; expected a decision about it"
+            if hasattr(owner, child):
+                problem = f"has an attribute {child} already; expected a module without it"
             if module is None or hasattr(owner, child):
-                what = "has an attribute" if module is not None else "there is no operator for"
                 raise QuantizationError(
-                    f"{path or '(root)'}: {what} {child} already; expected a module "
-                    "without it. Load into the architecture that was saved"
+                    f"{path or '(root)'}: {problem}. Load into the architecture that was saved"
                 )
             owner.add_module(child, module.train(owner.training))
         if not any(d.calls for d in plan.replaced if path in d.names):

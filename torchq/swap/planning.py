@@ -80,7 +80,7 @@ def quantize_(
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
         >>> print(torchq.quantize_(model))
-        module  type    what                                                   rule
+        module  type    what                                                   by
         0       Conv2d  input int8 per-tensor max, weight int8 axis=0 max      type:...
         1 quantized, 0 skipped, recipe int8; 100.0% of the weights of layers quantized
         >>> type(model[0]).__name__

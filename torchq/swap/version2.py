@@ -94,16 +94,26 @@ def _complete(
     earlier: list[str] = []
     for key in [key for key in state if key.startswith(prefix) and key.endswith(".amax")]:
         path = key.removeprefix(prefix).removesuffix(".amax")
-        parent = path.rpartition(".")[0]
+        parent = _parent(path)
         for first in earlier if path not in named else ():
             amax = state[f"{prefix}{first}.amax"]
-            if first.rpartition(".")[0] == parent and _equal(amax, state[key]):
+            if _parent(first) == parent and _equal(amax, state[key]):
                 group = next((group for group in groups if first in group), [first])
                 groups += [group] if group not in groups else []
                 group.append(path)
                 named.add(path)
                 break
         earlier += [path] if path in named else []
+        is_slot = path.endswith("_quantizer") and parent in {_parent(p) for p in named}
+        if is_slot and path not in named:
+            raise ConfigError(
+                f"load: {path}: is a quantizer of the tensors alone, with another range than those "
+                "of its module; expected it in the record too. The file is damaged"
+            )
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
 
 
 def _equal(one: Any, other: Any) -> bool:
