@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from torchq.graph.calling import call_model, tensors_in
+from torchq.graph.calling import Forward, call_model, tensors_in
 from torchq.graph.operators import effects_of, operator_name, operator_of, reads_metadata
 from torchq.graph.tracing import is_torch_leaf
 from torchq.utils import untouched
@@ -230,6 +230,11 @@ class _Recorder(TorchFunctionMode):
     def sources(self, *values: Any) -> tuple[int, ...]:
         return tuple(self._producer[id(t)] for t in tensors_in(values) if id(t) in self._producer)
 
+    def flow(self, out: Any) -> Flow:
+        """Return the calls of a run that returned ``out``."""
+        outputs = frozenset(self.sources(out))
+        return Flow(tuple(self.calls), outputs, "recorder", frozenset(self.read))
+
     def show(
         self, see: Callable[..., None], module: nn.Module, args: Any, kwargs: Any, out: Any = None
     ) -> None:
@@ -323,6 +328,8 @@ def record(
     model: nn.Module,
     example: Any,
     is_leaf: Callable[[nn.Module], bool] = is_torch_leaf,
+    *,
+    forward: Forward | None = None,
     watch: Mapping[nn.Module, Callable[[Any, Any, Any], None]] | None = None,
 ) -> Flow:
     """Run ``model`` once on ``example``, in eval mode without gradients, and return its flow.
@@ -334,6 +341,7 @@ def record(
         model: left unchanged.
         example: the arguments of the call; see :func:`call_arguments`.
         is_leaf: which modules count as one call.
+        forward: called as ``forward(model, example)`` instead of the model itself.
         watch: module -> a function of its arguments, keyword arguments and result that is called
             before each of its calls, with None as the result, and after it. What the function
             computes is not recorded.
@@ -364,10 +372,5 @@ def record(
                 stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
         with recorder:
-            out = call_model(model, example)
-    return Flow(
-        tuple(recorder.calls),
-        frozenset(recorder.sources(out)),
-        "recorder",
-        frozenset(recorder.read),
-    )
+            out = call_model(model, example, forward=forward)
+    return recorder.flow(out)

@@ -6,20 +6,16 @@ The package may import nn, config, recipes and below.
 from torchq.swap.apply import apply_, plan_of, restore_
 from torchq.swap.patch import Patch, patch
 from torchq.swap.plan import Decision, Plan
-from torchq.swap.planning import plan, quantize_, targets
-from torchq.swap.targets import TARGETS, Target
+from torchq.swap.planning import plan, quantize_
 
 __all__ = [
     "Decision",
     "Patch",
     "Plan",
-    "TARGETS",
-    "Target",
     "apply_",
     "patch",
     "plan",
     "plan_of",
     "quantize_",
     "restore_",
-    "targets",
 ]

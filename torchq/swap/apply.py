@@ -25,6 +25,7 @@ from torchq.nn.convert import unchanged_on_error
 from torchq.nn.modules.operators import Cat, QuantCat, operator_named
 from torchq.nn.operator_modules import OperatorOwner, replace_operators_
 from torchq.nn.subclasses import unparametrized
+from torchq.runtime import RUNTIMES, remember_target
 from torchq.swap.plan import ALREADY, Decision, Operators, Plan, canonical_groups
 from torchq.utils import device_of, modules_with_names, qualified_name, set_submodule, twin_of
 
@@ -164,6 +165,7 @@ def apply_(model: nn.Module, plan: Plan) -> None:
                 )
             carry_out_(model, plan)
         vars(model)[_ATTRIBUTE] = plan
+        remember_target(model, None if plan.target is None else RUNTIMES.get(plan.target))
 
 
 def carry_out_(model: nn.Module, plan: Plan) -> None:
@@ -337,4 +339,5 @@ def restore_(model: nn.Module) -> tuple[str, ...]:
             if isinstance(module, QuantModule):
                 revert_(module)
                 restored.append(name)
+    remember_target(model, None)
     return tuple(restored)

@@ -13,6 +13,7 @@ from torchq.config import QuantConfig, Rule
 from torchq.errors import ConfigError, InputError
 from torchq.nn import QuantModule, TensorQuantizer, quantized_as, quantized_class
 from torchq.nn.calls.find import FoundCalls
+from torchq.runtime import Runtime
 from torchq.swap.calls import decide_calls
 from torchq.swap.draft import Draft, obstacle
 from torchq.utils import (
@@ -25,10 +26,10 @@ from torchq.utils import (
 )
 
 
-def config_or_default(config: QuantConfig | None) -> QuantConfig:
-    """Return ``config``, or INT8 in the place of None."""
+def config_or_default(config: QuantConfig | None, runtime: Runtime | None = None) -> QuantConfig:
+    """Return ``config``, or in the place of None the recipe of a runtime, or INT8."""
     if config is None:
-        return recipes.int8()
+        return recipes.int8() if runtime is None else runtime.recipe()
     if not isinstance(config, QuantConfig):
         raise InputError(
             f"config: got {config!r:.60}; expected a QuantConfig. Call a recipe, as in "

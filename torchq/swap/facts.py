@@ -23,6 +23,7 @@ from torchq.nn import (
     shared_groups,
 )
 from torchq.nn.modules.operators import QuantCat
+from torchq.runtime import Placement
 from torchq.swap.apply import public_path, quantizer_slots, tried
 from torchq.swap.plan import Plan, canonical_groups
 from torchq.utils import untouched
@@ -57,6 +58,7 @@ class Facts:
     """What planning reads of a model: what conversion makes of it, and one run in float.
 
     Attributes:
+        placement: where the target wants quantizers beside the inputs of layers.
         inputs: path of a module with quantizers -> the paths of those of its inputs; None stands
             for a slot without one.
         descriptors: path of a quantizer -> how it quantizes.
@@ -72,6 +74,7 @@ class Facts:
         reached: paths of the modules with quantizers that a tensor reached.
     """
 
+    placement: Placement
     inputs: Mapping[str, tuple[str | None, ...]]
     descriptors: Mapping[str, QuantDescriptor]
     modes: Mapping[str, str]
@@ -85,10 +88,16 @@ class Facts:
     reached: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, model: nn.Module, plan: Plan, example: Any = None) -> Facts:
+    def of(
+        cls,
+        model: nn.Module,
+        plan: Plan,
+        example: Any = None,
+        placement: Placement | None = None,
+    ) -> Facts:
         """Let ``model`` be quantized as ``plan`` says for a while, and run it once in float."""
         with tried(model, plan):
-            made = _made(model)
+            made = {"placement": placement or Placement(), **_made(model)}
             if example is None:
                 return cls(**made)
             seen = _Seen(model)

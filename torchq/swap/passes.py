@@ -17,7 +17,6 @@ from torchq.graph import Call, Flow, effects_of, operator_named
 from torchq.nn import InputQuantized, QuantModule, TensorQuantizer, quantized_class
 from torchq.swap.facts import Facts, Value
 from torchq.swap.plan import ALREADY, Decision, Plan, canonical_groups
-from torchq.swap.targets import TARGETS, Target
 
 Pass: TypeAlias = Callable[[Plan, Facts], Plan]
 
@@ -44,11 +43,6 @@ _FUNCTIONS = {
     "Cat": "cat",
     "ScaledDotProductAttention": "scaled_dot_product_attention",
 }
-
-
-def target_of(plan: Plan) -> Target | None:
-    """Return the target of a plan, or None."""
-    return None if plan.target is None else TARGETS[plan.target]
 
 
 def is_depthwise(module: nn.Module | None) -> bool:
@@ -156,8 +150,7 @@ def pads_with_zeros(call: Call) -> bool:
 
 def switches(plan: Plan, facts: Facts) -> Plan:
     """Let quantizers that conversion leaves off stay off, unless the target wants them."""
-    target = target_of(plan)
-    wanted = frozenset() if target is None else target.operators
+    wanted = facts.placement.operators
     rows = {d.name for d in plan.replaced}
     kept = {
         path: mode
@@ -178,8 +171,7 @@ def float_start(plan: Plan, facts: Facts) -> Plan:
     max pooling reads a result, as it is fast between integers alone. A module whose rule is its
     path is left alone.
     """
-    target = target_of(plan)
-    if target is None or not target.float_stem:
+    if not facts.placement.float_stem:
         return plan
     view = View(plan, facts)
     stem = next((call for call in view.flow.calls if isinstance(call.module, nn.Conv2d)), None)
@@ -192,7 +184,7 @@ def float_start(plan: Plan, facts: Facts) -> Plan:
         return plan
     movable = {d.name for d in plan.replaced if d.by not in d.names}
     paths = (view.path(part) for part in parts)
-    reason = f"{target.name} runs the first layers faster in float"
+    reason = f"{plan.target} runs the first layers faster in float"
     return plan.in_float({p: reason for p in paths if p in movable}, "float start")
 
 
@@ -266,10 +258,10 @@ def separate_ranges(plan: Plan, facts: Facts) -> Plan:
     ranges is above ``most_unequal`` and another quantizer reads one of them, or a function or
     module reads the result in float.
     """
-    target = target_of(plan)
-    if target is None or target.most_unequal is None:
+    most = facts.placement.most_unequal
+    if most is None:
         return plan
-    view, most = View(plan, facts), target.most_unequal
+    view = View(plan, facts)
     readers: dict[tuple[int, int], set[str]] = {}
     for value in _read(plan, facts):
         readers.setdefault(value.key, set()).add(value.slot)
@@ -414,8 +406,7 @@ def quantize_results(plan: Plan, facts: Facts) -> Plan:
     Results that the model returns, or that a layer reads which stays float, are left alone. So are
     depthwise convolutions in front of a norm, say: their float kernel is the faster one there.
     """
-    target = target_of(plan)
-    if target is None or not target.quantized_results:
+    if not facts.placement.quantized_results:
         return plan
     view = View(plan, facts)
     calls: dict[str, list[Call]] = {}

@@ -16,17 +16,17 @@ from torchq.formats import PerTensor
 from torchq.nn.calls.find import FoundCalls
 from torchq.nn.calls.functions import CallSite
 from torchq.nn.operator_routes import MARK
+from torchq.runtime import Placement, Runtime
 from torchq.swap.decisions import by_rules, decide
 from torchq.swap.draft import Draft
 from torchq.swap.find_operators import MODULES, Operator, find_operators
 from torchq.swap.passes import is_depthwise
 from torchq.swap.plan import FLOAT_INPUT
-from torchq.swap.targets import Target
 from torchq.utils import Pattern, matches, qualified_name
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
+class Placed:
     """What a target adds to a plan: rules in front, operators, and what it leaves float."""
 
     config: QuantConfig
@@ -37,10 +37,11 @@ class Placement:
 def plan_placement(
     model: nn.Module,
     config: QuantConfig,
-    target: Target,
+    target: Runtime,
+    placement: Placement,
     include: tuple[Pattern, ...],
     example: Any = None,
-) -> Placement:
+) -> Placed:
     """Decide which operators a target wants quantized.
 
     Before: ``config`` says how activations are quantized. After: it has the target's rules in
@@ -49,13 +50,14 @@ def plan_placement(
     """
     descriptor = _activation_descriptor(config, target)
     if descriptor is None:
-        return Placement(config, (), ())
-    patterns = [f"type:{qualified_name(MODULES[kind])}" for kind in sorted(target.operators)]
+        return Placed(config, (), ())
+    patterns = [f"type:{qualified_name(MODULES[kind])}" for kind in sorted(placement.operators)]
     rules = [
-        Rule(pattern, input=descriptor, optional=True) for pattern in (*patterns, *target.modules)
+        Rule(pattern, input=descriptor, optional=True)
+        for pattern in (*patterns, *placement.modules)
     ]
     config = dataclasses.replace(config, rules=(*rules, *config.rules))
-    found, untraceable = find_operators(model, target.operators, example)
+    found, untraceable = find_operators(model, placement.operators, example)
     operators = [
         operator
         for operator in found
@@ -76,7 +78,7 @@ def plan_placement(
         for u in untraceable
     ]
     chosen = tuple((operator, d) for operator, d in decisions if not d.reason)
-    return Placement(config, chosen, tuple(skipped))
+    return Placed(config, chosen, tuple(skipped))
 
 
 _CONVOLUTIONS = (
@@ -95,7 +97,7 @@ _WRITE = (
 )
 
 
-def _activation_descriptor(config: QuantConfig, target: Target) -> QuantDescriptor | None:
+def _activation_descriptor(config: QuantConfig, target: Runtime) -> QuantDescriptor | None:
     """Return how the config quantizes activations, at 8 bits at least; None if it does not."""
     found = next((rule.input for rule in config.rules if rule.input is not None), None)
     if found is None:
@@ -109,34 +111,36 @@ def _activation_descriptor(config: QuantConfig, target: Target) -> QuantDescript
     return found.replace(num_bits=8, name=None) if narrow else found.replace(name=None)
 
 
-def adapt_to_target(decisions: Sequence[Draft], target: Target) -> tuple[Draft, ...]:
+def adapt_to_target(
+    decisions: Sequence[Draft], target: Runtime, placement: Placement
+) -> tuple[Draft, ...]:
     """Return the decisions without what the integer kernels of a target cannot take.
 
     Before: every layer is quantized as the rules say. After: inputs are float where the target
     has no integer kernel, with a note in the report, and weights have one scale where its kernels
     take no more.
     """
-    return tuple(_adapted(decision, target) for decision in decisions)
+    return tuple(_adapted(decision, target, placement) for decision in decisions)
 
 
-def _adapted(decision: Draft, target: Target) -> Draft:
+def _adapted(decision: Draft, target: Runtime, placement: Placement) -> Draft:
     def selected(patterns: tuple[str, ...]) -> bool:
         return any(matches(pattern, decision.names, decision.module) for pattern in patterns)
 
     if decision.reason:
         return decision
     module, is_named = decision.module, decision.rule in decision.names
-    if is_depthwise(module) and module.groups < target.narrow_depthwise and not is_named:
+    if is_depthwise(module) and module.groups < placement.narrow_depthwise and not is_named:
         reason = f"{target.name} runs {module.groups} channels faster in float"
         return dataclasses.replace(decision, reason=reason, input=None, weight=None)
-    if selected(target.float_inputs):
+    if selected(placement.float_inputs):
         if decision.weight is None:
             reason = f"{target.name} has no integer kernel for it"
             return dataclasses.replace(decision, reason=reason)
         note = f"{FLOAT_INPUT}, as {target.name} has no integer kernel for it"
         decision = dataclasses.replace(decision, input=None, note=note)
     weight = decision.weight
-    if weight is not None and weight.axis is not None and selected(target.per_tensor_weights):
+    if weight is not None and weight.axis is not None and selected(placement.per_tensor_weights):
         decision = dataclasses.replace(decision, weight=weight.replace(axis=None, name=None))
     return decision
 
@@ -145,23 +149,23 @@ def decide_for_target(
     model: nn.Module,
     config: QuantConfig,
     include: tuple[Pattern, ...],
-    target: Target,
+    target: Runtime,
+    placement: Placement,
     example: Any,
     calls: Mapping[int, FoundCalls] | None,
 ) -> tuple[QuantConfig, tuple[Draft, ...], tuple[tuple[Operator, Draft], ...]]:
     """Return the rules with those of a target, every decision, and those about operators."""
-    placement = plan_placement(model, config, target, include, example)
-    rewritten = frozenset(id(operator.owner) for operator, _ in placement.operators)
-    layers = adapt_to_target(
-        decide(model, placement.config, include, found=calls, rewritten=rewritten), target
-    )
+    placed = plan_placement(model, config, target, placement, include, example)
+    rewritten = frozenset(id(operator.owner) for operator, _ in placed.operators)
+    decisions = decide(model, placed.config, include, found=calls, rewritten=rewritten)
+    layers = adapt_to_target(decisions, target, placement)
     sites = {id(d.module): d.calls for d in layers if d.calls}
-    reasons = [_beside_calls(o, sites.get(id(o.owner), ())) for o, _ in placement.operators]
-    found = list(zip(placement.operators, reasons, strict=True))
+    reasons = [_beside_calls(o, sites.get(id(o.owner), ())) for o, _ in placed.operators]
+    found = list(zip(placed.operators, reasons, strict=True))
     operators = tuple(pair for pair, reason in found if not reason)
     float_operators = (replace(d, reason=reason) for (_, d), reason in found if reason)
-    skipped = (*float_operators, *placement.skipped)
-    return placement.config, (*layers, *(d for _, d in operators), *skipped), operators
+    skipped = (*float_operators, *placed.skipped)
+    return placed.config, (*layers, *(d for _, d in operators), *skipped), operators
 
 
 def _beside_calls(operator: Operator, calls: Sequence[CallSite]) -> str:

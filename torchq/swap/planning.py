@@ -12,6 +12,7 @@ from torchq.config import QuantConfig, Rule
 from torchq.errors import ConfigError
 from torchq.nn.calls.find import find_calls
 from torchq.nn.convert import unchanged_on_error
+from torchq.runtime import Runtime, remember_target, runtime_of
 from torchq.swap.apply import as_it_is, carry_out_, class_name, keep_plan
 from torchq.swap.decisions import (
     check_used,
@@ -27,18 +28,7 @@ from torchq.swap.passes import PASSES
 from torchq.swap.placement import decide_for_target
 from torchq.swap.plan import Operators, Plan
 from torchq.swap.share import measure_work, warn_if_small
-from torchq.swap.targets import TARGETS
 from torchq.utils import Pattern, progress_stages, qualified_name, state_kept
-
-
-def targets() -> tuple[str, ...]:
-    """Return the names of the runtimes that ``target=`` of several functions accepts.
-
-    Example:
-        >>> "onnxruntime" in torchq.targets()
-        True
-    """
-    return tuple(sorted(TARGETS))
 
 
 def quantize_(
@@ -47,7 +37,7 @@ def quantize_(
     *,
     include: Sequence[Pattern] | Pattern | None = None,
     exclude: Sequence[Pattern] | Pattern | None = None,
-    target: str | None = None,
+    target: str | Runtime | None = None,
     example: Any = None,
     progress: bool = True,
 ) -> Plan:
@@ -94,6 +84,8 @@ def quantize_(
         with unchanged_on_error(model):
             carry_out_(model, found)
             keep_plan(model, found)
+            if target is not None:
+                remember_target(model, runtime_of(target))
     warn_if_small(model, found.share)
     return found
 
@@ -104,19 +96,21 @@ def plan(
     *,
     include: Sequence[Pattern] | Pattern | None = None,
     exclude: Sequence[Pattern] | Pattern | None = None,
-    target: str | None = None,
+    target: str | Runtime | None = None,
     example: Any = None,
 ) -> Plan:
     """Decide what :func:`quantize_` would do; nothing is changed.
 
     Args:
         model: any module; a bare layer too.
-        config: the rules; default :func:`torchq.recipes.int8`.
+        config: the rules; default the recipe of the target, :func:`torchq.recipes.int8` without
+            one.
         include: only modules that match one of these patterns.
         exclude: no module that matches one of these patterns.
         target: also place quantizers where this runtime wants them; one of
-            :func:`torchq.targets`. Additions, concatenations and the like in the forward of a
-            module become children of it, named ``quant_add``, ``quant_cat_1``, ...
+            :func:`torchq.targets`, or a :class:`torchq.runtimes.Runtime`. Additions,
+            concatenations and the like in the forward of a module become children of it, named
+            ``quant_add``, ``quant_cat_1``, ...
         example: the arguments for one call of the model; see
             :func:`torchq.graph.call_arguments`. The model runs once on it, which shows the
             operators of forwards that cannot be traced, and the function calls with weights in
@@ -147,11 +141,13 @@ def make_plan(
     *,
     include: Sequence[Pattern] | Pattern | None = None,
     exclude: Sequence[Pattern] | Pattern | None = None,
-    target: str | None = None,
+    target: str | Runtime | None = None,
     example: Any = None,
 ) -> Plan:
     """Return what :func:`plan` does, without a warning where little is quantized."""
-    config = config_or_default(config)
+    runtime = runtime_of(target)
+    placement = None if runtime is None else runtime.placement
+    config = config_or_default(config, runtime)
     _refuse_programs(model)
     wanted = patterns(include)
     config = config.with_rules(*(Rule(pattern, skip=True) for pattern in patterns(exclude)))
@@ -159,11 +155,11 @@ def make_plan(
     with state_kept(model):
         calls = None if example is None else find_calls(model, example)
         config = resolve_positions(model, config, calls)
-        if target is None:
+        if runtime is None or placement is None:
             drafts = decide(model, config, wanted, found=calls)
         else:
             config, drafts, operators = decide_for_target(
-                model, config, wanted, TARGETS[target], example, calls
+                model, config, wanted, runtime, placement, example, calls
             )
     check_used(model, config, wanted, drafts)
     found = replace(
@@ -171,12 +167,12 @@ def make_plan(
         decisions=tuple(draft.decision() for draft in drafts),
         operators=_sites_of(operators),
         shared=(),
-        modes=_open_branches(operators) if target and TARGETS[target].one_branch else {},
-        target=target,
+        modes=_open_branches(operators) if placement and placement.one_branch else {},
+        target=None if runtime is None else runtime.name,
         recipe=config.name,
         work=measure_work(model, example),
     )
-    facts = Facts.of(model, found, example)
+    facts = Facts.of(model, found, example, placement)
     for step in PASSES if example is not None else PASSES[:1]:
         found = step(found, facts)
     return found
