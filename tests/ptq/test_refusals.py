@@ -32,6 +32,12 @@ def quantized(*, ready: bool = False, bits: int = 3) -> Any:
     return model
 
 
+def normed() -> Any:
+    model = nn.Sequential(nn.LayerNorm(6), *net())
+    torchq.quantize_(model, torchq.recipes.integer(3, 8, weight_method="max"))
+    return model
+
+
 def ready() -> Any:
     return quantized(ready=True)
 
@@ -45,7 +51,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 FUNCTIONS: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], object]]] = {
-    "smooth_": (quantized, lambda m, b: smooth_(m, b, progress=False)),
+    "smooth_": (normed, lambda m, b: smooth_(m, b, progress=False)),
     "correct_bias_": (ready, lambda m, b: correct_bias_(m, b, progress=False)),
     "gptq_": (ready, lambda m, b: gptq_(m, b, progress=False)),
     "adaround_": (ready, lambda m, b: adaround_(m, b, steps=2, progress=False)),
@@ -68,7 +74,7 @@ def test_bad_batches_are_named(name: str, kind: str) -> None:
     model = build()
     if kind == "too large to multiply":  # Products of finite inputs and weights overflow.
         with torch.no_grad():
-            model[0].weight.mul_(1e3)
+            model[0].weight.mul_(1e39 if name == "smooth_" else 1e3)
     with unchanged(model), pytest.raises(error, match=text):
         function(model, batches)
 
@@ -81,9 +87,11 @@ class Branches(nn.Module):
         torch.manual_seed(0)
         self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
         self.float_layer, self.unused = nn.Linear(8, 8), nn.Linear(6, 6)
+        self.before, self.behind = nn.LayerNorm(6), nn.LayerNorm(8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.sigmoid(self.float_layer(torch.sigmoid(self.first(x)))))
+        y = self.float_layer(torch.sigmoid(self.first(self.before(x))))
+        return self.last(self.behind(torch.sigmoid(y)))
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -112,8 +120,8 @@ def test_models_in_another_state_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: got no "):
         function(net(), [GOOD])
     text = "0.input_quantizer has no range yet"
-    text = "got a calibrated model" if build is quantized else text
-    model = quantized(ready=build is quantized)
+    text = "got a calibrated model" if build is normed else text
+    model = quantized(ready=build is normed)
     with unchanged(model), pytest.raises(ConfigError, match=f"{name}: {text}"):
         function(model, [GOOD])
 

@@ -46,6 +46,7 @@ from torchq.workflow import quantizers
 _ALPHAS = tuple(i / 10 for i in range(10))
 # The relative change of a float32 output that is accepted.
 _TOLERANCE = 1e-4
+_NO_NORM = "its input is not that of a norm which only such layers read"
 # Rows of the input of a layer that are kept in all.
 _ROWS = 1024
 
@@ -56,7 +57,7 @@ class SmoothedGroup:
 
     Attributes:
         layers: their paths.
-        source: path of the norm that took the inverse factors; None if the input quantizers did.
+        source: path of the norm that took the inverse factors.
         alpha: the share of the difficulty that moved to the weights; None if nothing changed,
             because all factors would have made the error larger.
         spread_before: the largest over the median magnitude of the input channels.
@@ -64,7 +65,7 @@ class SmoothedGroup:
     """
 
     layers: tuple[str, ...]
-    source: str | None
+    source: str
     alpha: float | None
     spread_before: float
     spread_after: float
@@ -88,9 +89,8 @@ class SmoothReport:
         rows = []
         for group in self.groups:
             change = f"{group.spread_before:.3g} -> {group.spread_after:.3g}"
-            where = group.source or "input quantizer"
             alpha = "none" if group.alpha is None else f"{group.alpha:g}"
-            rows.append((", ".join(group.layers), where, alpha, change))
+            rows.append((", ".join(group.layers), group.source, alpha, change))
         header = ("layers", "factors in", "alpha", "spread of channels")
         last = f"{len(self.groups)} inputs, output changed by {self.error:.1e}"
         return report_text(header, rows, self.skipped, last)
@@ -105,14 +105,13 @@ def smooth_(
     forward: Forward | None = None,
     progress: bool = True,
 ) -> SmoothReport:
-    """Divide the input channels of quantized Linear layers by factors, in place.
+    """Divide the input channels of quantized Linear layers behind norms by factors, in place.
 
     Call it after :func:`torchq.quantize_` and before :func:`torchq.calibrate`. The factor of
     channel j is ``max|x_j|^alpha / max|w_j|^(1 - alpha)`` (equation 4 of the paper); the weights
-    are multiplied by it. A LayerNorm or RMSNorm whose output only such layers read takes the
-    inverse factors; elsewhere the input quantizer multiplies by them (``pre_quant_scale``). The
-    float output stays the same, which is verified on the first batch. A call that fails changes
-    nothing.
+    are multiplied by it, and the LayerNorm or RMSNorm whose output they alone read takes the
+    inverse factors; layers without such a norm are left alone. The float output stays the same,
+    which is verified on the first batch. A call that fails changes nothing.
 
     Args:
         model: a quantized model that is not calibrated.
@@ -146,7 +145,7 @@ def smooth_(
     kept = kept_batches("smooth_", batches, num_batches)
     with torch.no_grad(), evaluating(model), quantizing_only(quantizers(model).values()):
         groups, skipped = find_groups(model, kept[0])
-        expected = "quantized Linear layers whose input channels can take factors"
+        expected = "quantized Linear layers behind a norm"
         check_found("smooth_", groups, skipped, expected)
         seen = _observe_inputs(model, groups, kept, forward, progress)
         before = float_outputs(model, kept[0], forward)
@@ -166,13 +165,10 @@ def smooth_(
 
 @dataclass(frozen=True)
 class ChannelGroup:
-    """Layers that read one tensor, by path.
-
-    ``source`` is the norm that makes it and can take factors, because nothing else reads it.
-    """
+    """Layers that read one tensor, by path, and the norm that makes it for them alone."""
 
     layers: tuple[tuple[str, Any], ...]
-    source: tuple[str, Any] | None
+    source: tuple[str, Any]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -180,10 +176,9 @@ class ChannelGroup:
         return tuple(name for name, _ in self.layers)
 
     def modules(self) -> Iterator[Any]:
-        """Yield the layers and the source."""
+        """Yield the layers and the norm."""
         yield from (layer for _, layer in self.layers)
-        if self.source is not None:
-            yield self.source[1]
+        yield self.source[1]
 
 
 def find_groups(model: nn.Module, example: Any) -> tuple[list[ChannelGroup], dict[str, str]]:
@@ -192,34 +187,25 @@ def find_groups(model: nn.Module, example: Any) -> tuple[list[ChannelGroup], dic
     The quantizers of ``model`` are off; ``example`` holds the arguments of one call.
     """
     flow = record(model, example, _is_leaf)
-    skipped: dict[str, str] = {}
     chosen: dict[tuple[int, ...], list[Call]] = {}
-    wanted = {
-        name: module
+    skipped: dict[str, str] = {
+        name: "the first batch did not reach it"
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and isinstance(module, QuantModule)
     }
-    reached = set()
     for call in flow.calls:
-        if call.name not in wanted or call.module is not wanted[call.name]:
-            continue
-        reached.add(call.name)
-        reason = _obstacle(model, flow, call)
-        if reason is None:
-            # An input of the model has no source, and its layers stay apart.
-            key = call.inputs or (-1 - call.index,)
-            chosen.setdefault(key, []).append(call)
-        else:
-            skipped[call.name] = reason
-    skipped |= dict.fromkeys(wanted.keys() - reached, "the first batch did not reach it")
+        if call.name in skipped and isinstance(call.module, nn.Linear):
+            reason = _obstacle(model, flow, call)
+            skipped[call.name] = reason or _NO_NORM
+            if reason is None:
+                chosen.setdefault(call.inputs, []).append(call)
     groups: list[ChannelGroup] = []
     for key, calls in chosen.items():
-        layers = tuple((call.name, call.module) for call in calls)
         source = _source(flow, key, calls)
         if source is not None:
-            groups.append(ChannelGroup(layers, source))
-        else:
-            groups += [ChannelGroup((layer,), None) for layer in layers]
+            groups.append(ChannelGroup(tuple((c.name, c.module) for c in calls), source))
+            for call in calls:
+                del skipped[call.name]
     return groups, skipped
 
 
@@ -235,14 +221,12 @@ def _obstacle(model: nn.Module, flow: Flow, call: Call) -> str | None:
     reason = why_fixed(flow, layer)
     if reason is not None or is_shared(model, layer.weight):
         return reason or "it shares its weight with another module"
-    quantizer = layer.input_quantizer
-    holders = [m for m in model.modules() if any(c is quantizer for c in m.children())]
-    return "it shares its input quantizer with another module" if len(holders) > 1 else None
+    return None
 
 
 def _source(flow: Flow, key: tuple[int, ...], calls: list[Call]) -> tuple[str, Any] | None:
     """Return the norm that makes the channels that exactly these calls read, or None."""
-    if len(key) != 1 or key[0] < 0:
+    if len(key) != 1:
         return None
     source = flow.calls[key[0]]
     readers = {reader.index for reader in flow.consumers(source)}
@@ -335,9 +319,8 @@ def _smooth(group: ChannelGroup, inputs: _Inputs, asked: float | str) -> Smoothe
     found = factors(alpha)
     if alpha is not None:
         _fold_(group, found)
-    source = None if group.source is None else group.source[0]
     before, after = spread(inputs.largest), spread(inputs.largest / found)
-    return SmoothedGroup(group.names, source, alpha, before, after)
+    return SmoothedGroup(group.names, group.source[0], alpha, before, after)
 
 
 def _channel_factors(x: Tensor, weight: Tensor, alpha: float) -> Tensor:
@@ -355,18 +338,9 @@ def _channel_factors(x: Tensor, weight: Tensor, alpha: float) -> Tensor:
 
 
 def _fold_(group: ChannelGroup, factors: Tensor) -> None:
-    """Multiply the input channels of the layers by factors, and what they read by the inverse.
-
-    A norm before them takes the inverse; without one the input quantizers do.
-    """
+    """Multiply the input channels of the layers by factors, and the norm by the inverse."""
     for _, layer in group.layers:
         scale_inputs_(layer, factors)
-        if group.source is None:
-            inverse = (1 / factors).to(layer.weight.dtype)
-            old = layer.input_quantizer.pre_quant_scale
-            layer.input_quantizer.pre_quant_scale = inverse if old is None else old * inverse
-    if group.source is None:
-        return
     norm: Any = group.source[1]
     for parameter in (norm.weight, getattr(norm, "bias", None)):
         if parameter is not None:
