@@ -14,16 +14,17 @@ from torch import Tensor, nn
 import torchq
 from torchq import QuantDescriptor, TensorQuantizer
 from torchq.errors import ConfigError
-from torchq.functional import Range, scale_from_amax
+from torchq.functional import QParams, Range
 
 AFFINE = QuantDescriptor(unsigned=True, symmetric=False)
-FORMAT = QuantDescriptor().format
 
 
-def lost_scales(count: int) -> Tensor:
-    """Return scales that ``amax = scale * qmax`` gives back a last bit off."""
+def lost_scales(count: int, descriptor: QuantDescriptor = QuantDescriptor()) -> Tensor:  # noqa: B008
+    """Return scales that the range of their outermost codes gives back a last bit off."""
     scale = torch.rand(4000, generator=torch.Generator().manual_seed(0)) / 10 + 1e-3
-    lost = scale[scale_from_amax(scale * FORMAT.qmax, FORMAT) != scale]
+    qparams = QParams(scale, torch.full_like(scale, 7), descriptor.format)
+    found = Range.of_qparams(qparams, symmetric=descriptor.symmetric).qparams(descriptor.format)
+    lost = scale[found.scale != scale]
     return lost[:count]
 
 
@@ -53,8 +54,9 @@ def _starts_at_zero(model: Any) -> bool:
 @pytest.mark.parametrize("point", [None, 7])
 def test_calls_use_exactly_the_scale(point: int | None, dtype: torch.dtype) -> None:
     x = (torch.randn(500, generator=torch.Generator().manual_seed(1)) * 9).to(dtype)
-    for scale in lost_scales(20):
-        q = held(QuantDescriptor() if point is None else AFFINE, scale, point)
+    descriptor = QuantDescriptor() if point is None else AFFINE
+    for scale in lost_scales(20, descriptor):
+        q = held(descriptor, scale, point)
         low, high = (-128, 127) if point is None else (-point, 255 - point)
         working = torch.float64 if dtype is torch.float64 else torch.float32
         codes = (x.to(working) / scale.to(working)).round().clamp(low, high)
@@ -186,6 +188,16 @@ def test_another_range_ends_it(tmp_path: Path) -> None:
     changed(lambda q: setattr(q, "range", Range(torch.tensor(1.0))))
     changed(lambda q: q.set_range(-1.0, 1.0), QuantDescriptor(symmetric=False))
     assert not changed(lambda q: q.forget_amax()).calibrated
+
+
+def test_learned_ranges_start_from_it() -> None:
+    model = network().train()
+    torchq.qat.learn_ranges_(model)
+    assert not any("held" in key for key in model.state_dict())
+    q = model[0].weight_quantizer
+    torch.testing.assert_close(q.scale.flatten(), lost_scales(7)[1:])
+    model(torch.randn(5, 8)).sum().backward()
+    assert q.amax.grad is not None
 
 
 def test_a_failed_calibration_gives_it_back() -> None:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import torchq
+from torchq.functional import QParams
 from torchq.onnx.ir import Model
-from torchq.onnx.qdq import NodeQParams, qparams_of, quantizer_nodes
+from torchq.onnx.qdq import qparams_of, quantizer_nodes
 
 __all__ = ["Layers", "Residual", "activation_qparams", "calibrated", "ends", "run_file"]
 
@@ -103,6 +104,6 @@ def ends(path: Path, kind: str) -> dict[str, Any]:
     return {node.name.rpartition("/")[0]: node for node in nodes if node.op_type == kind}
 
 
-def activation_qparams(model: Model) -> dict[str, NodeQParams]:
+def activation_qparams(model: Model) -> dict[str, QParams]:
     """Return the parameters of each quantizer of an activation, by name and in order."""
     return {name: qparams_of(node) for name, node in quantizer_nodes(model).items()}

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torchq.calib import SEARCHES, Calibrator, make_calibrator
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import CalibrationError, ConfigError, ExportError
-from torchq.formats import PerTensor
 from torchq.functional import (
     QParams,
     Range,
@@ -27,6 +26,7 @@ from torchq.functional import (
     range_gradient_scale,
     scale_gradient,
 )
+from torchq.nn.given_numbers import checked_numbers, checked_qparams
 from torchq.utils import constant_while_tracing, short_repr
 
 # Keeps these calls whole when a model is traced with torch.fx.
@@ -121,7 +121,9 @@ class TensorQuantizer(nn.Module):
         self.calibrator = None
         self._prepare_range(device)
         self.register_buffer("pre_quant_scale", None)
-        self._prepare_sign(device)
+        if self.descriptor.unsigned == "auto":
+            undecided = torch.tensor(_UNDECIDED, dtype=torch.int8, device=device)
+            self.register_buffer("unsigned", undecided)
         if self._search() is None:
             self._make_calibrator()  # An unknown calib_method is an error at once.
 
@@ -137,12 +139,6 @@ class TensorQuantizer(nn.Module):
                 self.register_parameter(end, nn.Parameter(initial))
             else:
                 self.register_buffer(end, initial)
-
-    def _prepare_sign(self, device: torch.device | None) -> None:
-        """Add the buffer ``unsigned`` if the descriptor leaves the sign to calibration."""
-        if self.descriptor.unsigned == "auto":
-            undecided = torch.tensor(_UNDECIDED, dtype=torch.int8, device=device)
-            self.register_buffer("unsigned", undecided)
 
     @property
     def _label(self) -> str:
@@ -162,7 +158,7 @@ class TensorQuantizer(nn.Module):
             )
         if name in ("amax", "amin") and name in self._buffers and isinstance(value, Tensor):
             if value.numel():
-                self._as_end(name, value)
+                checked_numbers(self._label, name, value, self.amax.device)
             value = value.to(torch.float32)
             self.drop_qparams()
         super().__setattr__(name, value)
@@ -190,8 +186,7 @@ class TensorQuantizer(nn.Module):
             return fake_quantize_affine(x, *self._held(), d.format, d.granularity)
         function = learned_fake_quantize if d.learn_amax else fake_quantize
         high, low = self.range_for(x)
-        arguments = (high, d.format, d.granularity, d.block_scale_format)
-        return function(x, *arguments) if low is None else function(x, *arguments, amin=low)
+        return function(x, high, d.format, d.granularity, d.block_scale_format, low)
 
     def codes(self, x: Tensor) -> Tensor:
         """Return the codes that a call rounds ``x`` to, with the zero point, without gradient.
@@ -206,8 +201,7 @@ class TensorQuantizer(nn.Module):
         if "held_scale" in self._buffers:
             return quantize_affine(x, *self._held(), d.format, d.granularity)
         high, low = self.range_for(x)
-        arguments = (high, d.format, d.granularity, d.block_scale_format)
-        return quantize(x, *arguments) if low is None else quantize(x, *arguments, amin=low)
+        return quantize(x, high, d.format, d.granularity, d.block_scale_format, low)
 
     def _held(self) -> tuple[Tensor, Tensor | None]:
         """Return the scale and the zero point that are held; None for a symmetric range."""
@@ -397,11 +391,17 @@ class TensorQuantizer(nn.Module):
     def _set_checked(self, **ends: Any) -> None:
         """Set the range to ends by name; where a scale is too small, a warning says so."""
         with torch.inference_mode(False), torch.no_grad():
-            found = Range(*(self._as_end(end, value) for end, value in ends.items()))
-            length = found.high if found.low is None else found.high - self._same_shape(*found)
-            lost = 0
-            if not length.is_meta:
-                lost = int((found.dead(self.descriptor.format) & (length > 0)).sum())
+            device = self.amax.device
+            numbers = [checked_numbers(self._label, *pair, device) for pair in ends.items()]
+            if numbers[0].shape != numbers[-1].shape:
+                raise ConfigError(
+                    f"{self._label}: got amin of shape {tuple(numbers[-1].shape)} and amax of "
+                    f"shape {tuple(numbers[0].shape)}; expected equal shapes"
+                )
+            found = Range(*numbers)
+            length = found.high if found.low is None else found.high - found.low
+            dead = found.dead(self.descriptor.format) & (length > 0)
+            lost = 0 if length.is_meta else int(dead.sum())
             if lost:
                 warnings.warn(
                     f"{self._label}: got {lost} ranges as small as {float(length.min()):.3g}; "
@@ -409,14 +409,6 @@ class TensorQuantizer(nn.Module):
                     stacklevel=3,
                 )
             self.range = found
-
-    def _same_shape(self, high: Tensor, low: Tensor) -> Tensor:
-        if low.shape != high.shape:
-            raise ConfigError(
-                f"{self._label}: got amin of shape {tuple(low.shape)} and amax of shape "
-                f"{tuple(high.shape)}; expected equal shapes"
-            )
-        return low
 
     def set_qparams(self, scale: Any, zero_point: Any = None) -> None:
         """Hold a scale and a zero point as they are, such as those of a checkpoint of others.
@@ -442,65 +434,18 @@ class TensorQuantizer(nn.Module):
             >>> q(torch.tensor([-9.0, 0.3, 200.0]))
             tensor([ -1.0000,   0.5000, 126.5000])
         """
-        d = self.descriptor
-        if d.learn_amax or d.dynamic or d.scale_amax is not None or d.block_scale_format:
-            raise ConfigError(
-                f"{self._label}: got set_qparams for {d}; expected a descriptor without "
-                "learn_amax, dynamic, scale_amax, scale_format and power_of_two. Use set_amax"
-            )
+        d, point = self.descriptor, 0 if zero_point is None else zero_point
         with torch.inference_mode(False), torch.no_grad():
-            found = self._held_qparams(scale, 0 if zero_point is None else zero_point)
+            found = checked_qparams(self._label, d, scale, point, self.amax.device)
             self.range = Range.of_qparams(found, symmetric=d.symmetric)
             values = (found.scale,) if d.symmetric else (found.scale, found.zero_point)
             for name, value in zip(_HELD, values, strict=False):
                 self.register_buffer(name, value)
 
-    def _held_qparams(self, scale: Any, zero_point: Any) -> QParams:
-        """Return a scale (float32) and a zero point (int32), checked."""
-        d = self.descriptor
-        given, point = self._as_end("scale", scale), _as_tensor(zero_point).to(self.amax.device)
-        point = point.expand(given.shape) if point.numel() == 1 else point
-        if point.shape != given.shape or (d.granularity == PerTensor() and given.numel() != 1):
-            raise ConfigError(
-                f"{self._label}: got a scale of shape {tuple(given.shape)} and a zero point of "
-                f"shape {tuple(point.shape)} for {d}; expected equal shapes, with one element per "
-                "tensor"
-            )
-        low, high = (0, 0) if d.symmetric else (int(d.format.quant_min), int(d.format.quant_max))
-        is_code = (point >= low) & (point <= high) & (point == point.to(torch.int32))
-        if not point.is_meta and not bool(is_code.all()):
-            raise ConfigError(
-                f"{self._label}: got zero points from {float(point.min()):g} to "
-                f"{float(point.max()):g} for {d}; expected whole numbers from {low} to {high}"
-            )
-        if not given.is_meta and not bool((given * d.format.qmax < torch.inf).all() & given.all()):
-            raise ConfigError(
-                f"{self._label}: got scales from {float(given.min()):.3g} to "
-                f"{float(given.max()):.3g}; expected numbers > 0 whose range fits float32"
-            )
-        return QParams(given, point.to(torch.int32, copy=True), d.format)
-
     def drop_qparams(self) -> None:
         """Let the scale and the zero point follow from the range again."""
         for name in _HELD:
             self._buffers.pop(name, None)
-
-    def _as_end(self, end: str, value: Any) -> Tensor:
-        """Return ``value`` as the end of a range, checked."""
-        sign = "<=" if end == "amin" else ">="
-        expected = f"expected finite numbers {sign} 0 that fit float32"
-        try:
-            given = _as_tensor(value).detach()
-        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            raise ConfigError(f"{self._label}: got an {end} of which {error}; {expected}") from None
-        if given.is_complex() or given.numel() == 0:
-            shown = f"{end} of dtype {given.dtype} and shape {tuple(given.shape)}"
-            raise ConfigError(f"{self._label}: got {shown}; {expected}")
-        new = given.to(device=self.amax.device, dtype=torch.float32, copy=True)
-        outward = -new if end == "amin" else new
-        if not new.is_meta and not bool(((outward >= 0) & (outward < torch.inf)).all()):
-            raise ConfigError(f"{self._label}: got {end} {value}; {expected}")
-        return new
 
     def _adopt(self, new: Tensor, end: str = "amax") -> None:
         if new.is_inference():  # Nothing could be trained through an inference tensor.
@@ -750,19 +695,6 @@ class TensorQuantizer(nn.Module):
         end = "amax" if self.descriptor.symmetric else "range"
         delegated = "" if self._delegate is None else ", delegated"
         return f"{self.descriptor}, {end}={self.range_text()}, {self.mode}{delegated}"
-
-
-def _as_tensor(value: Any) -> Tensor:
-    """Return a value as a tensor, whatever the default dtype and device of torch are.
-
-    Python's numbers keep their float64.
-    """
-    if isinstance(value, Tensor):
-        return value
-    found = torch.as_tensor(value, device="cpu")
-    if hasattr(value, "__array__") or not found.is_floating_point():
-        return found
-    return torch.as_tensor(value, device="cpu", dtype=torch.float64)
 
 
 # Trainers that know NVIDIA ModelOpt recognise its quantizers by the name of their class, and ask

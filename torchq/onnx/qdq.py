@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torchq.formats import Format, IntFormat, format_by_name
+from torchq.functional import QParams
 from torchq.onnx.ir import (
     DataType,
     Model,
@@ -33,76 +32,6 @@ _RECORD = "torchq"
 _FLOAT8 = {"FLOAT8E4M3FN": "e4m3", "FLOAT8E5M2": "e5m2"}
 
 
-@dataclass(frozen=True)
-class NodeQParams:
-    """Quantization parameters of a QuantizeLinear or DequantizeLinear node.
-
-    Attributes:
-        scale: Float32; no dimensions for one scale, one dimension for a scale per index of
-            ``axis``, as many as the tensor for blocks.
-        zero_point: The codes of 0.0, float32, of the shape of ``scale``.
-        format: The codes, as a format of torchq.
-        axis: The axis of several scales or of blocks.
-        block_size: Elements of one block; 0 without blocks.
-    """
-
-    scale: Tensor
-    zero_point: Tensor
-    format: Format
-    axis: int = 1
-    block_size: int = 0
-
-    @property
-    def quant_min(self) -> float:
-        """The smallest code."""
-        return self.format.quant_min
-
-    @property
-    def quant_max(self) -> float:
-        """The largest code."""
-        return self.format.quant_max
-
-    def has_zero_point(self, code: float) -> bool:
-        """Return True if all zero points are ``code``."""
-        return bool((self.zero_point == code).all())
-
-    def scaled(self, x: Tensor) -> Tensor:
-        """Return ``x / scale`` in float32, not rounded."""
-        return x.to(torch.float32) / self._aligned(self.scale, x)
-
-    def round(self, scaled: Tensor) -> Tensor:
-        """Return scaled values rounded and saturated to codes, less the zero point."""
-        if not self.format.is_integer:
-            return self.format.snap_(scaled.clone())
-        zero_point = self._aligned(self.zero_point, scaled)
-        rounded = scaled.round()
-        return rounded.clamp(self.quant_min - zero_point, self.quant_max - zero_point)
-
-    def codes(self, scaled: Tensor) -> Tensor:
-        """Return scaled values rounded and saturated to codes."""
-        if self.has_zero_point(0):
-            return self.format.snap_(scaled.clone())
-        return self.round(scaled) + self._aligned(self.zero_point, scaled)
-
-    def centered(self, codes: Tensor) -> Tensor:
-        """Return codes as float32, less the zero point."""
-        return codes.to(torch.float32) - self._aligned(self.zero_point, codes)
-
-    def dequantize(self, centered: Tensor) -> Tensor:
-        """Return the values of codes from which the zero point was subtracted."""
-        return centered * self._aligned(self.scale, centered)
-
-    def _aligned(self, parameter: Tensor, x: Tensor) -> Tensor:
-        """Return a parameter in a shape that broadcasts with ``x``."""
-        parameter = parameter.to(x.device)
-        if self.block_size:
-            repeated = parameter.repeat_interleave(self.block_size, dim=self.axis)
-            return repeated.narrow(self.axis, 0, x.shape[self.axis])
-        if parameter.numel() == 1:
-            return parameter.reshape(())
-        return parameter.reshape([-1 if d == self.axis % x.dim() else 1 for d in range(x.dim())])
-
-
 def format_of(dtype: DataType) -> Format:
     """Return torchq's format of an ONNX type that QuantizeLinear writes."""
     return format_by_name(_FLOAT8.get(dtype.name, dtype.name.lower()))
@@ -122,17 +51,17 @@ def element_type(quantize: Node) -> DataType:
     return onnx_ir.DataType(chosen) if chosen else onnx_ir.DataType.UINT8
 
 
-def qparams_of(node: Node) -> NodeQParams:
+def qparams_of(node: Node) -> QParams:
     """Return the parameters of a node whose scale and zero point are stored."""
     quantizes = node.op_type == "QuantizeLinear"
     dtype = element_type(node) if quantizes else data_type(node.inputs[0])
     scale, stored = value_of(node.inputs[1]).to(torch.float32), input_at(node, 2)
     zero_point = torch.zeros_like(scale) if stored is None else value_of(stored).to(torch.float32)
     block_size = int(attribute(node, "block_size", 0))
-    return NodeQParams(scale, zero_point, format_of(dtype), axis_of(node), block_size)
+    return QParams(scale, zero_point, format_of(dtype), axis_of(node), block_size)
 
 
-def set_qparams(quantize: Node, qparams: NodeQParams) -> None:
+def set_qparams(quantize: Node, qparams: QParams) -> None:
     """Give a QuantizeLinear, and each DequantizeLinear of its codes, new per-tensor parameters."""
     graph, name = quantize.graph, pair_name(quantize)
     stored = torch.uint8 if not qparams.quant_min else torch.int8

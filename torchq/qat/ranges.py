@@ -135,6 +135,7 @@ def _make_parameters(
             low = quantizer.descriptor.format.quant_min / quantizer.descriptor.format.quant_max
             known = amax * low
         ends["amin"] = known.detach().clone()
+    quantizer.drop_qparams()
     quantizer.descriptor = descriptor
     for name, value in ends.items():
         delattr(quantizer, name)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import torch
 
-from torchq.formats import IntFormat, format_by_name
+from torchq.formats import Format, IntFormat
+from torchq.functional import QParams
 from torchq.onnx.ir import (
     Model,
     Node,
@@ -19,7 +21,7 @@ from torchq.onnx.ir import (
     value_of,
 )
 from torchq.onnx.passes.pads import constant_fill
-from torchq.onnx.qdq import NodeQParams, qparams_of, set_qparams, shared_name
+from torchq.onnx.qdq import qparams_of, set_qparams, shared_name
 from torchq.runtime import ActivationTypes
 
 #: Operators whose result is never negative, whatever they read.
@@ -104,7 +106,7 @@ def retype_activations(
             set_qparams(node, new)
 
 
-def _highest_code(quantize: Node, qparams: NodeQParams) -> float:
+def _highest_code(quantize: Node, qparams: QParams) -> float:
     """Return the highest code; formats that are narrower than their ONNX type are clipped."""
     clip = computed_by(quantize.inputs[0], "Clip", "Min")
     bounds = () if clip is None else clip.inputs[2:] if clip.op_type == "Clip" else clip.inputs
@@ -116,8 +118,8 @@ def _highest_code(quantize: Node, qparams: NodeQParams) -> float:
 
 
 def _retyped(
-    old: NodeQParams, types: ActivationTypes, positive: bool, highest: float
-) -> NodeQParams | None:
+    old: QParams, types: ActivationTypes, positive: bool, highest: float
+) -> QParams | None:
     """Return the parameters with the wanted sign; None where they stay as they are."""
     if not isinstance(old.format, IntFormat) or old.format.width not in types.widths:
         return None
@@ -132,7 +134,7 @@ def _retyped(
     return None
 
 
-def derived_qparams(own: NodeQParams, highest: float) -> tuple[NodeQParams, ...]:
+def derived_qparams(own: QParams, highest: float) -> tuple[QParams, ...]:
     """Return the per-tensor parameters that some target writes for those of a model."""
     if not isinstance(own.format, IntFormat):
         return (own,)
@@ -150,28 +152,27 @@ def _fits_signed(format: IntFormat, highest: float) -> bool:
     return highest < _half(format)
 
 
-def _half(format: IntFormat) -> int:
+def _half(format: Format) -> int:
     """Return the middle of the unsigned codes of the same width."""
-    return int(2 ** (format.width - 1))
+    return int(2 ** (format.bits - 1))
 
 
-def _share(format: IntFormat) -> float:
+def _share(format: Format) -> float:
     """Return the scale of unsigned codes over that of signed codes with the same range."""
     half = _half(format)
     return (half - 1) / (2 * half - 1)  # 127/255 for 8 bits.
 
 
-def _unsigned(old: NodeQParams, finer: bool) -> NodeQParams:
+def _unsigned(old: QParams, finer: bool) -> QParams:
     """Return unsigned codes: with the zero point 0 on a finer grid, or moved by half the codes."""
-    assert isinstance(old.format, IntFormat)
-    format, scale = format_by_name(f"uint{old.format.width}"), old.scale
-    zero_point = torch.zeros_like(scale) if finer else old.zero_point + _half(old.format)
-    return NodeQParams(scale * _share(old.format) if finer else scale, zero_point, format)
+    moved = old.stored(signed=False)
+    if not finer:
+        return moved
+    zero_point = torch.zeros_like(old.scale)
+    return replace(moved, scale=old.scale * _share(old.format), zero_point=zero_point)
 
 
-def _signed(old: NodeQParams, coarser: bool) -> NodeQParams:
+def _signed(old: QParams, coarser: bool) -> QParams:
     """Return signed codes with the zero point 0, on a coarser grid for codes that began at 0."""
-    assert isinstance(old.format, IntFormat)
-    format = format_by_name(f"int{old.format.width}")
     scale = old.scale / _share(old.format) if coarser else old.scale
-    return NodeQParams(scale, torch.zeros_like(scale), format)
+    return replace(old.stored(signed=True), scale=scale, zero_point=torch.zeros_like(scale))

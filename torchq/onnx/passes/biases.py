@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchq.functional import QParams
 from torchq.onnx.ir import (
     Model,
     Node,
@@ -20,7 +21,6 @@ from torchq.onnx.ir import (
     value_of,
 )
 from torchq.onnx.qdq import (
-    NodeQParams,
     add_to_record,
     pair_name,
     qparams_of,
@@ -100,14 +100,14 @@ def _least_scales(node: Node) -> Tensor | None:
     return value_of(bias).double().flatten().abs() / (of_input.reshape(()) * _LARGEST)
 
 
-def _requantize(weight: Node, old: NodeQParams, scale: Tensor) -> None:
+def _requantize(weight: Node, old: QParams, scale: Tensor) -> None:
     """Give a stored weight new scales, (channels,) or (1,), and round its codes to them."""
     codes, dtype = value_of(weight.inputs[0]), data_type(weight.inputs[0])
     axis = old.axis if old.scale.numel() > 1 else 0
     zero_point = old.zero_point.reshape(-1).expand(len(scale)).contiguous()
     if not old.scale.dim():
         scale, zero_point = (t.reshape(()) if len(t) == 1 else t for t in (scale, zero_point))
-    new = NodeQParams(scale, zero_point, old.format, axis)
+    new = QParams(scale, zero_point, old.format, axis)
     values = old.dequantize(old.centered(codes)).double()
     rounded = new.codes(new.scaled(values))
     name, graph = str(weight.name), weight.graph

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from torchq.formats import format_by_name
+from torchq.functional import QParams
 from torchq.functional.onnx_ops import onnx_type
 from torchq.nn import TensorQuantizer
 from torchq.onnx.interface import named_calls
 from torchq.onnx.passes.activations import derived_qparams
-from torchq.onnx.qdq import NodeQParams, path_of
+from torchq.onnx.qdq import path_of
 
 #: Scales that a target derives are rounded to float32 once or twice.
 _RTOL = 1e-6
@@ -47,7 +48,7 @@ class Simulation:
     def __init__(
         self,
         quantizers: Mapping[str, TensorQuantizer],
-        qparams: Mapping[str, NodeQParams],
+        qparams: Mapping[str, QParams],
         merged: Mapping[str, str],
     ) -> None:
         self._quantizers, self._qparams, self._merged = quantizers, qparams, merged
@@ -93,7 +94,7 @@ class Simulation:
         return out
 
 
-def _codes_as_in_file(quantizer: TensorQuantizer, found: NodeQParams, scaled: Tensor) -> Tensor:
+def _codes_as_in_file(quantizer: TensorQuantizer, found: QParams, scaled: Tensor) -> Tensor:
     """Return the codes of a derived type; a negative value that it cannot hold keeps its code.
 
     A target takes unsigned codes from 0 for tensors that cannot be negative; a negative value
@@ -104,17 +105,17 @@ def _codes_as_in_file(quantizer: TensorQuantizer, found: NodeQParams, scaled: Te
     return found.round(scaled)
 
 
-def _own_layout(quantizer: TensorQuantizer, found: NodeQParams) -> NodeQParams:
+def _own_layout(quantizer: TensorQuantizer, found: QParams) -> QParams:
     """Return the parameters of the model, in the layout that the file has."""
     scale, point = (t.detach().float().cpu() for t in quantizer.calculate_qparams())
     format = quantizer.descriptor.format
     if scale.numel() != found.scale.numel():
-        return NodeQParams(scale.reshape(-1)[0], point.reshape(-1)[0], format)
+        return QParams(scale.reshape(-1)[0], point.reshape(-1)[0], format)
     scale, point = scale.reshape(found.scale.shape), point.reshape(found.scale.shape)
-    return NodeQParams(scale, point, format, found.axis, found.block_size)
+    return QParams(scale, point, format, found.axis, found.block)
 
 
-def _is_own(quantizer: TensorQuantizer, found: NodeQParams) -> bool:
+def _is_own(quantizer: TensorQuantizer, found: QParams) -> bool:
     """Return True if the file has the model's scale; a zero point only shifts the codes."""
     scale, point = (t.detach().float().reshape(-1).cpu() for t in quantizer.calculate_qparams())
     if scale.shape != found.scale.reshape(-1).shape:
@@ -125,14 +126,14 @@ def _is_own(quantizer: TensorQuantizer, found: NodeQParams) -> bool:
     return same_scale and bool((highest >= own).all())
 
 
-def parameter_difference(quantizer: TensorQuantizer, found: NodeQParams) -> str:
+def parameter_difference(quantizer: TensorQuantizer, found: QParams) -> str:
     """Return how the parameters in a file differ from all that a target may write; "" if not."""
     own = _own_layout(quantizer, found)
     stored = onnx_type(own.format)[0]
     if stored.bits == 4 and found.format.bits == 8:  # Written as 8 bits, clipped.
         stored = format_by_name("int8" if own.format.signed else "uint8")
     highest = own.quant_max
-    own = NodeQParams(own.scale, own.zero_point, stored, own.axis, own.block_size)
+    own = replace(own, format=stored)
     candidates = derived_qparams(own, highest) if own.scale.numel() == 1 else (own,)
     for candidate in candidates:
         if candidate.format.name == found.format.name and _equal(candidate, found):
@@ -141,7 +142,7 @@ def parameter_difference(quantizer: TensorQuantizer, found: NodeQParams) -> str:
     return f"the file has {_text(found)}; expected {wanted}"
 
 
-def _equal(one: NodeQParams, other: NodeQParams) -> bool:
+def _equal(one: QParams, other: QParams) -> bool:
     return (
         one.scale.numel() == other.scale.numel()
         and torch.allclose(one.scale.reshape(-1), other.scale.reshape(-1), rtol=_RTOL, atol=0)
@@ -149,7 +150,7 @@ def _equal(one: NodeQParams, other: NodeQParams) -> bool:
     )
 
 
-def _text(qparams: NodeQParams) -> str:
+def _text(qparams: QParams) -> str:
     scale, zero_point = qparams.scale.reshape(-1), qparams.zero_point.reshape(-1)
     more = ", ..." if scale.numel() > 1 else ""
     return f"{qparams.format.name}, scale {scale[0]:.4g}{more}, zero point {zero_point[0]:g}"

@@ -1,0 +1,74 @@
+"""The numbers that users give to quantizers: ranges, scales and zero points, checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchq.descriptor import QuantDescriptor
+from torchq.errors import ConfigError
+from torchq.formats import PerTensor
+from torchq.functional import QParams
+
+
+def checked_numbers(where: str, what: str, value: Any, device: torch.device) -> Tensor:
+    """Return a copy of numbers as finite float32: >= 0, or <= 0 for those called amin."""
+    expected = f"expected finite numbers {'<=' if what == 'amin' else '>='} 0 that fit float32"
+    try:
+        given = as_tensor(value).detach()
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ConfigError(f"{where}: got an {what} of which {error}; {expected}") from None
+    if given.is_complex() or given.numel() == 0:
+        shown = f"{what} of dtype {given.dtype} and shape {tuple(given.shape)}"
+        raise ConfigError(f"{where}: got {shown}; {expected}")
+    new = given.to(device=device, dtype=torch.float32, copy=True)
+    outward = -new if what == "amin" else new
+    if not new.is_meta and not bool(((outward >= 0) & (outward < torch.inf)).all()):
+        raise ConfigError(f"{where}: got {what} {value}; {expected}")
+    return new
+
+
+def checked_qparams(
+    where: str, d: QuantDescriptor, scale: Any, zero_point: Any, device: torch.device
+) -> QParams:
+    """Return a scale (float32) and a zero point (int32) that a quantizer can hold as they are."""
+    if d.learn_amax or d.dynamic or d.scale_amax is not None or d.block_scale_format:
+        raise ConfigError(
+            f"{where}: got set_qparams for {d}; expected a descriptor without learn_amax, dynamic, "
+            "scale_amax, scale_format and power_of_two. Use set_amax"
+        )
+    given, point = checked_numbers(where, "scale", scale, device), as_tensor(zero_point).to(device)
+    point = point.expand(given.shape) if point.numel() == 1 else point
+    if point.shape != given.shape or (d.granularity == PerTensor() and given.numel() != 1):
+        raise ConfigError(
+            f"{where}: got a scale of shape {tuple(given.shape)} and a zero point of shape "
+            f"{tuple(point.shape)} for {d}; expected equal shapes, with one element per tensor"
+        )
+    low, high = (0, 0) if d.symmetric else (int(d.format.quant_min), int(d.format.quant_max))
+    is_code = (point >= low) & (point <= high) & (point == point.to(torch.int32))
+    if not point.is_meta and not bool(is_code.all()):
+        raise ConfigError(
+            f"{where}: got zero points from {float(point.min()):g} to {float(point.max()):g} for "
+            f"{d}; expected whole numbers from {low} to {high}"
+        )
+    if not given.is_meta and not bool((given * d.format.qmax < torch.inf).all() & given.all()):
+        raise ConfigError(
+            f"{where}: got scales from {float(given.min()):.3g} to {float(given.max()):.3g}; "
+            "expected numbers > 0 whose range fits float32"
+        )
+    return QParams(given, point.to(torch.int32, copy=True), d.format)
+
+
+def as_tensor(value: Any) -> Tensor:
+    """Return a value as a tensor, whatever the default dtype and device of torch are.
+
+    Python's numbers keep their float64.
+    """
+    if isinstance(value, Tensor):
+        return value
+    found = torch.as_tensor(value, device="cpu")
+    if hasattr(value, "__array__") or not found.is_floating_point():
+        return found
+    return torch.as_tensor(value, device="cpu", dtype=torch.float64)
