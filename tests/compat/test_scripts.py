@@ -54,38 +54,26 @@ def test_resnet_flow(run: Any, tmp_path: Path, calibrator: str, methods: list[st
     assert set(report["sensitivity"]) == layers
 
 
-def test_yolo_flow(run: Any, tmp_path: Path) -> None:
-    report = run("yolo_qat.py", "--out", str(tmp_path))
+def test_detector_flow(run: Any, tmp_path: Path) -> None:
+    report = run("detector_qat.py", "--out", str(tmp_path))
     assert report["ignored"] == ["model.0.conv", "head"]
     assert report["off"] == 0.0
-    assert 0 < report["distance"] < 1e-3
-    assert list(report["sensitivity"]) == ["1", "2", "3"]
-    assert all(0 < one <= 2 * report["distance"] for one in report["sensitivity"].values())
-    assert max(report["losses"]) < 1e-3
-    assert report["half"] == "torch.float32"
-
-
-def test_bev_flow(run: Any, tmp_path: Path) -> None:
-    report = run("bev_qat.py", "--out", str(tmp_path))
-    assert 0 < report["error"] < 1e-2
+    assert all(0 < distance < 1e-3 for distance in report["distance"].values())
     assert report["lidar"] == [1, 1, 1, 1, 2]
-    assert {
-        "lidar._weight_quantizer._amax",
-        "cat._input_quantizer._amax",
-        "add._input1_quantizer._amax",
-    } <= set(report["keys"])
+    parts = ("lidar._weight_quantizer", "cat._input_quantizer", "add._input1_quantizer")
+    assert {f"{part}._amax" for part in parts} <= set(report["keys"])
+    assert list(report["sensitivity"]) == ["1", "2", "3"]
+    assert all(0 < one <= 2 * report["distance"]["mse"] for one in report["sensitivity"].values())
+    assert max(report["distilled"]) < 1e-3
     assert report["losses"][-1] < report["losses"][0]
+    assert report["half"] == "torch.float32"
 
 
 # The scripts call the TorchScript exporter, which torch deprecates; its warnings are not tested.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("script", "file", "expected"),
-    [
-        ("resnet_flow.py", "model.onnx", 19),
-        ("yolo_qat.py", "qat.onnx", 17),
-        ("bev_qat.py", "bev.onnx", 15),
-    ],
+    [("resnet_flow.py", "model.onnx", 19), ("detector_qat.py", "qat.onnx", 25)],
 )
 def test_export_of_each_flow(
     run: Any, tmp_path: Path, script: str, file: str, expected: int
@@ -108,15 +96,8 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 
 
 def test_a_script_runs_unchanged_from_the_command_line(tmp_path: Path) -> None:
-    found = python(
-        "-m",
-        "torchq.compat",
-        str(SCRIPTS / "resnet_flow.py"),
-        "--calibrator",
-        "max",
-        "--out",
-        str(tmp_path),
-    )
+    argv = [str(SCRIPTS / "resnet_flow.py"), "--calibrator", "max", "--out", str(tmp_path)]
+    found = python("-m", "torchq.compat", *argv)
     assert found.returncode == 0, found.stderr
     assert json.loads(found.stdout)["argv"] == ["--calibrator"]
     assert (tmp_path / "model.pth").exists()
