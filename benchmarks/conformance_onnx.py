@@ -96,17 +96,24 @@ def outcome(source: Any, data: Iterable[Any], rtol: float, atol: float) -> Row:
     return {"outcome": "right"}
 
 
-def node_cases() -> Iterator[Row]:
-    """Yield the outcome of each case of a single node."""
+def cases() -> dict[str, Any]:
+    """Return the cases of a single node by name."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the cases are made by code that overflows on purpose
         from onnx.backend.test.case.node import collect_testcases
 
-        cases = collect_testcases(None)
-    for case in cases:
-        atol = NOISY.get(case.name, case.atol)
-        found = outcome(case.model, case.data_sets, case.rtol, atol)
-        yield {"section": "node", "name": case.name} | found
+        return {case.name: case for case in collect_testcases(None)}
+
+
+def outcome_of(case: Any) -> Row:
+    """Return what became of one case of a single node."""
+    return outcome(case.model, case.data_sets, case.rtol, NOISY.get(case.name, case.atol))
+
+
+def node_cases() -> Iterator[Row]:
+    """Yield the outcome of each case of a single node."""
+    for name, case in cases().items():
+        yield {"section": "node", "name": name} | outcome_of(case)
 
 
 def stored_models(kind: str) -> Iterator[Row]:

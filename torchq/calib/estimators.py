@@ -123,13 +123,13 @@ def entropy(histogram: Histogram, format: Format) -> Tensor:
     candidates = torch.arange(values.numel(), bins + 1, device=values.device)
     starts = torch.cat([values, 2 * values[-1:] - values[-2:-1]])
     scores = [
-        _divergences(histogram.counts.double(), part, starts)
+        divergences(histogram.counts.double(), part, starts)
         for part in candidates.split(max(1, _RUNS_TOGETHER // values.numel()))
     ]
     return _limit_to_data(_best_edge(torch.cat(scores, 1), candidates, histogram), histogram)
 
 
-def _divergences(counts: Tensor, candidates: Tensor, starts: Tensor) -> Tensor:
+def divergences(counts: Tensor, candidates: Tensor, starts: Tensor) -> Tensor:
     """Return the divergence of each candidate edge, (groups, candidates).
 
     ``starts`` is where the runs start, and the end of the last, in units of the format.

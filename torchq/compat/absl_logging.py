@@ -23,12 +23,8 @@ def stand_in() -> dict[str, ModuleType]:
 
     def set_verbosity(level: int | str) -> None:
         wanted = level.upper() if isinstance(level, str) else level
-        log.setLevel(
-            next(
-                (std for name, (number, std) in _LEVELS.items() if wanted in (name, number)),
-                logging.INFO,
-            )
-        )
+        found = (std for name, (number, std) in _LEVELS.items() if wanted in (name, number))
+        log.setLevel(next(found, logging.INFO))
 
     def log_first_n(level: int, text: str, n: int, *args: Any) -> None:
         if level <= 0:
@@ -46,7 +42,6 @@ def stand_in() -> dict[str, ModuleType]:
     package = ModuleType("absl", "Stand-in of torchq.compat for absl.")
     package.__dict__.update(logging=module, __path__=[], STANDS_FOR=__name__)
     for made in (package, module):
-        made.__spec__ = ModuleSpec(
-            made.__name__, None, is_package=made is package
-        )  # so that find_spec("absl") works
+        # For find_spec("absl").
+        made.__spec__ = ModuleSpec(made.__name__, None, is_package=made is package)
     return {"absl": package, "absl.logging": module}

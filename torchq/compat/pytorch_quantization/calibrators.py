@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchq.calib.estimators import divergences
 from torchq.compat.errors import LegacyTypeError, UnsupportedError
-from torchq.compat.pytorch_quantization.descriptor import NumBits
+from torchq.compat.pytorch_quantization.descriptor import NumBits, field
 from torchq.compat.pytorch_quantization.tensor_quant import (
     TINY,
     fake_tensor_quant,
@@ -81,10 +82,7 @@ class MaxCalibrator(_Calibrator):
         #: The range so far, which scripts read and assign.
         self._calib_amax: Tensor | None = None
 
-    @property
-    def amaxs(self) -> list[Any]:
-        """A float32 ndarray for each collected tensor; empty without ``track_amax``."""
-        return self._amaxs
+    amaxs = field("_amaxs", "A float32 ndarray for each tensor; empty without ``track_amax``.")
 
     def collect(self, x: Tensor) -> None:
         """Add one tensor to the statistics; waits for the device only with ``track_amax``."""
@@ -260,9 +258,9 @@ class HistogramCalibrator(_Calibrator):
 
     def __repr__(self) -> str:
         edges = self._calib_bin_edges
-        seen = (
-            "nothing" if edges is None else f"[0, {float(edges[-1]):.4g}] in {len(edges) - 1} bins"
-        )
+        seen = "nothing"
+        if edges is not None:
+            seen = f"[0, {float(edges[-1]):.4g}] in {len(edges) - 1} bins"
         return f"{super().__repr__()[:-1]} collected {seen})"
 
 
@@ -285,39 +283,13 @@ def _compute_amax_entropy(
         )
     counts, edges = _tensors(calib_hist, calib_bin_edges)
     candidates = _candidates(counts.numel() + 1, start_bin, stride)
-    counts = torch.cat([counts[1:2], counts[1:]]).to("cpu", torch.float64)
-    divergence = torch.cat(
-        [
-            _divergence(counts, part, 1 << (num_bits - 1 + unsigned))
-            for part in candidates.split(1024)
-        ]
-    )
-    best = divergence.numel() - 1 - int(divergence.flip(0).argmin())
+    groups = counts.to("cpu", torch.float64).unsqueeze(0)
+    starts = torch.arange((1 << (num_bits - 1 + unsigned)) + 1, dtype=torch.float64)
+    parts = [divergences(groups, part, starts) for part in candidates.split(1024)]
+    found = torch.cat(parts, 1)[0].nan_to_num(nan=torch.inf, posinf=torch.inf)
+    # Scores of float64 that differ by less than their rounding are equal.
+    best = torch.nonzero(found <= found.min() + 1e-12)[-1]
     return edges[int(candidates[best])]
-
-
-def _divergence(counts: Tensor, candidates: Tensor, levels: int) -> Tensor:
-    """Return the divergence for each count of bins kept, infinity if the last or all are empty."""
-    below = _running(counts)
-    border = -(-candidates.unsqueeze(1) * torch.arange(levels + 1) // levels)
-    mass = below[border].diff(dim=1)
-    occupied = _running((counts > 0).double())[border].diff(dim=1)
-    log_mean = torch.where(mass > 0, torch.log(mass / occupied.clamp(min=1)), 0.0)
-    last = counts[candidates - 1]
-    kept, beyond = below[candidates], below[-1] - below[candidates]
-    # The last run that holds the last kept bin is the last one that is not empty of bins.
-    run = (border < candidates.unsqueeze(1)).sum(1) - 1
-    q_last = log_mean.gather(1, run.unsqueeze(1)).squeeze(1)
-    own = (
-        _running(torch.xlogy(counts, counts))[candidates]
-        - torch.xlogy(last, last)
-        + torch.xlogy(last + beyond, last + beyond)
-    )
-    divergence = (own - (mass * log_mean).sum(1) - beyond * q_last) / below[-1] - torch.log(
-        below[-1] / kept
-    )
-    impossible = ((last == 0) & (beyond > 0)) | (kept == 0)
-    return torch.where(impossible, torch.inf, divergence)
 
 
 def _compute_amax_mse(
@@ -369,10 +341,6 @@ def _candidates(stop: int, start_bin: int, stride: int) -> Tensor:
     return torch.arange(start_bin, stop, stride)
 
 
-def _running(values: Tensor) -> Tensor:
-    return torch.nn.functional.pad(values.cumsum(0), (1, 0))
-
-
 def _tensors(*values: Any) -> tuple[Tensor, ...]:
     """Return arrays as tensors."""
     return tuple(torch.as_tensor(value) for value in values)
@@ -403,10 +371,8 @@ def calibrate_weights(
             f"Unsupported calibration method {method!r}; expected 'max', 'mse' or 'percentile'"
         )
     for module in model.modules():
-        weight, quantizer = (
-            getattr(module, "weight", None),
-            getattr(module, "weight_quantizer", None),
-        )
+        weight = getattr(module, "weight", None)
+        quantizer = getattr(module, "weight_quantizer", None)
         if not isinstance(weight, Tensor) or quantizer is None:
             continue
         axis = (1 if getattr(module, "transposed", False) else 0) if perchannel else None

@@ -55,10 +55,7 @@ def _bound_gradient(grad: Tensor, is_clipped: Tensor, bound: Tensor) -> Tensor:
 
 
 def clip(input: Tensor, clip_value_min: Tensor, clip_value_max: Tensor) -> Tensor:
-    """Return ``input`` between two bounds that broadcast.
-
-    The gradients are those of :class:`ClipFunction`.
-    """
+    """Return ``input`` between bounds that broadcast; gradients as of :class:`ClipFunction`."""
     return ClipFunction.apply(input, clip_value_min, clip_value_max)
 
 

@@ -47,12 +47,9 @@ def check_num_bits(num_bits: Any) -> NumBits:
 
 def _as_array(amax: Any) -> Any:
     """Return a float or a list as a float32 ndarray, which the original keeps."""
-    if isinstance(amax, (float, list)) or (
-        hasattr(amax, "__array__") and not isinstance(amax, torch.Tensor)
-    ):
-        return torch.tensor(
-            amax.tolist() if hasattr(amax, "tolist") else amax, dtype=torch.float32
-        ).numpy()
+    is_array = hasattr(amax, "__array__") and not isinstance(amax, torch.Tensor)
+    if isinstance(amax, (float, list)) or is_array:
+        return torch.tensor(amax.tolist() if is_array else amax, dtype=torch.float32).numpy()
     raise LegacyTypeError(
         f"amax must be float, list or ndarray: got {amax!r} ({type(amax).__name__})"
     )
@@ -137,10 +134,7 @@ class ScaledQuantDescriptor:
 
     def to_yaml(self) -> str:
         """Return :meth:`dict` as YAML, with lists in place of tuples."""
-        data = {
-            key: list(value) if isinstance(value, tuple) else value
-            for key, value in self.dict().items()
-        }
+        data = {k: list(v) if isinstance(v, tuple) else v for k, v in self.dict().items()}
         return _yaml().dump(data, width=120)
 
     @classmethod

@@ -103,16 +103,12 @@ class QuantMixin(_InputMixin):
         """
         _check_fake(quant_desc_input, quant_desc_weight)
         self._fake_quant = True
-        if num_layers is None:
-            self._input_quantizer = TensorQuantizer(quant_desc_input)
-            self._weight_quantizer = TensorQuantizer(quant_desc_weight)
-        else:
-            self._input_quantizers = QuantizerList(
-                TensorQuantizer(quant_desc_input) for _ in range(num_layers)
-            )
-            self._weight_quantizers = QuantizerList(
-                TensorQuantizer(quant_desc_weight) for _ in range(num_layers)
-            )
+        for slot, descriptor in (("input", quant_desc_input), ("weight", quant_desc_weight)):
+            if num_layers is None:
+                setattr(self, f"_{slot}_quantizer", TensorQuantizer(descriptor))
+            else:
+                found = QuantizerList(TensorQuantizer(descriptor) for _ in range(num_layers))
+                setattr(self, f"_{slot}_quantizers", found)
 
     weight_quantizer: Any = property(
         lambda self: self._weight_quantizer, doc="The quantizer of the weight."

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -53,22 +52,16 @@ class QuantModuleReplacementHelper:
         custom_map: Iterable[tuple[Any, str, type]] | None = None,
     ) -> None:
         """Add the default entries but some names, and further ones, which take precedence."""
-        entries = [
-            entry
-            for entry in self.default_quant_map
-            if entry.mod_name not in (float_module_list or ())
-        ]
+        left = float_module_list or ()
+        entries = [entry for entry in self.default_quant_map if entry.mod_name not in left]
         entries += [_quant_entry(*entry) for entry in custom_map or ()]
         known = {(id(entry.orig_mod), entry.mod_name) for entry in self.orginal_func_map}
         for entry in entries:
-            if (
-                id(entry.orig_mod),
-                entry.mod_name,
-            ) not in known:  # what a second call finds there is quantized already
-                known.add((id(entry.orig_mod), entry.mod_name))
-                self.orginal_func_map.append(
-                    entry._replace(replace_mod=getattr(entry.orig_mod, entry.mod_name))
-                )
+            key = id(entry.orig_mod), entry.mod_name
+            if key not in known:  # what a second call finds there is quantized already
+                known.add(key)
+                before = getattr(entry.orig_mod, entry.mod_name)
+                self.orginal_func_map.append(entry._replace(replace_mod=before))
         self.quant_map += entries
 
     def apply_quant_modules(self) -> None:
@@ -92,12 +85,7 @@ class QuantModuleReplacementHelper:
         self.apply_quant_modules()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.restore_float_modules()
 
 

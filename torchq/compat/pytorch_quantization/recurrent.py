@@ -44,9 +44,7 @@ class QuantLSTM(_Recurrent, nn.LSTM):
     """Quantized :class:`torch.nn.LSTM`, without ``proj_size``.
 
     ``_input_quantizers`` and ``_weight_quantizers`` hold one quantizer for each layer and
-    direction, in torch's order.
-    :func:`~torchq.compat.pytorch_quantization.recurrent_step.LSTMCell` says which
-    tensors they quantize.
+    direction, in torch's order, of what the step quantizes together.
     """
 
     def init_quantizer(
@@ -77,12 +75,9 @@ class QuantLSTM(_Recurrent, nn.LSTM):
         steps = input.unbind(1 if self.batch_first else 0)
         outputs, state = self._layers(list(steps), hx)
         output = torch.stack(outputs, 1 if self.batch_first else 0)
-        if not batched:
-            return output.squeeze(0 if self.batch_first else 1), (
-                state[0].squeeze(1),
-                state[1].squeeze(1),
-            )
-        return output, state
+        if batched:
+            return output, state
+        return output.squeeze(0 if self.batch_first else 1), tuple(s.squeeze(1) for s in state)
 
     def _layers(
         self, steps: list[Tensor], hx: tuple[Tensor, Tensor] | None
@@ -103,13 +98,8 @@ class QuantLSTM(_Recurrent, nn.LSTM):
             found = []
             for i in range(layer * directions, (layer + 1) * directions):
                 quantizers = self._input_quantizers[i], self._weight_quantizers[i]
-                outputs, state = direction(
-                    steps,
-                    (hx[0][i], hx[1][i]),
-                    self.all_weights[i],
-                    *quantizers,
-                    reverse=bool(i % directions),
-                )
+                parts = steps, (hx[0][i], hx[1][i]), self.all_weights[i]
+                outputs, state = direction(*parts, *quantizers, reverse=bool(i % directions))
                 found.append(outputs)
                 states.append(state)
             steps = [torch.cat(parts, 1) for parts in zip(*found, strict=True)]

@@ -28,15 +28,8 @@ def LSTMCell(
     at inference both products are one matrix multiplication. The cell state and the biases stay
     float.
 
-    Args:
-        input: (batch, input size).
-        hidden: ``(h, c)``, each (batch, hidden size).
-        w_ih: (4 * hidden size, input size).
-        w_hh: (4 * hidden size, hidden size).
-        b_ih: (4 * hidden size,).
-        b_hh: (4 * hidden size,).
-        input_quantizer: quantizes the concatenation of input and hidden state.
-        weight_quantizer: quantizes the concatenation of the two weights.
+    The input is (batch, input size), the states are (batch, hidden size), and weights and biases
+    have 4 * hidden size rows. The quantizers take the concatenations.
     """
     h, c = hidden
     input, h = _quantize_together(input_quantizer, input, h)

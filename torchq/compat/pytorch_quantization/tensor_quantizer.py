@@ -34,6 +34,7 @@ torch.fx.wrap("quantize_dequantize")
 torch.fx.wrap("tensor_quant")
 torch.fx.wrap("reduce_amax")
 
+_NO_CALIBRATOR = "Calibrator was not created; expected one. Assign quantizer._calibrator"
 _SAVED = {"amax": "_amax", "pre_quant_scale": "_pre_quant_scale"}
 
 
@@ -57,6 +58,16 @@ def quantize_dequantize(
     if isinstance(num_bits, tuple):
         return scaled_e4m3(inputs, amax, *num_bits)
     return fake_tensor_quant(inputs, amax, num_bits, unsigned, narrow_range)
+
+
+def _setter(flag: str, value: bool, doc: str) -> Callable[[Any], None]:
+    """Return a method that sets one flag."""
+
+    def method(self: Any) -> None:
+        setattr(self, flag, value)
+
+    method.__doc__ = doc
+    return method
 
 
 class TensorQuantizer(core.TensorQuantizer):
@@ -128,33 +139,16 @@ class TensorQuantizer(core.TensorQuantizer):
             raise ConfigError(f"calib_method: got {method!r}; expected 'max' or 'histogram'")
         return makers[method](self._num_bits, self._axis, self._unsigned)
 
-    def disable(self) -> None:
-        """Pass the input through."""
-        self._disabled = True
-
-    def enable(self) -> None:
-        """Undo :meth:`disable`."""
-        self._disabled = False
-
-    def disable_quant(self) -> None:
-        """Do not quantize."""
-        self._if_quant = False
-
-    def enable_quant(self) -> None:
-        """Quantize."""
-        self._if_quant = True
-
-    def disable_calib(self) -> None:
-        """Do not feed the calibrator."""
-        self._if_calib = False
+    disable = _setter("_disabled", True, "Pass the input through.")
+    enable = _setter("_disabled", False, "Undo :meth:`disable`.")
+    disable_quant = _setter("_if_quant", False, "Do not quantize.")
+    enable_quant = _setter("_if_quant", True, "Quantize.")
+    disable_calib = _setter("_if_calib", False, "Do not feed the calibrator.")
 
     def enable_calib(self) -> None:
         """Feed the calibrator."""
         if self._calibrator is None:
-            raise ConfigError(
-                "enable_calib: Calibrator was not created; expected one. "
-                "Assign quantizer._calibrator"
-            )
+            raise ConfigError(f"enable_calib: {_NO_CALIBRATOR}")
         self._if_calib = True
 
     def disable_clip(self) -> None:
@@ -256,10 +250,7 @@ class TensorQuantizer(core.TensorQuantizer):
         Where nothing was collected that is an error, or with ``strict=False`` a warning and NaN.
         """
         if self._calibrator is None:
-            raise CalibrationError(
-                f"{self._where()}: Calibrator not created; expected one. "
-                "Assign quantizer._calibrator"
-            )
+            raise CalibrationError(f"{self._where()}: {_NO_CALIBRATOR.replace('was ', '')}")
         amax = self._calibrator.compute_amax(*args, **kwargs)
         if amax is None:
             text = (
@@ -361,10 +352,7 @@ class TensorQuantizer(core.TensorQuantizer):
         """Give ``x`` to the calibrator; to torchq's own while :func:`torchq.calibrate` runs."""
         calibrator = self._calibrator if self.calibrator is None else self.calibrator
         if calibrator is None:
-            raise CalibrationError(
-                f"{self._where()}: Calibrator was not created; expected one. "
-                "Assign quantizer._calibrator"
-            )
+            raise CalibrationError(f"{self._where()}: {_NO_CALIBRATOR}")
         calibrator.collect(x.detach())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TensorQuantizer:
@@ -506,5 +494,4 @@ class TensorQuantizer(core.TensorQuantizer):
 
     def set_amax(self, value: Any) -> None:
         """Set the range, of any shape."""
-        amax = torch.as_tensor(value).detach().to(dtype=torch.float32, copy=True)
-        self._adopt(amax)
+        self._adopt(torch.as_tensor(value).detach().to(dtype=torch.float32, copy=True))

@@ -300,9 +300,17 @@ def kept_boxes(boxes: Tensor, scores: Tensor, overlap: float, score_limit: float
     return torch.zeros_like(scores).reshape(-1).scatter(0, flat, 1.0).reshape(scores.shape) > 0
 
 
-def ranked(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the largest elements of the last dimension and their places; of equals the first."""
+def ranked(
+    x: Tensor, count: Tensor | int, axis: int = -1, largest: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Return the extreme elements in order, and their places; of equal ones the first."""
     if torch.onnx.is_in_onnx_export():  # the operator TopK takes the first of equals as well
-        return torch.topk(scores, count)
-    values, places = torch.sort(scores, dim=-1, descending=True, stable=True)
-    return values[..., :count], places[..., :count]
+        return torch.topk(x, int(count), axis, largest)
+    values, places = torch.sort(x, dim=axis, descending=largest, stable=True)
+    return values.narrow(axis, 0, int(count)), places.narrow(axis, 0, int(count))
+
+
+def lookup(x: Tensor, places: Tensor, axis: int) -> Tensor:
+    """Return entries of ``x`` along ``axis``, which is not negative, in the shape of ``places``."""
+    found = x.index_select(axis, places.reshape(-1))
+    return found.reshape((*x.shape[:axis], *places.shape, *x.shape[axis + 1 :]))

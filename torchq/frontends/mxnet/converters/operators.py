@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torchq.frontends.building.functions import (
     depth_to_space,
+    lookup,
     permuted,
     slice_axis,
     space_to_depth,
@@ -366,9 +367,7 @@ def rows(indices: Tensor, count: int) -> Tensor:
 def take(x: Tensor, indices: Tensor, axis: int, wrap: bool) -> Tensor:
     """Return entries along ``axis``; indices outside are clipped, or counted around."""
     axis, size = axis % x.dim(), x.shape[axis]
-    places = indices.long() % size if wrap else rows(indices, size)
-    found = x.index_select(axis, places.reshape(-1))
-    return found.reshape((*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]))
+    return lookup(x, indices.long() % size if wrap else rows(indices, size), axis)
 
 
 def where(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:

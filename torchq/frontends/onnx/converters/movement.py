@@ -13,7 +13,9 @@ from torch import Tensor, fx, nn
 
 from torchq.frontends.building.functions import (
     depth_to_space,
+    lookup,
     permuted,
+    ranked,
     slice_axis,
     space_to_depth,
 )
@@ -166,16 +168,7 @@ def _top_k(node: NodeContext) -> list[Value]:
     count = node.attr("k", int | None)  # an attribute up to opset 9
     count = node.number(1) if count is None else count
     options = node.attr("axis", -1), node.attr("largest", True)
-    return node.call_parts(2, top_k, node.inputs[0], count, *options)
-
-
-def top_k(x: Tensor, k: Tensor | int, axis: int, largest: bool) -> tuple[Tensor, Tensor]:
-    """Return the ``k`` extreme elements in order and their places; of equal ones the first."""
-    if torch.onnx.is_in_onnx_export():  # the operator in the file has this order of equal ones
-        return torch.topk(x, int(k), axis, largest)
-    values, indices = torch.sort(x, dim=axis, descending=largest, stable=True)
-    count = int(k)
-    return values.narrow(axis, 0, count), indices.narrow(axis, 0, count)
+    return node.call_parts(2, ranked, node.inputs[0], count, *options)
 
 
 @converter("Reshape", dtypes=None)
@@ -277,7 +270,7 @@ def _slice(node: NodeContext) -> Value:
     axes = node.ints(3) if node.input(3) is not None else list(range(count))
     steps = node.ints(4) if node.input(4) is not None else [1] * count
     if starts is None or ends is None or axes is None or steps is None:
-        return node.call(slice_by_tensors, value, *[node.input(i) for i in range(1, 5)])
+        return node.call(slice_axes, value, *[node.input(i) for i in range(1, 5)])
     numbers: Any = all(isinstance(item, int) for item in (*starts, *ends, *axes, *steps))
     if isinstance(value, Ints) and numbers and count == 1:
         return node.sizes(value.items[_slice_of(starts[0], ends[0], steps[0])])
@@ -407,23 +400,14 @@ def triangle(x: Tensor, k: Tensor | int, upper: bool) -> Tensor:
     return torch.triu(x, k) if upper else torch.tril(x, k)
 
 
-def slice_axes(
-    x: Tensor, starts: Sequence[int], ends: Sequence[int], axes: Sequence[int], steps: Sequence[int]
-) -> Tensor:
-    """Return a slice; negative numbers count from the end, steps may be negative."""
+def slice_axes(x: Tensor, *bounds: Tensor | Sequence[int] | None) -> Tensor:
+    """Return a slice (starts, ends, axes, steps); negative numbers count from the end."""
+    starts, ends, axes, steps = [[] if part is None else _numbers(part) for part in bounds]
+    axes, steps = axes or list(range(len(starts))), steps or [1] * len(starts)
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         before_all = step < 0 and end < -x.shape[axis]
         x = slice_axis(x, axis, start, None if before_all else end, step)
     return x
-
-
-def slice_by_tensors(
-    x: Tensor, starts: Tensor, ends: Tensor, axes: Tensor | None, steps: Tensor | None
-) -> Tensor:
-    """Return a slice whose bounds the network computes."""
-    places = list(range(starts.numel())) if axes is None else axes.tolist()
-    strides = [1] * starts.numel() if steps is None else steps.tolist()
-    return slice_axes(x, starts.tolist(), ends.tolist(), places, strides)
 
 
 def split(
@@ -447,8 +431,7 @@ def _positive(indices: Tensor, size: int) -> Tensor:
 def gather(x: Tensor, indices: Tensor, axis: int) -> Tensor:
     """Return the entries of ``x`` along ``axis`` that ``indices`` name."""
     axis = axis % x.dim()
-    found = x.index_select(axis, _positive(indices, x.shape[axis]).reshape(-1))
-    return found.reshape((*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]))
+    return lookup(x, _positive(indices, x.shape[axis]), axis)
 
 
 def gather_elements(x: Tensor, indices: Tensor, axis: int) -> Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce as fold
 from operator import mul
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,11 +35,19 @@ _ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def reduce(x: Tensor, op_type: str, axes: Sequence[int], keep: bool) -> Tensor:
-    """Return a reduction in the element type of ``x``; means of integers round toward zero."""
-    before, kind = _PARTS[op_type]
+def reduce(
+    x: Tensor, op_type: str, axes: Tensor | Sequence[int], keep: bool, empty: bool
+) -> Tensor:
+    """Return a reduction in the type of ``x``; no axes are all of them, or none if ``empty``.
+
+    Means of integers round toward zero.
+    """
+    axes = axes.tolist() if isinstance(axes, Tensor) else list(axes)
+    axes = list(range(x.dim())) if not axes and not empty else axes
+    before, kind = (_ELEMENTWISE.get(op_type), "none") if not axes else _PARTS[op_type]
     y = x if before is None else before(x)
-    axes = list(axes)
+    if kind == "none":
+        return y
     if kind in ("amax", "amin"):
         return _extreme(y, axes, keep, lowest=kind == "amax")
     if kind == "logsumexp":
@@ -73,36 +83,17 @@ def _extreme(x: Tensor, axes: list[int], keep: bool, lowest: bool) -> Tensor:
 def _reduce(node: NodeContext) -> Value:
     keep, empty = node.attr("keepdims", True), node.attr("noop_with_empty_axes", False)
     value, is_known = node.inputs[0], node.input(1) is None or node.constant(1) is not None
-    axes = node.axes() if is_known else None
-    if not axes and is_known and empty:
-        function = _ELEMENTWISE.get(node.op_type)
-        return value if function is None else node.call(function, value)
-    if not is_known or (not axes and node.shape(0) is None):
-        places: Value | list[int] = [] if is_known else node.inputs[1]
-        return node.call(reduce_along, value, node.op_type, places, keep, empty)
-    axes = axes or list(range(node.ndim(0)))
-    if node.op_type == "ReduceProd" and isinstance(value, Ints) and not value.scalar:
-        product = value.items[0] if value.items else 1
-        for item in value.items[1:]:
-            product = node.arithmetic(mul, product, item)
+    axes: Any = (node.axes() or []) if is_known else node.inputs[1]
+    if axes == [] and empty and node.op_type not in _ELEMENTWISE:
+        return value
+    if axes == [] and not empty and node.shape(0) is not None:
+        axes = list(range(node.ndim(0)))
+    if node.op_type == "ReduceProd" and isinstance(value, Ints) and axes == [0]:
+        product = fold(lambda a, b: node.arithmetic(mul, a, b), value.items or (1,))
         return node.sizes([product], scalar=not keep)
-    if not axes:  # of a number
-        function = _ELEMENTWISE.get(node.op_type)
-        return value if function is None else node.call(function, value)
-    if node.op_type == "ReduceMean" and node.floating(0):
+    if node.op_type == "ReduceMean" and node.floating(0) and isinstance(axes, list) and axes:
         return node.call(torch.mean, value, axes, keep)
-    return node.call(reduce, value, node.op_type, axes, keep)
-
-
-def reduce_along(
-    x: Tensor, op_type: str, axes: Tensor | Sequence[int], keep: bool, empty: bool
-) -> Tensor:
-    """Return a reduction along computed or all axes; ``empty`` axes mean none instead of all."""
-    places = axes.tolist() if isinstance(axes, Tensor) else list(axes)
-    if not places and empty:
-        function = _ELEMENTWISE.get(op_type)
-        return x if function is None else function(x)
-    return reduce(x, op_type, places or list(range(x.dim())), keep)
+    return node.call(reduce, value, node.op_type, axes, keep, empty)
 
 
 @converter("CumSum")
