@@ -55,6 +55,8 @@ def as_tensor(value: Any) -> Tensor:
     """Return an array or message of a case as a tensor."""
     if hasattr(value, "data_type"):
         return tensor_of(value, None, "case")
+    if isinstance(value, Tensor):
+        return value
     array = np.array(value)
     if array.dtype.name.startswith(("bfloat16", "float8_")) and hasattr(torch, array.dtype.name):
         bits = array.view(f"int{8 * array.dtype.itemsize}")
