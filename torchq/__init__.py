@@ -27,10 +27,10 @@ from torchq.descriptor import QuantDescriptor
 from torchq.frontends import from_caffe, from_mxnet, from_onnx
 from torchq.fusion import fuse_
 from torchq.nn import TensorQuantizer
-from torchq.onnx import export_onnx, inspect_onnx, verify_onnx
+from torchq.onnx import export_onnx, verify_onnx
 from torchq.ptq import tune
 from torchq.runtime import targets
-from torchq.runtimes import deploy
+from torchq.runtimes import deploy, inspect_onnx
 from torchq.swap import patch, plan, quantize_, restore_
 from torchq.version import __version__
 from torchq.workflow import calibrate, disabled, load, load_model, save, summary

@@ -6,6 +6,7 @@ runtimes, one file each, which enter the registry when they are imported.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -105,6 +106,9 @@ class Runtime:
         file: How ONNX files for it look; None leaves them plain.
         limits: Sentences about what it does not do, which nothing can see in a file.
         versions: What the figures and the rules were found with.
+        packages: Those that it needs beside torch.
+        session: Opens an ONNX file as ``session(path, optimize=...)``, to run it tensor by tensor:
+            :func:`torchq.verify_onnx` compares files of all runtimes so.
 
     Example:
         >>> torchq.runtimes.RUNTIMES["qnn"]
@@ -117,6 +121,8 @@ class Runtime:
     file: FileRules | None = None
     limits: tuple[str, ...] = ()
     versions: str = ""
+    packages: tuple[str, ...] = ()
+    session: Callable[..., Any] | None = None
 
     @property
     def plans(self) -> bool:
@@ -147,6 +153,18 @@ def _made(cls: type[Runtime], settings: dict[str, Any]) -> Runtime:
 RUNTIMES: Registry[str, Runtime] = Registry("target")
 
 
+def reference_runtime() -> Runtime:
+    """Return the runtime that runs any file here, node by node, whatever it is for."""
+    return next(runtime for runtime in RUNTIMES.values() if runtime.session is not None)
+
+
+def open_session(path: str | os.PathLike[str], *, optimize: bool) -> Any:
+    """Return a file in the reference, with ``inputs``, ``outputs``, ``feeds`` and ``run``."""
+    open_file = reference_runtime().session
+    assert open_file is not None
+    return open_file(path, optimize=optimize)
+
+
 def targets() -> tuple[str, ...]:
     """Return the names of the runtimes that ``target=`` of several functions accepts.
 
@@ -163,8 +181,8 @@ def runtime_of(target: str | Runtime | None) -> Runtime | None:
         return target
     if not isinstance(target, str):
         raise ConfigError(
-            f"target: got {short_repr(target)}; expected one of torchq.targets(), or a runtime "
-            "such as torchq.runtimes.OnnxRuntime()"
+            f"target: got {short_repr(target)}; expected one of torchq.targets(), or an object of "
+            "torchq.runtimes"
         )
     return RUNTIMES[target]
 

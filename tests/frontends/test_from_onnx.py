@@ -392,7 +392,7 @@ def test_fused_quantized_copied_and_deployed_models_check_sizes_too() -> None:
     torchq.fuse_(read, x)
     torchq.quantize_(read, target="onnxruntime", example=x)
     torchq.calibrate(read, [x], progress=False)
-    for model in (read, copy.deepcopy(read), torchq.deploy(read, x)):
+    for model in (read, copy.deepcopy(read), torchq.deploy(read, x, target="torch")):
         assert model(x).shape == (1, 120)
         with pytest.raises(InputError, match="images: got the shape"):
             model(torch.randn(4, 3, 4, 6))

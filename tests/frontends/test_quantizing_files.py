@@ -83,7 +83,7 @@ def test_files_are_quantized_for_a_runtime(name: str, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of convolutions that return floats
         torchq.export_onnx(model, batches[0], tmp_path / "m.onnx", target="onnxruntime")
-        int8 = torchq.deploy(model, batches[0])
+        int8 = torchq.deploy(model, batches[0], target="torch")
     report = torchq.verify_onnx(model, tmp_path / "m.onnx", batches)
     assert report.ok, report
     with torch.no_grad():

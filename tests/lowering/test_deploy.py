@@ -231,7 +231,7 @@ def test_quantizers_placed_for_a_runtime(images: Tensor, target: str) -> None:
     model = nn.Sequential(Residual()).eval()
     torchq.quantize_(model, target=target)
     torchq.calibrate(model, [images], progress=False)
-    int8 = torchq.deploy(model, images)
+    int8 = torchq.deploy(model, images, target="torch")
     assert sqnr(int8(images), model(images)) > 40
     if target == "tensorrt":  # the shortcut alone is quantized, as the kernels want it
         assert (

@@ -151,7 +151,7 @@ def test_a_detector_is_deployed_whole(images: Tensor, target: str | None) -> Non
     torchq.fuse_(model, images, verify=False)
     torchq.quantize_(model, target=target)
     torchq.calibrate(model, [images], progress=False)
-    int8 = torchq.deploy(model, images)
+    int8 = torchq.deploy(model, images, target="torch")
     assert isinstance(int8, torch.fx.GraphModule)
     assert sum(isinstance(m, Int8Conv) for m in int8.modules()) == sum(
         isinstance(m, nn.Conv2d) for m in model.modules()

@@ -166,7 +166,7 @@ def test_an_input_that_a_target_left_float_is_named() -> None:
     torchq.calibrate(model, [x], progress=False)
     text = "the weight of 2 is quantized, but the input is not"
     with pytest.warns(UserWarning, match=text) as warned:
-        int8 = torchq.deploy(model, x)
+        int8 = torchq.deploy(model, x, target="torch")
     assert warned[0].filename == __file__
     assert sqnr(int8(x), model(x)) > 40
     assert [row.kernel for row in torchq.summary(int8).layers].count("simulated") == 1

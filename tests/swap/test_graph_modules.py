@@ -166,5 +166,5 @@ def test_export_and_deploy_see_the_operators(tmp_path: Path) -> None:
     report = torchq.verify_onnx(model, tmp_path / "m.onnx", [x])
     assert report.ok, report
     with torch.no_grad():
-        difference = torchq.deploy(model, x)(x) - model(x)
+        difference = torchq.deploy(model, x, target="torch")(x) - model(x)
     assert difference.norm() < 0.05 * model(x).norm()

@@ -105,7 +105,7 @@ def test_deployed_layers_quantize_their_results() -> None:
     torch.manual_seed(0)
     x, model = torch.randn(2, 3, 9, 9), Readers().eval()
     quantized(model, x)
-    deployed = torchq.deploy(model, x)
+    deployed = torchq.deploy(model, x, target="torch")
     error = (deployed(x) - model(x)).abs().max()
     assert error <= 0.02 * model(x).abs().max()  # Codes at a border may differ by one.
 

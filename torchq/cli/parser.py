@@ -12,15 +12,18 @@ from typing import Any, NoReturn
 
 import torchq
 from torchq.calib import methods
+from torchq.runtime import reference_runtime
 
 #: More than any count of batches, images or pixels; less than what C libraries refuse.
 _MOST = 2**31 - 1
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
-_EXAMPLES = """examples:
+#: What runs the files that are written.
+_READER = reference_runtime().name
+_EXAMPLES = f"""examples:
   torchq demo --out torchq-demo
   torchq quantize --model torchvision:resnet18 --weights resnet18.pt --data photos/ \\
-      --calib entropy --target onnxruntime --export resnet18.onnx
+      --calib entropy --target {_READER} --export resnet18.onnx
   torchq quantize --model mypackage.models:build --recipe w4a4 --dry-run
   torchq convert resnet-symbol.json --to resnet.pt2
 
@@ -177,13 +180,13 @@ _COMPARISON = [
 ]
 _OUTPUT = [
     _row("--dry-run", action="store_true", help="print what would be quantized and why, and stop"),
-    _row("--export", metavar="FILE.onnx", help="write ONNX with Q/DQ; verify it in onnxruntime"),
+    _row("--export", metavar="FILE.onnx", help=f"write ONNX with Q/DQ; verify it in {_READER}"),
     _row(
         "--opset",
         type=whole(10, 23),
         help="of the ONNX file (default: 20, or 21 where the types need it)",
     ),
-    _counted("--verify", 1, 2, "batches to compare onnxruntime with PyTorch on", metavar="N"),
+    _counted("--verify", 1, 2, f"batches to compare {_READER} with PyTorch on", metavar="N"),
     _row("--save", metavar="FILE.pt", help="write the quantized model for torchq.load"),
 ]
 _REPORT = [

@@ -24,6 +24,7 @@ from torchq.cli.prepare import (
     selection,
 )
 from torchq.errors import TorchqError
+from torchq.runtime import reference_runtime
 from torchq.utils.optional import import_optional
 
 #: Where the report goes if no other file is written.
@@ -60,7 +61,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.report:
         check_path(args.report)
     if args.export:
-        for package in ("onnx", "onnxruntime"):
+        for package in reference_runtime().packages:
             import_optional(package, "--export")
     read_metric(args)
 

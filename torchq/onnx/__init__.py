@@ -6,20 +6,16 @@ they are used first.
 
 from torchq.onnx.biases import round_biases_
 from torchq.onnx.export import export_onnx
-from torchq.onnx.inspect import InspectReport, NodePlacement, inspect_onnx
 from torchq.onnx.report import ExportReport
 from torchq.onnx.verify.metrics import LayerAgreement, OutputAgreement, VerifyReport
 from torchq.onnx.verify.verify import verify_onnx
 
 __all__ = [
     "ExportReport",
-    "InspectReport",
     "LayerAgreement",
-    "NodePlacement",
     "OutputAgreement",
     "VerifyReport",
     "export_onnx",
-    "inspect_onnx",
     "round_biases_",
     "verify_onnx",
 ]

@@ -9,6 +9,7 @@ from torchq.runtimes.chips import CHIPS
 from torchq.runtimes.engine import Engine
 from torchq.runtimes.fastest import Candidate, FastestReport
 from torchq.runtimes.graph_engine import EngineModule, GraphEngine
+from torchq.runtimes.inspect import InspectReport, NodePlacement, inspect_onnx
 from torchq.runtimes.onnxruntime import OnnxRuntime
 from torchq.runtimes.openvino import OpenVino
 from torchq.runtimes.qnn import QNN
@@ -22,6 +23,9 @@ __all__ = [
     "EngineModule",
     "FastestReport",
     "FileRules",
+    "InspectReport",
+    "NodePlacement",
+    "inspect_onnx",
     "GraphEngine",
     "OnnxRuntime",
     "OpenVino",

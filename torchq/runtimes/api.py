@@ -52,9 +52,9 @@ def deploy(
         target: ``"torch"``, ``"onnxruntime"``, ``"openvino"``, ``"tensorrt"``, or a runtime with
             settings of its own, such as ``torchq.runtimes.OnnxRuntime(provider="cuda")``. None
             takes the one that the model was quantized for, and ``"torch"`` where that was none, or
-            has no kernels here. ``"fastest"`` measures all that are installed on the example, with
-            the quantized model and with the float one, and takes the best; the attribute
-            ``report`` of the result tells what it measured.
+            has no kernels for CPUs, or without an example. ``"fastest"`` measures all that are
+            installed on the example, with the quantized model and with the float one, and takes the
+            best; the attribute ``report`` of the result tells what it measured.
         batch_sizes: batch sizes that calls will have besides that of the example. ``"fastest"``
             measures them too, and OpenVINO prepares a graph for each.
         reduce_range: round weights to 7 bits. For CPUs without VNNI, whose kernels add pairs of
@@ -98,7 +98,7 @@ def deploy(
             result.report = report  # type: ignore[assignment]
             name = report.candidates[0].engine.name
         else:
-            chosen = _engine(model, target)
+            chosen = _engine(model, example, target)
             if isinstance(chosen, Torch):
                 narrow, fused = chosen.reduce_range or reduce_range, chosen.fuse and fuse
                 chosen = replace(chosen, reduce_range=narrow, fuse=fused)
@@ -112,11 +112,12 @@ def deploy(
     return result
 
 
-def _engine(model: nn.Module, target: str | Runtime | None) -> Engine:
+def _engine(model: nn.Module, example: Any, target: str | Runtime | None) -> Engine:
     """Return the runtime that runs a model here: the wanted one, or else the one of its plan."""
     if target is None:
         planned = RUNTIMES.get(planned_target(model) or "")
-        return planned if isinstance(planned, Engine) else Torch()
+        usable = isinstance(planned, Engine) and planned.measured and example is not None
+        return planned if usable else Torch()
     runtime = runtime_of(target)
     if not isinstance(runtime, Engine):
         known = ", ".join(repr(n) for n in targets() if isinstance(RUNTIMES[n], Engine))

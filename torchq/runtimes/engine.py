@@ -23,6 +23,7 @@ from torchq.lowering.check import ReferenceCheck
 from torchq.runtime import Runtime
 from torchq.runtimes.export import OpenLengths, export_graph, lengths_to_try, probes
 from torchq.runtimes.interface import GraphInterface, Structure, flatten
+from torchq.utils.optional import import_optional
 
 
 class Task:
@@ -99,6 +100,8 @@ class Engine(Runtime, ABC):
 
     #: Whether ``deploy(target="fastest")`` measures it.
     measured: ClassVar[bool] = True
+    #: What ``pip install torchq[...]`` installs its packages.
+    extra: ClassVar[str] = "export"
     quantized: bool = True
 
     @property
@@ -106,7 +109,10 @@ class Engine(Runtime, ABC):
         """The name of the runtime with the numbers that it computes with: ``torch quantized``."""
         return f"{self.name} {'quantized' if self.quantized else 'float'}"
 
-    @abstractmethod
+    @property
+    def _needed_by(self) -> str:
+        return f"deploy(target={self.name!r})"
+
     def check(self) -> None:
         """Raise an error if this runtime cannot run on this machine.
 
@@ -114,6 +120,8 @@ class Engine(Runtime, ABC):
             MissingExtraError: a package is not installed.
             ExportError: the runtime lacks something that its settings ask for.
         """
+        for package in self.packages:
+            import_optional(package, self._needed_by, self.extra)
 
     @abstractmethod
     def build(self, task: Task) -> nn.Module:

@@ -21,10 +21,10 @@ from torchq.graph import call_arguments, call_model, tensors_in
 from torchq.lowering.onednn import saturates
 from torchq.onnx import verify_onnx
 from torchq.onnx.verify.amplified import too_different
-from torchq.onnx.verify.session import Session
 from torchq.runtimes.engine import Engine, Task
 from torchq.runtimes.export import OpenLengths, tensor_shapes, with_rows
 from torchq.runtimes.interface import GraphInterface, ReadGraph, Run, Shapes
+from torchq.runtimes.session import Session
 from torchq.utils import progress_stages
 
 

@@ -6,16 +6,16 @@ Sources: what versions 1.31 and 1.32 were seen to fuse, and measurements with th
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchq.errors import ConfigError, ExportError
-from torchq.onnx import inspect_onnx
 from torchq.onnx.ir import (
     Model,
     Node,
@@ -57,7 +57,9 @@ from torchq.runtimes.checks import (
     weight_of,
 )
 from torchq.runtimes.graph_engine import GraphEngine, run_by_shape
+from torchq.runtimes.inspect import inspect_onnx
 from torchq.runtimes.interface import ReadGraph, Run, Shapes
+from torchq.runtimes.session import Session
 from torchq.utils.optional import import_optional
 
 _RESHAPES = ("Flatten", "Reshape", "Squeeze")
@@ -290,6 +292,8 @@ class OnnxRuntime(GraphEngine):
         "AMX; use torchq.recipes.int8(reduce_range=True) there.",
     )
     versions: str = "1.31 and 1.32"
+    packages: tuple[str, ...] = ("onnxruntime", "onnx", "onnx_ir")
+    session: Callable[..., Any] | None = Session
     provider: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -306,14 +310,9 @@ class OnnxRuntime(GraphEngine):
         where = f" on {self.provider}" if self.provider == "cuda" else ""
         return f"{super().label}{where}"
 
-    @property
-    def _needed_by(self) -> str:
-        return f"deploy(target={self.name!r})"
-
     def check(self) -> None:
         """See :meth:`Engine.check`."""
-        for package in ("onnxruntime", "onnx", "onnx_ir"):
-            runtime = import_optional(package, self._needed_by)
+        super().check()
         runtime = import_optional("onnxruntime", self._needed_by)
         wanted, known = _PROVIDERS[self.provider], runtime.get_available_providers()
         if wanted not in known:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -376,6 +376,8 @@ class OpenVino(GraphEngine):
         'set INFERENCE_PRECISION_HINT="f32" to compare with float32.',
     )
     versions: str = "2026.4"
+    packages: tuple[str, ...] = ("openvino", "onnx", "onnx_ir")
+    extra: ClassVar[str] = "openvino"
     precision: str = "f32"
     signed_codes: bool | None = None
 
@@ -391,12 +393,6 @@ class OpenVino(GraphEngine):
         """See :attr:`Engine.label`; precisions other than float32 are named."""
         precision = "" if self.precision == "f32" else f" {self.precision}"
         return f"{super().label}{precision}"
-
-    def check(self) -> None:
-        """See :meth:`Engine.check`."""
-        import_optional("openvino", _NEEDED_BY, "openvino")
-        for package in ("onnx", "onnx_ir"):
-            import_optional(package, _NEEDED_BY)
 
     def candidates(self) -> tuple[Engine, ...]:
         """See :meth:`Engine.candidates`; bfloat16 only where the CPU multiplies it."""

@@ -25,9 +25,6 @@ class Torch(Engine):
     reduce_range: bool = False
     fuse: bool = True
 
-    def check(self) -> None:
-        """See :meth:`Engine.check`; torch is always there."""
-
     def build(self, task: Task) -> nn.Module:
         """See :meth:`Engine.build`; the task may have no example."""
         if not self.quantized:

@@ -304,7 +304,7 @@ def _advice(unknown: Iterable[str]) -> str:
     if any(name.rpartition(".")[2].startswith(("QLinear", "QGemm")) for name in unknown):
         return "Quantize the float file again with quant_format=QuantFormat.QDQ"
     if any(name.startswith("com.microsoft.") for name in unknown):
-        return "Read the file from before ONNX Runtime optimized it"
+        return "Read the file from before its runtime optimized it"
     return "Write one with torchq.frontends.onnx.converter, or cut the graph before them"
 
 

@@ -24,7 +24,7 @@ from torchq.onnx.ir import (
     save_model,
 )
 from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, quantizer_nodes
-from torchq.onnx.verify.session import Session
+from torchq.runtime import open_session
 
 _LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
@@ -46,7 +46,7 @@ class ForcedFile:
         with TemporaryDirectory() as folder:
             file = Path(folder, "forced.onnx")
             save_model(model, file, check=False)  # The new inputs have no shapes.
-            self._session = Session(file, optimize=False)
+            self._session = open_session(file, optimize=False)
 
     def run(
         self, feeds: Mapping[str, Tensor], values: Mapping[str, Tensor]

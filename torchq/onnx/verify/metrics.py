@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchq.errors import ExportError
+from torchq.runtime import reference_runtime
 from torchq.utils.text import table
 
 #: Agreement of an expected and a found output, both of one batch: a number between 0 and 1, or a
@@ -152,10 +153,10 @@ class VerifyReport:
                 rows.append((o.name, run, o.measure, share, *figures))
         lines = [f"{self.path}: {'agrees' if self.ok else 'DIFFERS'}", table(rows)]
         if self.misread:
-            names = ", ".join(self.misread)
+            names, name = ", ".join(self.misread), reference_runtime().name
             lines.append(
-                f"ONNX Runtime's optimisations compute something else: {names}; export with "
-                "target='onnxruntime', or report the fault to its maintainers"
+                f"the optimisations of {name} compute something else: {names}; export with "
+                f"target={name!r}, or report the fault to its maintainers"
             )
         return "\n".join([*lines, *self._layer_lines()])
 

@@ -38,9 +38,9 @@ from torchq.onnx.qdq import (
 from torchq.onnx.verify.amplified import too_different
 from torchq.onnx.verify.forced import ForcedFile, layers_behind
 from torchq.onnx.verify.metrics import Codes, LayerAgreement, Measure, Outputs, VerifyReport
-from torchq.onnx.verify.session import Session
 from torchq.onnx.verify.simulation import Simulation, parameter_difference
 from torchq.onnx.verify.weights import compare_weights
+from torchq.runtime import open_session, reference_runtime
 from torchq.utils import check_batches, evaluating, progress_bar
 from torchq.workflow import quantizers
 
@@ -100,7 +100,7 @@ def verify_onnx(
         for batch in shown:
             feeds = runs.plain.feeds(_file_inputs(model, batch))
             expected = file.simulated(model, batch)
-            found = runs.add(feeds, expected, compare=file.for_onnxruntime)
+            found = runs.add(feeds, expected, compare=file.for_reference)
             with named_errors(path):
                 file.compare(feeds, expected)
             unaltered.add(file.as_it_is(model, batch, expected), found)
@@ -143,7 +143,7 @@ class _Runs:
     """The runs of a file, as it is written and with ONNX Runtime's optimisations."""
 
     def __init__(self, path: Path, measure: Measure | None) -> None:
-        self.plain, self.fast = Session(path, optimize=False), _optimized(path)
+        self.plain, self.fast = open_session(path, optimize=False), _optimized(path)
         self.exact, self.optimized = (Outputs(self.plain.outputs, measure) for _ in range(2))
         self.misread: dict[str, None] = {}
 
@@ -161,10 +161,10 @@ class _Runs:
         return found
 
 
-def _optimized(path: Path) -> Session | None:
+def _optimized(path: Path) -> Any:
     """Return the file as ONNX Runtime optimises it; None where that fails, as with some FP8."""
     try:
-        return Session(path, optimize=True)
+        return open_session(path, optimize=True)
     except ExportError as error:
         warnings.warn(f"verify_onnx: {error}. Compared without optimisations", stacklevel=3)
         return None
@@ -176,7 +176,7 @@ class _File:
     def __init__(self, model: nn.Module, path: Path, layers: bool) -> None:
         self._graph = load_model(path)
         record = read_record(self._graph)
-        self.for_onnxruntime = record.get("target") in (None, "onnxruntime")
+        self.for_reference = record.get("target") in (None, reference_runtime().name)
         # What a target added to layers is taken away: the rest must be the model's own.
         self._faults = undo_export(self._graph)
         known, stored = quantizers(model), quantizer_nodes(self._graph)

@@ -24,7 +24,7 @@ from torchq.onnx.ir import (
     value_of,
 )
 from torchq.onnx.qdq import starts_at_zero
-from torchq.onnx.verify.session import Session
+from torchq.runtimes.session import Session
 from torchq.utils.text import table, wrap
 
 #: Operators that compute on integers in ONNX Runtime, beside all that start with "QLinear".

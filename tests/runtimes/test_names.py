@@ -1,0 +1,51 @@
+"""All that is known of a runtime is in torchq/runtimes: no other module names one."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import torchq
+from torchq.runtimes import RUNTIMES
+
+ROOT = Path(torchq.__file__).parent
+#: Names, as in ``target=`` and as their makers write them. Everything here names torch.
+NAMES = re.compile(
+    r"\b(onnx ?runtime|open ?vino|tensor ?rt|qnn|ncnn|mnn|rknn|snpe|ascend|nxp|fpga)\b",
+    re.IGNORECASE,
+)
+MODULES = [path for path in sorted(ROOT.rglob("*.py")) if ROOT / "runtimes" not in path.parents]
+
+
+def names_in(source: str) -> list[str]:
+    """Return the identifiers and texts, without docstrings, that name a runtime."""
+    tree = ast.parse(source)
+    found, docstrings = [], set()
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
+            docstrings.add(body[0].value)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts = [] if node in docstrings else [node.value]
+        elif isinstance(node, ast.alias):
+            texts = [node.name]
+        else:
+            fields = ("id", "attr", "name", "arg", "module")
+            texts = [text for f in fields if isinstance(text := getattr(node, f, None), str)]
+        found += [text for text in texts if NAMES.search(text.replace("_", " "))]
+    return found
+
+
+def test_the_pattern_knows_every_runtime() -> None:
+    assert all(NAMES.fullmatch(name) for name in RUNTIMES if name != "torch")
+    source = '"""ONNX Runtime."""\nimport openvino\nfor_qnn = f(tensorrt=1)["an FPGA"]'
+    assert sorted(names_in(source)) == ["an FPGA", "for_qnn", "openvino", "tensorrt"]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_other_module_names_a_runtime(path: Path) -> None:
+    assert names_in(path.read_text("utf-8")) == []
