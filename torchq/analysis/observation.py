@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
 from torchq.analysis.layers import passing
-from torchq.graph import tensors_in
-from torchq.nn import TensorQuantizer
+from torchq.graph import Call, Flow, is_torch_leaf, record
+from torchq.nn import QuantModule, TensorQuantizer
 from torchq.utils import untouched
 
 
@@ -68,80 +66,40 @@ def _values(known: dict[str, TensorQuantizer], found: Observation) -> Iterator[N
         yield
 
 
+_ADDITIONS = frozenset(["add", "add_", "__add__", "__iadd__", "__radd__"])
+_NORM = nn.modules.batchnorm._BatchNorm
+
+
 def _follow(model: nn.Module, found: Observation, run: Callable[[Any], Any]) -> None:
     """Run the first batch and note additions and BatchNorms."""
-    flow = _Flow(model, found)
-    with ExitStack() as stack:
-        for path, module in model.named_modules():
-            enter = module.register_forward_pre_hook(flow.entering(path))
-            leave = module.register_forward_hook(flow.leaving(path), always_call=True)
-            stack.callback(enter.remove)
-            stack.callback(leave.remove)
-        with flow:
-            run(found.example)
+    flow = record(model, found.example, _is_leaf, forward=lambda _, batch: run(batch))
+    for call in flow.calls:
+        makers = [_maker(flow, flow.calls[index]) for index in call.inputs]
+        if isinstance(call.module, _NORM) and makers and makers[0].module is not None:
+            found.norms[call.name] = makers[0].name
+        shapes = {maker.shape for maker in makers} | {call.shape}
+        if call.name not in _ADDITIONS or len(shapes) != 1 or len(call.shape or ()) < 2:
+            continue
+        quantized = [isinstance(m.module, TensorQuantizer) for m in makers]
+        # An operand that no call made is one of the model's own.
+        others = [m.module for m in makers if not isinstance(m.module, TensorQuantizer)]
+        if sum(quantized) == 1 and not (call.arguments or any(map(_is_linear, others))):
+            found.one_sided.append(call.inside)
 
 
-class _Flow(TorchFunctionMode):
-    """Notes which module returned each tensor, while it is active."""
-
-    def __init__(self, model: nn.Module, found: Observation) -> None:
-        super().__init__()
-        self._found = found
-        self._stack: list[str] = []
-        self._made_by: dict[int, tuple[str, nn.Module]] = {}
-        self._alive: list[Any] = []  # An id is unique only as long as its tensor lives.
-
-    def entering(self, path: str) -> Callable[..., None]:
-        def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
-            self._stack.append(path)
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and args:
-                maker = self._made_by.get(id(args[0]))
-                if maker is not None:
-                    self._found.norms[path] = maker[0]
-
-        return enter
-
-    def leaving(self, path: str) -> Callable[..., None]:
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if self._stack:
-                self._stack.pop()
-            # A container returns what its last child made; these leaves return their input.
-            passes_on = isinstance(module, (nn.Identity, TensorQuantizer)) or _has_children(module)
-            for tensor in tensors_in(output):
-                if not (passes_on and id(tensor) in self._made_by):
-                    self._made_by[id(tensor)] = (path, module)
-                    self._alive.append(tensor)
-
-        return leave
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Carry out ``func``, and note an addition."""
-        name = getattr(func, "__name__", "")
-        if name in _ADDITIONS and len(args) >= 2 and _same_shape(args[0], args[1]):
-            makers = [m and m[1] for m in (self._made_by.get(id(arg)) for arg in args[:2])]
-            quantized = [isinstance(m, TensorQuantizer) and m.quantizing for m in makers]
-            is_one = sum(quantized) == 1
-            if is_one and not _is_linear(makers[quantized.index(False)]):
-                self._found.one_sided.append(self._stack[-1] if self._stack else "")
-        result = func(*args, **(kwargs or {}))
-        if _IN_PLACE.fullmatch(name) and args:
-            # The tensor is no longer what its module returned.
-            self._made_by.pop(id(args[0]), None)
-        return result
+def _is_leaf(module: nn.Module) -> bool:
+    if isinstance(module, QuantModule):
+        return not module.is_container and bool(module.slots())
+    return isinstance(module, TensorQuantizer) or is_torch_leaf(module)
 
 
-def _has_children(module: nn.Module) -> bool:
-    return next(module.children(), None) is not None
-
-
-_IN_PLACE = re.compile(r"[a-z]\w*_|__i[a-z]+__")
-_ADDITIONS = frozenset(["add", "add_", "__add__", "__iadd__", "__radd__"])
-
-
-def _same_shape(a: Any, b: Any) -> bool:
-    return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dim() > 1
+def _maker(flow: Flow, call: Call) -> Call:
+    """Return what made the result of a call, behind modules that return their input."""
+    module = call.module
+    passes = isinstance(module, nn.Identity) or (
+        isinstance(module, TensorQuantizer) and not module.quantizing
+    )
+    return _maker(flow, flow.calls[call.inputs[0]]) if passes and call.inputs else call
 
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
@@ -149,5 +107,4 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 
 def _is_linear(module: nn.Module | None) -> bool:
     """Return True for a convolution, linear layer or BatchNorm, into which an addition is fused."""
-    norm = nn.modules.batchnorm._BatchNorm
-    return isinstance(module, (*_CONVOLUTIONS, norm)) or "ConvTranspose" in type(module).__name__
+    return isinstance(module, (*_CONVOLUTIONS, _NORM)) or "ConvTranspose" in type(module).__name__

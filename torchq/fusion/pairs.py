@@ -49,10 +49,8 @@ def _with_ndims(flow: Flow, recorded: Flow) -> Flow:
     """Return ``flow`` with the dimensions of module results that the recorded run saw."""
 
     def with_ndim(call: Call) -> Call:
-        seen = set()
-        if call.module is not None:
-            seen = {known.ndim for known in recorded.calls_of(call.module)}
-        return replace(call, ndim=seen.pop() if len(seen) == 1 else None)
+        known = [] if call.module is None else recorded.calls_of(call.module)
+        return replace(call, shape=known[0].shape if len({c.ndim for c in known}) == 1 else None)
 
     return replace(flow, calls=tuple(map(with_ndim, flow.calls)))
 

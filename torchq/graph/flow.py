@@ -63,10 +63,11 @@ class Call:
             for other functions.
         inputs: indices of the calls whose results it reads, with repetition.
         arguments: the positional arguments that are plain values (numbers, slices).
-        ndim: how many dimensions the result has, if it is known.
         functional: a function was called with the weight of ``module``; stride and padding are
             those of the call.
         options: the keyword arguments that are plain values.
+        shape: of the result, if it is known.
+        inside: the path of the module whose forward makes the call, if it is known.
     """
 
     index: int
@@ -74,9 +75,15 @@ class Call:
     module: nn.Module | None
     inputs: tuple[int, ...]
     arguments: tuple[Any, ...] = ()
-    ndim: int | None = None
     functional: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+    shape: tuple[int, ...] | None = None
+    inside: str = ""
+
+    @property
+    def ndim(self) -> int | None:
+        """How many dimensions the result has, if it is known."""
+        return None if self.shape is None else len(self.shape)
 
 
 @dataclass(frozen=True)
@@ -223,6 +230,7 @@ class _Recorder(TorchFunctionMode):
         self.read: set[int] = set()
         self.calls: list[Call] = []
         self.depth = 0
+        self.entered: list[str] = []  # the modules that are running, none of them a leaf
         self.pending: list[tuple[int, ...]] = []
         self._producer: dict[int, int] = {}
         self._alive: list[Tensor] = []  # an id is only unique while its tensor lives
@@ -269,9 +277,10 @@ class _Recorder(TorchFunctionMode):
                 module,
                 inputs,
                 arguments,
-                results[0].dim() if results else None,
                 functional,
                 options or {},
+                tuple(results[0].shape) if results else None,
+                self.entered[-1] if self.entered else "",
             )
         )
         for tensor in results:
@@ -360,6 +369,12 @@ def record(
         if recorder.depth == 0:
             recorder.note(names[id(module)], module, recorder.pending.pop(), (), out)
 
+    def enter(module: nn.Module, *_: Any) -> None:
+        recorder.entered.append(names[id(module)])
+
+    def leave(*_: Any) -> None:
+        recorder.entered.pop()
+
     with ExitStack() as stack:
         stack.enter_context(untouched(model))
         for module, see in (watch or {}).items():
@@ -367,10 +382,11 @@ def record(
             stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         for module in model.modules():
-            takes_hooks = not isinstance(module, torch.jit.ScriptModule)
-            if is_leaf(module) and module is not model and takes_hooks:
-                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
+            if not isinstance(module, torch.jit.ScriptModule):
+                leaf = is_leaf(module) and module is not model
+                begin, end = (before, after) if leaf else (enter, leave)
+                stack.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(end, with_kwargs=True).remove)
         with recorder:
             out = call_model(model, example, forward=forward)
     return recorder.flow(out)
