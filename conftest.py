@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import torchq
-from torchq.lowering.onednn import saturates
+from torchq.lowering.kernel import saturates
 
 ROOT = Path(__file__).parent
 

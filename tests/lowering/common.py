@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq.lowering.onednn import saturates
+from torchq.lowering.kernel import saturates
 
 
 def weight_codes(*shape: int, generator: torch.Generator) -> Tensor:
@@ -20,9 +20,14 @@ def weight_codes(*shape: int, generator: torch.Generator) -> Tensor:
     return torch.randint(-most, most, shape, generator=generator).to(torch.int8)
 
 
+def int8() -> torchq.QuantConfig:
+    """Return the usual recipe, with weights that this CPU multiplies without an overflow."""
+    return torchq.recipes.int8(reduce_range=saturates())
+
+
 def calibrated(model: nn.Module, x: Tensor, config: torchq.QuantConfig | None = None) -> nn.Module:
     """``model`` quantized and calibrated on ``x``, in eval mode."""
-    torchq.quantize_(model.eval(), config)
+    torchq.quantize_(model.eval(), config or int8())
     torchq.calibrate(model, [x], progress=False)
     return model
 

@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 import torchq
 from torchq.graph import trace_or_none
 from torchq.lowering import Int8Conv, Int8Linear, QParams, passes
+from torchq.lowering.codes import Dequantize, Quantize
 from torchq.lowering.passes.editor import GraphEditor
-from torchq.lowering.qdq import Dequantize, Quantize
 
 Q = QParams(0.5, 128, 0, 255)
 OTHER = QParams(0.25, 128, 0, 255)

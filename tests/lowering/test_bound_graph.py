@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import torchq
 from tests.lowering.common import Residual
 from torchq.lowering import onednn
+from torchq.lowering.codes import Quantize
 from torchq.lowering.conv import Int8Conv
-from torchq.lowering.qdq import Quantize
 from torchq.lowering.traced import TracedModel
 
 

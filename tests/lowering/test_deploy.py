@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import torchq
 from tests.lowering.common import Residual, calibrated, sqnr
 from torchq.lowering import Int8Conv
-from torchq.lowering.qdq import Dequantize
+from torchq.lowering.codes import Dequantize
 
 
 def kinds(model: nn.Module, kind: type) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import torchq
 from tests.lowering.common import calibrated
 from torchq.lowering import Int8Conv, QParams
-from torchq.lowering.qdq import Quantize
+from torchq.lowering.codes import Quantize
 
 D = torchq.QuantDescriptor
 WEIGHT = D(8, axis=0)

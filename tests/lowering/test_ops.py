@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.lowering.common import weight_codes
 from torchq.lowering import definition, onednn
-from torchq.lowering.definition import ACTIVATIONS, ConvParams, Epilogue, Int8Weights
+from torchq.lowering.kernel import ACTIVATIONS, ConvParams, Epilogue, Int8Weights
 from torchq.lowering.operators import int8_conv, int8_linear
 from torchq.lowering.packed import KERNELS
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import torchq
 from tests.lowering.common import calibrated, sqnr
 from torchq.lowering import Int8Conv
-from torchq.lowering.qdq import Dequantize, Quantize
+from torchq.lowering.codes import Dequantize, Quantize
 
 SPLITS: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
     "chunk method": lambda x: x.chunk(2, dim=1),

@@ -29,10 +29,9 @@ from tests.lowering.pass_graphs import (
 )
 from torchq.graph import trace_or_none
 from torchq.lowering import Int8Conv, QParams
-from torchq.lowering.definition import ConvParams
+from torchq.lowering.codes import CodesAvgPool2d, CodesMaxPool2d, Dequantize, Quantize
+from torchq.lowering.kernel import ConvParams
 from torchq.lowering.passes.editor import GraphEditor
-from torchq.lowering.pooling import CodesAvgPool2d, CodesMaxPool2d
-from torchq.lowering.qdq import Dequantize, Quantize
 
 
 def test_the_check_of_an_argument_survives() -> None:

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 import torchq
 from tests.lowering.common import sqnr
 from torchq.lowering import QParams
+from torchq.lowering.codes import CodesAvgPool2d, Dequantize, Quantize
 from torchq.lowering.operators import max_pool2d
-from torchq.lowering.pooling import CodesAvgPool2d
-from torchq.lowering.qdq import Dequantize, Quantize
 
 SIGNED, UNSIGNED, NARROW = (
     QParams(0.02, 128, 0, 255),

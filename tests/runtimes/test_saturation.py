@@ -23,7 +23,7 @@ with warnings.catch_warnings(record=True) as caught:
     torchq.deploy(model)
     texts = [str(w.message) for w in caught]
 reduced = torchq.deploy(model, reduce_range=True)
-assert torchq.lowering.onednn.saturates() == ("ISA" == "AVX2"), "saturates"
+assert torchq.lowering.kernel.saturates() == ("ISA" == "AVX2"), "saturates"
 assert any("no VNNI" in t for t in texts) == ("EXPECTED" == "yes"), texts
 error = (reduced(x) - model(x)).norm() / model(x).norm()
 assert error < 0.05, error  # 7 bits
@@ -58,7 +58,7 @@ with pytest.raises(torchq.errors.ExportError, match="recipes.int8.reduce_range=T
 
 
 needs_kernels = pytest.mark.skipif(
-    not torchq.lowering.onednn.available(), reason="no oneDNN kernels"
+    not torchq.lowering.kernel.available(), reason="no oneDNN kernels"
 )
 
 
@@ -73,7 +73,7 @@ needs_kernels = pytest.mark.skipif(
     ],
 )
 def test_cpus_without_vnni_are_noticed(isa: str, recipe: str, expected: str) -> None:
-    if isa == "DEFAULT" and torchq.lowering.onednn.saturates():
+    if isa == "DEFAULT" and torchq.lowering.kernel.saturates():
         pytest.skip("this CPU has no VNNI")
     program = SATURATION.replace("EXPECTED", expected).replace("RECIPE", recipe)
     run(program.replace("ISA", isa), isa)

@@ -4,12 +4,10 @@
 """
 
 from torchq.lowering.attention import DeployedMultiheadAttention
-from torchq.lowering.conv import Int8Conv, Int8ConvTranspose
-from torchq.lowering.layer import Int8Layer
-from torchq.lowering.linear import DynamicInt8Linear, Int8Linear
+from torchq.lowering.eligible import LOWERINGS
+from torchq.lowering.layer import DynamicInt8Linear, Int8Conv, Int8Layer, Int8Linear
 from torchq.lowering.qparams import QParams
-from torchq.lowering.registry import LOWERINGS
-from torchq.lowering.release_weights import release_weights_, restore_weights_
+from torchq.lowering.transposed import Int8ConvTranspose
 
 __all__ = [
     "DeployedMultiheadAttention",
@@ -20,6 +18,4 @@ __all__ = [
     "Int8Layer",
     "Int8Linear",
     "LOWERINGS",
-    "release_weights_",
-    "restore_weights_",
 ]

@@ -17,12 +17,11 @@ from torchq.graph import forward_hook_kind, is_torch_leaf, trace_or_none
 from torchq.lowering.attention import DeployedMultiheadAttention
 from torchq.lowering.calls import ProductCall, lower_calls_
 from torchq.lowering.check import ReferenceCheck, Verdict
-from torchq.lowering.layer import Int8Layer
-from torchq.lowering.linear import DynamicInt8Linear
-from torchq.lowering.onednn import saturates
+from torchq.lowering.eligible import FLOAT_INPUT, lower, uncalibrated
+from torchq.lowering.kernel import saturates
+from torchq.lowering.layer import DynamicInt8Linear, Int8Layer
 from torchq.lowering.passes import run_passes
 from torchq.lowering.qparams import SIGNED_ZERO_POINT
-from torchq.lowering.registry import FLOAT_INPUT, lower, uncalibrated
 from torchq.lowering.traced import TracedModel, copy_plain_attributes
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.swap import restore_
@@ -208,23 +207,20 @@ def _round_weights(module: QuantModule, reason: str) -> None:
 
 def _may_overflow(model: nn.Module) -> bool:
     """Return True if two products of a layer overflow the 16 bits that this CPU adds them in."""
-    wide = [m for m in model.modules() if _largest_code(m) > 127]
-    return bool(wide) and saturates() and any(map(_overflows, wide))
+    return any(map(_overflows, model.modules())) and saturates()
 
 
-def _overflows(layer: Any) -> bool:
-    largest = int(layer.weight_codes.int().abs().amax()) if layer.weight_codes.numel() else 0
-    return 2 * _largest_code(layer) * largest > torch.iinfo(torch.int16).max
-
-
-def _largest_code(module: nn.Module) -> int:
-    """Return the largest code that an integer layer multiplies weights by; 0 for others."""
-    if isinstance(module, Int8Layer):
-        return module.input_qparams.quant_max
-    if isinstance(module, DynamicInt8Linear):
-        format = module.descriptor.format
-        return int(format.quant_max) + (SIGNED_ZERO_POINT if format.signed else 0)
-    return 0
+def _overflows(layer: nn.Module) -> bool:
+    if isinstance(layer, Int8Layer):
+        largest = layer.input_qparams.quant_max
+    elif isinstance(layer, DynamicInt8Linear):
+        format = layer.descriptor.format
+        largest = int(format.quant_max) + (SIGNED_ZERO_POINT if format.signed else 0)
+    else:
+        return False
+    codes = layer.weight_codes
+    weight = int(codes.int().abs().amax()) if codes.numel() else 0
+    return 2 * largest * weight > torch.iinfo(torch.int16).max
 
 
 #: The layers of torchq that stay single calls.

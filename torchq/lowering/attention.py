@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from torchq.lowering.linear import Int8Linear
-from torchq.lowering.registry import LOWERINGS, active, as_linear, lower
+from torchq.lowering.eligible import LOWERINGS, active, as_linear, lower
+from torchq.lowering.layer import Int8Linear
 from torchq.nn import QuantLinear, QuantModule, QuantMultiheadAttention
 from torchq.nn.modules.attention import ProjectedAttention
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.graph import call_model
-from torchq.lowering.registry import as_linear, lower
+from torchq.lowering.eligible import as_linear, lower
 from torchq.nn import QuantModule, convert_
 from torchq.nn.calls.functions import CallSite, equivalent_class
 from torchq.nn.calls.routed import Call, ComputedCall, RoutedModule

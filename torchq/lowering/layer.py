@@ -1,226 +1,65 @@
-"""The bases of the layers of deployed models, and the checks of their inputs."""
+"""The integer layers: convolution, linear layer, and linear layer with a range of each call."""
 
 from __future__ import annotations
 
 import copy
 import math
-import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import astuple
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 
-from torchq.errors import QuantizationError
-from torchq.lowering.definition import Epilogue, Int8Weights
-from torchq.lowering.onednn import Run
-from torchq.lowering.operators import kernel
-from torchq.lowering.packed import KERNELS, MOST_SHAPES, drop_oldest
-from torchq.lowering.qparams import QParams
-from torchq.lowering.release_weights import ReleasableWeightMixin
-from torchq.utils import calls_are_recorded
-
-#: The dtypes that float layers accept under autocast.
-_AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def eager(x: Tensor) -> bool:
-    """Return True if a kernel may be called directly with its arguments bound.
-
-    Going past torch's dispatcher saves half of a small layer's time. ``torch.jit.trace`` needs the
-    dispatcher: it cannot write down the arguments of oneDNN's operators.
-    """
-    return not calls_are_recorded() and type(x) is Tensor and x.is_cpu
+from torchq.descriptor import QuantDescriptor
+from torchq.errors import ExportError
+from torchq.functional import reduce_amax, scale_from_amax
+from torchq.functional.scale import divisor
+from torchq.lowering.codes import CodesModule, eager, require_dtype, smallest_value
+from torchq.lowering.kernel import (
+    ConvParams,
+    Epilogue,
+    Int8Weights,
+    Kernel,
+    Run,
+    available,
+    reference,
+)
+from torchq.lowering.operators import recorded_product
+from torchq.lowering.qparams import SIGNED_ZERO_POINT, QParams
 
 
-def require_dtype(x: Tensor, dtype: torch.dtype | None, where: str) -> None:
-    """Refuse an input that the simulation, a float layer of ``dtype``, would refuse."""
-    if dtype is None:
-        if not x.dtype.is_floating_point:
-            raise TypeError(f"{where}: got a tensor of {x.dtype}; expected a floating-point tensor")
-        return
-    if x.dtype is dtype:
-        return
-    if x.dtype in _AUTOCAST_DTYPES and torch.is_autocast_enabled(x.device.type):
-        return
-    raise TypeError(
-        f"{where}: got a tensor of {x.dtype}; expected {dtype}. Convert it with x.to({dtype})"
-    )
-
-
-def smallest_value(x: Tensor, dtype: torch.dtype | None, where: str) -> float:
-    """Return the smallest value of an input that is to be quantized.
-
-    Looking for it takes a quarter of the time of quantizing. It is not looked for where a program
-    is compiled or exported, or on GPUs, which would have to be waited for; then it is -inf.
-    """
-    require_dtype(x, dtype, where)
-    if not eager(x) or not x.numel():
-        return -math.inf
-    smallest = float((x.detach() if x.requires_grad else x).amin())
-    if math.isnan(smallest):
-        raise QuantizationError(
-            f"{where}: got NaN; expected numbers, as no uint8 code stands for NaN. "
-            "Look for the operation that makes it"
-        )
-    return smallest
-
-
-class KernelCacheMixin(nn.Module):
-    """Mixin for modules that keep what they derive from their attributes and tensors.
-
-    Derived are kernels with their arguments bound, and larger tables. There is one rule: whatever
-    changes a module (assigning any attribute, loading a state dict, moving it) drops all of them.
-    Copies and files do without them, since packed tensors can be neither copied nor saved.
-    """
-
-    _kernels: dict[Any, Any]
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._drop_kernels()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        self._drop_kernels()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kernels": {}}
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
-        self._drop_kernels()  # the tensors were copied into in place
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)
-        self._drop_kernels()
-        return self
-
-    def bound(self, *inputs: Any) -> Run | None:
-        """Return the module as a function of inputs like these, for :mod:`..graph.bound_graph`.
-
-        The function computes what the module does for any inputs, and is fast for those of the
-        same shapes. It is current until the module drops its kernels.
-        """
-        return None
-
-    def _drop_kernels(self) -> None:
-        """Drop everything derived, as something that it was made from has changed."""
-        self.__dict__["_kernels"] = dict[Any, Any]()
-
-    def _kernel(self, key: Any, build: Callable[[], Any]) -> Any:
-        """Return what ``build`` returned for ``key``, which is called once."""
-        kernels = self._kernels
-        found = kernels.get(key)
-        if found is None:
-            drop_oldest(kernels, MOST_SHAPES)
-            found = kernels[key] = build()
-        return found
-
-
-def guarded(run: Run, module: nn.Module, inputs: Sequence[Tensor]) -> Run:
-    """Return ``run`` for inputs like these, and the module for other shapes and residuals."""
-    shape = inputs[0].shape
-
-    def call(x: Tensor) -> Tensor:
-        result: Tensor = run(x) if x.shape == shape else module(x)
-        return result
-
-    if len(inputs) == 1:
-        return call
-    added_shape, added_dtype = inputs[1].shape, inputs[1].dtype
-
-    def call_and_add(x: Tensor, residual: Tensor) -> Tensor:
-        alike = x.shape == shape and residual.shape == added_shape
-        add = run if alike and residual.dtype is added_dtype else module
-        result: Tensor = add(x, residual)
-        return result
-
-    return call_and_add
-
-
-#: The key of the layer that reads non-negative input; see :meth:`Int8Layer.input_codes`.
-_UNSIGNED = "unsigned"
-
-
-class Float32ParamsMixin(nn.Module):
-    """Mixin for modules whose scales stay float32 when the model is converted to another dtype.
-
-    ``model.to(torch.bfloat16)`` changes the dtype of floating-point results alone.
+class DeployedLayer(CodesModule):
+    """Base of layers with an integer weight, which their :class:`Kernel` holds.
 
     Attributes:
-        dtype: the dtype of floating-point results.
+        kernel: the weight, int8, (out, in / groups, ...).
+        weight_scale: float32, (out,): real weight = code * scale.
+        bias: float32 (out,) or None.
+        params: the numbers of a convolution.
     """
 
-    dtype: torch.dtype
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        kept = {
-            name: buffer
-            for name, buffer in self.named_buffers(recurse=False)
-            if buffer.dtype is torch.float32
-        }
-        super()._apply(fn, recurse)
-        self.dtype = fn(torch.zeros(0, dtype=self.dtype, device="cpu")).dtype
-        for name, buffer in kept.items():
-            now = self.get_buffer(name)
-            if now.dtype is not torch.float32:
-                setattr(self, name, buffer.to(now.device))
-        return self
-
-
-class IntegerModule(nn.Module):
-    """Base of modules that read or return uint8 codes in a lowered graph.
-
-    Passes know such a module by this class alone: :meth:`propagate_qparams` tells them what its
-    codes stand for. Every result is a new tensor, which shares memory with no input.
-    """
-
-    def propagate_qparams(self, inputs: Sequence[QParams | None]) -> QParams | None:
-        """Accept the quantization parameters of the inputs and return those of the output.
-
-        Called in the order of the graph after a pass has moved clamps, which may move the zero
-        point of the codes that this module reads. The module updates itself.
-        """
-        raise NotImplementedError
-
-
-class QParamsStateMixin(nn.Module):
-    """Mixin for modules whose quantization parameters are part of their state dict.
-
-    Attributes:
-        qparams_names: the attributes that hold a :class:`QParams` or None.
-    """
-
-    qparams_names: ClassVar[tuple[str, ...]]
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """Return the quantization parameters as plain numbers, for the state dict."""
-        qparams = {name: getattr(self, name) for name in self.qparams_names}
-        return {name: None if q is None else astuple(q) for name, q in qparams.items()}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`get_extra_state` returned."""
-        for name in self.qparams_names:
-            setattr(self, name, None if state[name] is None else QParams(*state[name]))
-
-
-class DeployedLayer(KernelCacheMixin, Float32ParamsMixin):
-    """Base of layers with a quantized weight."""
-
-    weight_codes: Tensor
     weight_scale: Tensor
     bias: Tensor | None
+    dtype: torch.dtype
+    params = ConvParams()
 
     def __init__(
-        self, weight_codes: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+        self, codes: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.register_buffer("weight_codes", weight_codes)
-        self.register_buffer("weight_scale", weight_scale)
-        self.register_buffer("bias", bias)
-        self.dtype = dtype
+        self.register_buffer("weight_scale", scale)
+        self.register_buffer("bias", None if bias is None else bias.detach().to(torch.float32))
+        self.kernel, self.dtype = Kernel(codes), dtype
+
+    @property
+    def weight_codes(self) -> Tensor:
+        """The weight as integers; a new tensor where the kernel has dropped the plain one."""
+        return self.kernel.codes
+
+    @weight_codes.setter
+    def weight_codes(self, codes: Tensor) -> None:
+        self.kernel = Kernel(codes)
 
     @property
     def weight(self) -> Tensor:
@@ -229,16 +68,63 @@ class DeployedLayer(KernelCacheMixin, Float32ParamsMixin):
         scale = self.weight_scale.view(-1, *[1] * (codes.dim() - 1))
         return (codes * scale).to(self.dtype)
 
+    def _product(
+        self, x: Tensor, grid: tuple[float, int], epilogue: Epilogue, residual: Tensor | None = None
+    ) -> Tensor:
+        """Return the product of codes of (scale, zero point) where nothing bound may be called."""
+        self.kernel.keep_plain()
+        assert self.kernel.plain is not None
+        weights = Int8Weights(self.kernel.plain, self.weight_scale, self._bias, *grid)
+        return recorded_product(x, weights, self.params, epilogue, residual)
+
+    def _bind(
+        self, x: Tensor, grid: tuple[float, int], epilogue: Epilogue, residual: Tensor | None = None
+    ) -> Run:
+        """Return the product as a function of codes, and residuals, like these."""
+        weights = Int8Weights(self.weight_codes, self.weight_scale, self._bias, *grid)
+        params = self.params
+        if x.numel() and available():
+            return self.kernel.bind(x.shape, weights, params, epilogue, residual)
+        return lambda x, residual=None: reference(x, weights, params, epilogue, residual)
+
+    @property
+    def _bias(self) -> Tensor | None:
+        """What the kernel adds."""
+        return self.bias
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if keep_vars:  # for the tensors of the model themselves, such as an exporter wants them
+            self.kernel.keep_plain()
+        destination[f"{prefix}weight_codes"] = self.weight_codes
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
     def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
-        KERNELS.forget(self.weight_codes)  # its values were copied into in place
+        # A buffer while torch loads it, so that it is checked like the other tensors.
+        buffers = vars(self)["_buffers"]
+        buffers["weight_codes"] = self.weight_codes.clone()
+        try:
+            super()._load_from_state_dict(*args)
+        finally:
+            self.weight_codes = buffers.pop("weight_codes")
 
-    def _size(self) -> int:
-        """Return the bytes of all buffers."""
-        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers())
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.kernel.move_(fn)
+        return super()._apply(fn, recurse)
+
+    def _summary_row(self, out: str, note: str) -> tuple[str, int, str]:
+        tensors = (b for b in self._buffers.values() if b is not None)
+        size = math.prod(self.kernel.shape) + sum(b.numel() * b.element_size() for b in tensors)
+        name, problem = "onednn", ""
+        if self.kernel.device.type != "cpu":
+            name = "reference"
+            problem = f"integer kernels run on CPUs, not on {self.kernel.device.type}"
+        elif not available():
+            name, problem = "reference", "this torch has no oneDNN operators"
+        note = "; ".join(filter(None, (note, problem)))
+        return f"{name} uint8 x int8 -> {out}", size, note
 
 
-class Int8Layer(ReleasableWeightMixin, DeployedLayer, QParamsStateMixin, IntegerModule):
+class Int8Layer(DeployedLayer):
     """Base of layers with int8 weights and uint8 activations.
 
     The input is a floating-point tensor, which the layer quantizes, or uint8 codes where
@@ -246,8 +132,8 @@ class Int8Layer(ReleasableWeightMixin, DeployedLayer, QParamsStateMixin, Integer
     :attr:`output_qparams`. For inference; there is no gradient.
 
     Args:
-        weight: int8, (out, in / groups, ...).
-        weight_scale: float32, (out,): real weight = weight * scale.
+        codes: int8, (out, in / groups, ...).
+        scale: float32, (out,): real weight = code * scale.
         bias: floating point (out,) or None.
         input_qparams: how the input is quantized.
         dtype: of floating-point results.
@@ -255,29 +141,29 @@ class Int8Layer(ReleasableWeightMixin, DeployedLayer, QParamsStateMixin, Integer
 
     Attributes:
         activation: the name of the activation that is applied to the result, one of
-            :data:`~torchq.lowering.definition.ACTIVATIONS`.
+            :data:`~torchq.lowering.kernel.ACTIVATIONS`.
         arguments: the arguments of the activation.
         reads_codes: True where the input is codes of :attr:`input_qparams`. Without it uint8 is
             refused like any other integer dtype: it could be an image.
         output_qparams: None for floating-point results.
         residual_qparams: of the second argument of :meth:`forward`, where that is codes.
+        adds: True where the kernel can add a second tensor to its result.
     """
 
-    #: Which operator runs, for the summary.
     qparams_names = ("input_qparams", "output_qparams", "residual_qparams")
     pre_quant_scale: Tensor | None
+    adds = False
 
     def __init__(
         self,
-        weight: Tensor,
-        weight_scale: Tensor,
+        codes: Tensor,
+        scale: Tensor,
         bias: Tensor | None,
         input_qparams: QParams,
         dtype: torch.dtype,
-        pre_quant_scale: Tensor | None,
+        pre_quant_scale: Tensor | None = None,
     ) -> None:
-        bias = None if bias is None else bias.detach().to(torch.float32)
-        super().__init__(weight, weight_scale, bias, dtype)
+        super().__init__(codes, scale, bias, dtype)
         self.register_buffer("pre_quant_scale", pre_quant_scale)
         self.input_qparams, self.reads_codes = input_qparams, False
         self.output_qparams: QParams | None = None
@@ -285,83 +171,78 @@ class Int8Layer(ReleasableWeightMixin, DeployedLayer, QParamsStateMixin, Integer
         self.activation, self.arguments = "none", list[float]()
 
     def propagate_qparams(self, inputs: Sequence[QParams | None]) -> QParams | None:
-        """See :meth:`IntegerModule.propagate_qparams`; the second input is the residual."""
+        """See :meth:`CodesModule.propagate_qparams`; the second input is the residual."""
         own, residual = (*inputs, None, None)[:2]
         if own is not None:
             self.input_qparams, self.reads_codes = own, True
-        if residual is not None:
-            self.residual_qparams = residual
+        self.residual_qparams = residual or self.residual_qparams
         return self.output_qparams
 
-    def input_codes(self, x: Tensor) -> tuple[Int8Layer, Tensor]:
-        """Return the layer that computes ``x``, and the codes of ``x`` that it reads.
-
-        An input on a signed range may hold no negative number: a layer behind ReLU with the
-        default configuration. Then a twin of this layer with codes that start at 0 computes the
-        same, without a zero-point correction in the bias, which costs bits of it, and without
-        padding by the zero point. Looking at ``x`` takes less time than either.
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return ``activation(product + bias + residual)``.
 
         Args:
-            x: floating point.
+            x: floating point, or codes where the layer reads codes.
+            residual: floating point, or codes of :attr:`residual_qparams`; convolutions alone.
 
         Raises:
             TypeError: ``x`` has another dtype than the layer; the simulation refuses it too.
             QuantizationError: ``x`` holds NaN, see :func:`smallest_value`.
         """
+        if x.dtype is torch.uint8 and self.reads_codes:
+            return self._compute(x, self.input_qparams, residual)
+        qparams = self._qparams_for(x)
+        return self._compute(self._quantize(x, qparams), qparams, residual)
+
+    def _qparams_for(self, x: Tensor) -> QParams:
+        """Return how an input is quantized.
+
+        An input on a signed range may hold no negative number: a layer behind ReLU with the
+        default configuration. Codes that start at 0 then stand for the same values, without a
+        zero-point correction in the bias, which costs bits of it, and without padding by the zero
+        point. Looking at ``x`` takes less time than either.
+        """
         smallest = smallest_value(x, self.dtype, type(self).__name__)
-        layer: Int8Layer = self
         if smallest >= 0 and self.input_qparams.zero_point and self.pre_quant_scale is None:
-            layer = self._kernel(_UNSIGNED, self._make_unsigned)
-        return layer, layer._quantize(x)  # noqa: SLF001
-
-    def _make_unsigned(self) -> Int8Layer:
-        twin = self.variant()
-        twin.input_qparams = self.input_qparams.clamped(0.0, math.inf)
-        vars(twin)["_owner"] = weakref.ref(self)
-        return twin
-
-    def _bound(self, run: Run) -> Run:
-        """Return a bound kernel that finishes its results; the plain weight is dropped now."""
-        owner = vars(self).get("_owner", lambda: None)()
-        for layer in (self, owner):
-            if layer is not None:
-                layer.drop_weight()
-        return run if self.finished else lambda *tensors: self.finish(run(*tensors))
-
-    def release_weight(self) -> int:
-        """See :meth:`ReleasableWeightMixin.release_weight`; the twin shares the weight."""
-        for twin in self._kernels.values():
-            if isinstance(twin, Int8Layer):
-                twin.release_weight()
-        return super().release_weight()
-
-    def _size(self) -> int:
-        if not self.released_bytes():
-            return super()._size()
-        others = (buffer for buffer in self._other_buffers().values() if buffer is not None)
-        return self.released_bytes() + sum(b.numel() * b.element_size() for b in others)
+            return self.input_qparams.clamped(0.0, math.inf)
+        return self.input_qparams
 
     def codes(self, x: Tensor) -> Tensor:
         """Return a floating-point ``x`` as codes of :attr:`input_qparams`.
 
         Raises:
-            TypeError: see :meth:`input_codes`.
-            QuantizationError: see :meth:`input_codes`.
+            TypeError: see :meth:`forward`.
+            QuantizationError: see :meth:`forward`.
         """
         smallest_value(x, self.dtype, type(self).__name__)
-        return self._quantize(x)
+        return self._quantize(x, self.input_qparams)
 
-    def _quantize(self, x: Tensor) -> Tensor:
+    def _quantize(self, x: Tensor, qparams: QParams) -> Tensor:
         if self.pre_quant_scale is not None:
             x = x * self.pre_quant_scale.to(x.dtype)
-        return self.input_qparams.quantize(x)
+        return qparams.quantize(x)
 
-    def int8_weights(self) -> Int8Weights:
-        """Return the weights and what the input's codes stand for, as kernels take them."""
-        qparams = self.input_qparams
-        return Int8Weights(
-            self.weight_codes, self.weight_scale, self.bias, qparams.scale, qparams.zero_point
-        )
+    def _compute(self, x: Tensor, qparams: QParams, residual: Tensor | None = None) -> Tensor:
+        """Return the result for codes."""
+        if not eager(x):
+            grid = qparams.scale, qparams.zero_point
+            return self.finish(self._product(x, grid, self.epilogue(), residual))
+        shape = x.shape if self.params.stride else not x.numel()
+        if residual is None:
+            key: Any = (shape, qparams.zero_point)
+            return (self._runs.get(key) or self._finished(key, x, qparams))(x)
+        key = (shape, qparams.zero_point, residual.shape, residual.dtype)
+        return (self._runs.get(key) or self._finished(key, x, qparams, residual))(x, residual)
+
+    def _finished(
+        self, key: Any, x: Tensor, qparams: QParams, residual: Tensor | None = None
+    ) -> Run:
+        def bind() -> Run:
+            grid = qparams.scale, qparams.zero_point
+            run = self._bind(x, grid, self.epilogue(), residual)
+            return run if self.finished else lambda *tensors: self.finish(run(*tensors))
+
+        return self._bound(key, bind)
 
     def epilogue(self) -> Epilogue:
         """Return what kernels do with their sums."""
@@ -399,7 +280,7 @@ class Int8Layer(ReleasableWeightMixin, DeployedLayer, QParamsStateMixin, Integer
     def variant(self) -> Int8Layer:
         """Return a second layer on the same tensors, for another place in a model."""
         twin = copy.copy(self)
-        twin._buffers = dict(twin._buffers)
+        vars(twin)["_buffers"] = dict(self._buffers)
         return twin
 
     def get_extra_state(self) -> dict[str, Any]:
@@ -413,21 +294,167 @@ class Int8Layer(ReleasableWeightMixin, DeployedLayer, QParamsStateMixin, Integer
         self.activation, self.arguments = state["activation"], list(state["arguments"])
 
     def summary_row(self) -> tuple[str, int, str]:
-        """Return kernel, bytes and a note for :func:`torchq.summary`.
-
-        The note says what is fused, and why the reference kernel runs where it does.
-        """
+        """Return kernel, bytes, and what is fused, for :func:`torchq.summary`."""
         fused = [] if self.activation == "none" else [self.activation]
         if self.residual_qparams is not None:
             fused.append("add")
         out = "uint8" if self.output_qparams is not None else str(self.dtype).removeprefix("torch.")
-        name, problem = kernel(self.weight_codes.device)
-        note = "; ".join(filter(None, (" + ".join(fused), problem)))
-        return f"{name} uint8 x int8 -> {out}", self._size(), note
+        return self._summary_row(out, " + ".join(fused))
 
     def extra_repr(self) -> str:
         """Return the settings that ``repr`` shows."""
-        shape = "x".join(map(str, self.weight_codes.shape))
+        shape = "x".join(map(str, self.kernel.shape))
         out = self.dtype if self.output_qparams is None else self.output_qparams
         activation = f"{self.activation}{self.arguments or ''}"
         return f"weight={shape}, input={self.input_qparams}, output={out}, activation={activation}"
+
+
+class Int8Linear(Int8Layer):
+    """An integer linear layer; the arguments are those of :class:`Int8Layer`.
+
+    Shape:
+        (..., in), float or uint8 codes -> (..., out).
+    """
+
+
+class Int8Conv(Int8Layer):
+    """An integer convolution in 1, 2 or 3 dimensions.
+
+    Args:
+        conv: a convolution, or an object with the same attributes, that says everything but the
+            weight and the bias.
+        args: the arguments of :class:`Int8Layer`.
+
+    Attributes:
+        params: the numbers of the kernel's convolution, whose padding is symmetric zeros.
+        border: the padding that is added before the kernel, in the order of ``F.pad``; None where
+            the kernel does all of it.
+        border_mode: the mode of that padding.
+
+    Shape:
+        (N, C, ...) or (C, ...), float or uint8 codes -> (N, out, ...) or (out, ...), channels last
+        in memory for 2 and 3 dimensions.
+    """
+
+    def __init__(self, conv: Any, *args: Any) -> None:
+        super().__init__(*args)
+        padding, self.border = _split_padding(conv)
+        self.params = ConvParams(tuple(conv.stride), padding, tuple(conv.dilation), conv.groups)
+        self.border_mode: str = conv.padding_mode
+
+    @property
+    def adds(self) -> bool:  # type: ignore[override]
+        """True where the kernel can add a second tensor to its result."""
+        return len(self.params.stride) < 3
+
+    @property
+    def is_pointwise(self) -> bool:
+        """True where each pixel of the result depends on one pixel alone."""
+        params = self.params
+        single = all(size == 1 for size in (*self.kernel.shape[2:], *params.stride, params.groups))
+        return single and not any(params.padding) and self.border is None
+
+    def per_row(self, channels: Tensor) -> Tensor:
+        """Return a value for each output channel, (out,), as one for each row of the weight."""
+        return channels
+
+    def _compute(self, x: Tensor, qparams: QParams, residual: Tensor | None = None) -> Tensor:
+        if x.dim() == len(self.params.stride) + 1:
+            return self._compute(x.unsqueeze(0), qparams, residual).squeeze(0)
+        if self.border is not None:
+            x = self._pad(x, self.border, qparams)
+        return super()._compute(x, qparams, residual)
+
+    def _pad(self, x: Tensor, border: list[int], qparams: QParams) -> Tensor:
+        if self.border_mode == "zeros":
+            return F.pad(x, border, value=float(qparams.zero_point))
+        # Not implemented for integers; exact in float32.
+        return F.pad(x.float(), border, mode=self.border_mode).to(torch.uint8)
+
+
+def _split_padding(conv: Any) -> tuple[tuple[int, ...], list[int] | None]:
+    """Return the symmetric zero padding of the kernel, and what is padded before it.
+
+    The second is None, or in the order of ``F.pad``.
+    """
+    none = (0,) * len(conv.kernel_size)
+    if conv.padding == "valid":
+        return none, None
+    if conv.padding == "same":
+        total = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
+        before_after = [(t // 2, t - t // 2) for t in total]
+    else:
+        before_after = [(p, p) for p in conv.padding]
+    if conv.padding_mode == "zeros" and all(a == b for a, b in before_after):
+        return tuple(a for a, _ in before_after), None
+    return none, [side for pair in reversed(before_after) for side in pair]
+
+
+class DynamicInt8Linear(DeployedLayer):
+    """An integer linear layer whose input scales are found in each call.
+
+    Args:
+        codes: int8, (out, in).
+        scale: float32, (out,).
+        bias: (out,) or None.
+        descriptor: of the input: dynamic, one range per tensor or per slice of leading axes (a
+            token).
+        dtype: of :attr:`weight`.
+
+    Shape:
+        (..., in) floating point -> (..., out), same dtype.
+    """
+
+    def __init__(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        descriptor: QuantDescriptor,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(codes, scale, bias, dtype)
+        self.descriptor = descriptor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x @ weight.T + bias`` with ``x`` rounded by its own range.
+
+        Raises:
+            ExportError: the ranges run along the features.
+            TypeError: ``x`` has another dtype than the layer.
+        """
+        require_dtype(x, self.dtype, "DynamicInt8Linear")
+        format = self.descriptor.format
+        amax = self._range(x)
+        scale = scale_from_amax(amax, format)
+        zero_point = SIGNED_ZERO_POINT if format.signed else 0
+        numbers = format.snap_(x.to(torch.float32) / divisor(amax, scale))
+        codes, grid = numbers.add_(zero_point).to(torch.uint8), (1.0, zero_point)
+        if eager(codes):
+            bind = lambda: self._bind(codes, grid, Epilogue())  # noqa: E731
+            y = self._bound(not codes.numel(), bind)(codes)
+        else:
+            y = self._product(codes, grid, Epilogue())
+        # The scale of the input multiplies the result, since it may differ for each token.
+        y = y.mul_(scale)
+        return (y if self.bias is None else y.add_(self.bias)).to(x.dtype)
+
+    def _range(self, x: Tensor) -> Tensor:
+        """Return the range of each token of ``x``, (..., 1), or of all of it; float32."""
+        amax = reduce_amax(x, self.descriptor.granularity).to(torch.float32)
+        if amax.dim() and amax.shape[-1] != 1:
+            raise ExportError(
+                f"DynamicInt8Linear: got ranges along the features of {tuple(x.shape)}; "
+                "expected one per token or tensor"
+            )
+        factor = self.descriptor.scale_amax
+        return amax if factor is None else amax * factor
+
+    @property
+    def _bias(self) -> None:
+        """None: it is added behind the scale of the input."""
+        return None
+
+    def summary_row(self) -> tuple[str, int, str]:
+        """Return kernel, bytes and a note for :func:`torchq.summary`."""
+        return self._summary_row("float", "the input's range is that of each call")

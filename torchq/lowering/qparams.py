@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchq.formats import IntFormat, PerTensor
-from torchq.lowering.definition import Epilogue
+from torchq.lowering.kernel import Epilogue
 from torchq.nn import TensorQuantizer
 from torchq.utils import calls_are_recorded
 

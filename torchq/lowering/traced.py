@@ -9,11 +9,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any
 
 from torch import Tensor, fx, nn
 
-from torchq.lowering.bound_graph import BoundGraphs, forward_with_bound_graphs
+from torchq.utils import calls_are_recorded
 
 
 class TracedModel(fx.GraphModule):
@@ -22,11 +23,10 @@ class TracedModel(fx.GraphModule):
     Code around a model may read such attributes, for example ``f`` and ``i`` of the layers of a
     detector. Copies and files keep them.
 
-    Attributes:
-        bound_graphs: what calls run instead of the forward; see :mod:`.bound_graph`.
+    Calls run :class:`_Flat` code instead of the forward, which programs record.
     """
 
-    bound_graphs: BoundGraphs
+    _flat: _Flat | None
 
     @classmethod
     def of(cls, graph_module: fx.GraphModule, original: nn.Module) -> TracedModel:
@@ -49,10 +49,10 @@ class TracedModel(fx.GraphModule):
         """Write the code of the graph; see :meth:`torch.fx.GraphModule.recompile`."""
         code = super().recompile()
         cls: Any = type(self)  # torch makes a class for each graph
-        cls.forward = forward_with_bound_graphs(cls.forward)
+        cls.forward = _flat_forward(cls.forward)
         # That of torch prints each error in the code to stderr before it raises it.
         cls.__call__ = nn.Module.__call__
-        self.bound_graphs = BoundGraphs()
+        vars(self)["_flat"] = None
         return code
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedModel:
@@ -64,6 +64,76 @@ class TracedModel(fx.GraphModule):
     def __reduce__(self) -> tuple[Any, ...]:
         rebuild, arguments = super().__reduce__()
         return _rebuild_traced_model, (rebuild, arguments)
+
+
+class _Flat:
+    """The code of a graph that calls the modules themselves, without looking each up by its path.
+
+    Looking up takes a tenth as long as the kernels of small layers. The code holds until a module
+    is replaced; each call looks. Copies and files of a model start without it.
+    """
+
+    def __init__(self, model: fx.GraphModule) -> None:
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        places = dict[tuple[int, str], tuple[dict[str, Any], str, nn.Module]]()
+        for node in model.graph.nodes:
+            new = copies[node] = graph.node_copy(node, copies.__getitem__)
+            if node.op not in ("call_module", "get_attr"):
+                continue
+            owner: Any = model
+            *path, name = str(node.target).split(".")
+            for part in path + [name] * (node.op == "call_module"):
+                modules, owner = vars(owner)["_modules"], getattr(owner, part)
+                places[id(modules), part] = modules, part, owner
+            called = _calling(owner) if node.op == "call_module" else _reading(owner, name)
+            new.op, new.target = "call_function", called
+        self.run: Callable[..., Any] = fx.GraphModule(nn.Module(), graph).forward
+        self._modules, self._names, self._found = zip(*places.values(), strict=True)
+
+    def holds(self) -> bool:
+        """Return True if every module is where it was."""
+        return all(map(is_, map(dict.get, self._modules, self._names), self._found))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def _flat_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the forward of a traced model that runs the flat code of its graph where it can."""
+
+    def flat_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if calls_are_recorded():
+            return forward(self, *args, **kwargs)
+        flat = vars(self)["_flat"]
+        if flat is None or not flat.holds():
+            flat = vars(self)["_flat"] = _Flat(self)
+        return flat.run(*args, **kwargs)
+
+    # Callers read the names of the arguments.
+    flat_forward.__wrapped__ = forward  # type: ignore[attr-defined]
+    return flat_forward
+
+
+def _calling(module: nn.Module) -> Callable[..., Any]:
+    """Return a function that calls a module; generated code wants the name of a function."""
+
+    def call_module(*args: Any, **kwargs: Any) -> Any:
+        return module(*args, **kwargs)
+
+    return call_module
+
+
+def _reading(owner: nn.Module, name: str) -> Callable[[], Any]:
+    """Return a function that reads a tensor of a model."""
+
+    def read_tensor() -> Any:
+        return getattr(owner, name)
+
+    return read_tensor
 
 
 def _rebuild_traced_model(

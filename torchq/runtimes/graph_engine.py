@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from torchq.errors import ExportError, MissingExtraError
 from torchq.graph import call_arguments, call_model, tensors_in
-from torchq.lowering.onednn import saturates
+from torchq.lowering.kernel import saturates
 from torchq.onnx import verify_onnx
 from torchq.onnx.verify.amplified import too_different
 from torchq.runtimes.engine import Engine, Task

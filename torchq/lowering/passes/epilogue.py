@@ -6,13 +6,12 @@ import torch
 from torch import fx, nn
 
 from torchq.fusion.algebra import batch_norm_affine
-from torchq.lowering.conv import Int8Conv
-from torchq.lowering.definition import ACTIVATIONS
-from torchq.lowering.layer import Int8Layer
+from torchq.lowering.codes import Dequantize, Quantize
+from torchq.lowering.kernel import ACTIVATIONS
+from torchq.lowering.layer import Int8Conv, Int8Layer
 from torchq.lowering.passes import match
 from torchq.lowering.passes.editor import GraphEditor
 from torchq.lowering.passes.move import meets_other_codes
-from torchq.lowering.qdq import Dequantize, Quantize
 
 
 def fold_batchnorm(editor: GraphEditor, node: fx.Node) -> bool:

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from torchq.graph import reads_shape
-from torchq.lowering.layer import Int8Layer, IntegerModule
+from torchq.lowering.codes import CodesModule, Dequantize, Quantize
+from torchq.lowering.layer import Int8Layer
 from torchq.lowering.passes import match
 from torchq.lowering.passes.editor import GraphEditor
-from torchq.lowering.qdq import Dequantize, Quantize
 
 #: Functions of finite numbers that are finite, in float32 and for values as large as codes stand
 #: for, and how many of them may follow each other.
@@ -40,16 +40,16 @@ def propagate_qparams(editor: GraphEditor, node: fx.Node) -> bool:
     """Tell a node how to read its codes, and note how its own result is to be read.
 
     A clamp that became part of a Quantize may have moved the zero point of its codes, which every
-    later reader must know. See :meth:`IntegerModule.propagate_qparams`.
+    later reader must know. See :meth:`CodesModule.propagate_qparams`.
 
-    Before: ``codes(q') -> IntegerModule(q) -> codes``.
-    After: ``codes(q') -> IntegerModule(q') -> codes(r), with r in editor.qparams``.
+    Before: ``codes(q') -> CodesModule(q) -> codes``.
+    After: ``codes(q') -> CodesModule(q') -> codes(r), with r in editor.qparams``.
     """
     module = editor.module(node)
     if isinstance(module, Int8Layer):
         module = editor.own_layer(node)
     result = None
-    if isinstance(module, IntegerModule):
+    if isinstance(module, CodesModule):
         sources = [argument if isinstance(argument, fx.Node) else None for argument in node.args]
         result = module.propagate_qparams([editor.qparams.get(s) if s else None for s in sources])
     elif operands := match.concat_operands(node):

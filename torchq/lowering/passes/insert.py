@@ -15,12 +15,12 @@ from torch import fx, nn
 from torch.fx.node import Argument
 
 from torchq.graph import forward_hook_kind, trace_or_none
+from torchq.lowering.codes import Dequantize, Quantize
+from torchq.lowering.eligible import active
 from torchq.lowering.layer import Int8Layer
 from torchq.lowering.passes import match
 from torchq.lowering.passes.editor import GraphEditor
-from torchq.lowering.qdq import Dequantize, Quantize
 from torchq.lowering.qparams import QParams
-from torchq.lowering.registry import active
 from torchq.lowering.traced import AssertNone, BuildDict, nth_chunk
 from torchq.nn import (
     InputQuantized,

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from torchq.graph import effects_of, forward_hook_kind, operator_name, operator_of
-from torchq.lowering.pooling import CodesMaxPool2d
+from torchq.lowering.codes import CodesMaxPool2d
 from torchq.lowering.traced import nth_chunk
 
-#: The name of an activation in :data:`~torchq.lowering.definition.ACTIVATIONS`, and its arguments.
+#: The name of an activation in :data:`~torchq.lowering.kernel.ACTIVATIONS`, and its arguments.
 ActivationCall = tuple[str, tuple[float, ...]]
 
 _INF = float("inf")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import fx
 
+from torchq.lowering.codes import CodesAvgPool2d, CodesMaxPool2d, Dequantize, Quantize
 from torchq.lowering.passes import match
 from torchq.lowering.passes.editor import GraphEditor, base_name
-from torchq.lowering.pooling import CodesAvgPool2d, CodesMaxPool2d
-from torchq.lowering.qdq import Dequantize, Quantize
 from torchq.lowering.qparams import QParams
 
 
@@ -76,8 +75,7 @@ def pool_codes(editor: GraphEditor, node: fx.Node) -> fx.Node:
     pool, codes = match.max_pool_of(node, editor.modules), match.input_node(node)
     if pool is None or codes is None:
         return node
-    window = (pool.kernel_size, pool.stride, pool.padding, pool.dilation)
-    return editor.replace(node, "codes", CodesMaxPool2d(*window, False, pool.ceil_mode), codes)
+    return editor.replace(node, "codes", CodesMaxPool2d(pool), codes)
 
 
 _INF = float("inf")

@@ -1,4 +1,4 @@
-"""The integer convolution, and the transposed one: ordinary, with interleaved results."""
+"""The integer transposed convolution: an ordinary one, whose results are interleaved."""
 
 from __future__ import annotations
 
@@ -8,138 +8,12 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from torchq.errors import ConfigError
-from torchq.lowering import onednn
-from torchq.lowering.definition import ConvParams
-from torchq.lowering.layer import Int8Layer, eager, guarded
-from torchq.lowering.onednn import Run
-from torchq.lowering.operators import int8_conv
+from torchq.lowering.layer import Int8Conv
 from torchq.lowering.qparams import QParams
-
-
-class Int8Conv(Int8Layer):
-    """An integer convolution in 1, 2 or 3 dimensions.
-
-    Args:
-        conv: a convolution, or an object with the same attributes, that says everything but the
-            weight and the bias.
-        args: the arguments of :class:`Int8Layer`.
-
-    Attributes:
-        params: the numbers of the kernel's convolution, whose padding is symmetric zeros.
-        border: the padding that is added before the kernel, in the order of ``F.pad``; None where
-            the kernel does all of it.
-        border_mode: the mode of that padding.
-
-    Shape:
-        (N, C, ...) or (C, ...), float or uint8 codes -> (N, out, ...) or (out, ...), channels last
-        in memory for 2 and 3 dimensions.
-    """
-
-    def __init__(self, conv: Any, *args: Any) -> None:
-        super().__init__(*args)
-        padding, self.border = _split_padding(conv)
-        self.params = ConvParams(tuple(conv.stride), padding, tuple(conv.dilation), conv.groups)
-        self.border_mode: str = conv.padding_mode
-
-    @property
-    def _ndim(self) -> int:
-        """The dimensions of batches; the plain weight, which has as many, may be packed."""
-        return len(self.params.stride) + 2
-
-    @property
-    def adds(self) -> bool:
-        """True where the kernel can add a second tensor to its result."""
-        return self._ndim < 5
-
-    @property
-    def is_pointwise(self) -> bool:
-        """True where each pixel of the result depends on one pixel alone."""
-        return self.border is None and self.params.is_pointwise(self.weight_codes.shape)
-
-    def per_row(self, channels: Tensor) -> Tensor:
-        """Return a value for each output channel, (out,), as one for each row of the weight."""
-        return channels
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return the convolution of ``x``.
-
-        Args:
-            x: floating point, or codes where the layer reads codes.
-            residual: added before the activation: floating point, or codes of
-                :attr:`residual_qparams`.
-
-        Raises:
-            TypeError: see :meth:`Int8Layer.input_codes`.
-            QuantizationError: see :meth:`Int8Layer.input_codes`.
-        """
-        if x.dtype is torch.uint8 and self.reads_codes:
-            return self._convolve(x, residual)
-        layer, codes = self.input_codes(x)
-        assert isinstance(layer, Int8Conv)
-        return layer._convolve(codes, residual)  # noqa: SLF001
-
-    def _convolve(self, codes: Tensor, residual: Tensor | None = None) -> Tensor:
-        if not eager(codes):
-            return self._dispatched(codes, residual)
-        run = self._run(codes, residual)
-        return run(codes) if residual is None else run(codes, residual)
-
-    def _run(self, codes: Tensor, residual: Tensor | None = None) -> Run:
-        """Return the layer as a function of codes, and residuals, like these."""
-        key = codes.shape if residual is None else (codes.shape, residual.shape, residual.dtype)
-        run: Run | None = self._kernels.get(key)
-        return run or self._kernel(key, lambda: self._bind(codes, residual))
-
-    def bound(self, *inputs: Tensor) -> Run | None:
-        """See :meth:`KernelCacheMixin.bound`; only codes are read without a check."""
-        if inputs[0].dtype is not torch.uint8 or not self.reads_codes:
-            return None
-        return guarded(self._run(*inputs), self, inputs)
-
-    def _bind(self, x: Tensor, residual: Tensor | None) -> Run:
-        simple = self.border is None and x.dim() == self._ndim
-        if not simple or not x.numel() or not onednn.available():
-            return self._dispatched
-        layer = (self.int8_weights(), self.params, self.epilogue())
-        return self._bound(onednn.bind_conv(x.shape, *layer, residual))
-
-    def _dispatched(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        single = x.dim() == self._ndim - 1
-        x = x.unsqueeze(0) if single else x
-        if self.border is not None:
-            x = self._pad(x, self.border)
-        y = int8_conv(x, self.int8_weights(), self.params, self.epilogue(), residual)
-        y = self.finish(y)
-        return y.squeeze(0) if single else y
-
-    def _pad(self, x: Tensor, border: list[int]) -> Tensor:
-        if self.border_mode == "zeros":
-            return F.pad(x, border, value=float(self.input_qparams.zero_point))
-        # Not implemented for integers; exact in float32.
-        return F.pad(x.float(), border, mode=self.border_mode).to(torch.uint8)
-
-
-def _split_padding(conv: Any) -> tuple[tuple[int, ...], list[int] | None]:
-    """Return the symmetric zero padding of the kernel, and what is padded before it.
-
-    The second is None, or in the order of ``F.pad``.
-    """
-    none = (0,) * len(conv.kernel_size)
-    if conv.padding == "valid":
-        return none, None
-    if conv.padding == "same":
-        total = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
-        before_after = [(t // 2, t - t // 2) for t in total]
-    else:
-        before_after = [(p, p) for p in conv.padding]
-    if conv.padding_mode == "zeros" and all(a == b for a, b in before_after):
-        return tuple(a for a, _ in before_after), None
-    return none, [side for pair in reversed(before_after) for side in pair]
 
 
 @dataclass(frozen=True)
@@ -239,7 +113,7 @@ class Int8ConvTranspose(Int8Conv):
         self.axes, self.phases = axes, phases
 
     @property
-    def adds(self) -> bool:
+    def adds(self) -> bool:  # type: ignore[override]
         """False, because a residual would have to be taken apart like the result."""
         return False
 
@@ -258,19 +132,14 @@ class Int8ConvTranspose(Int8Conv):
 
         Raises:
             ConfigError: there is no result of ``output_size``.
-            TypeError: see :meth:`Int8Layer.input_codes`.
-            QuantizationError: see :meth:`Int8Layer.input_codes`.
+            TypeError: see :meth:`Int8Layer.forward`.
+            QuantizationError: see :meth:`Int8Layer.forward`.
         """
-        if x.dtype is torch.uint8 and self.reads_codes:
-            return self._transposed(x, output_size)
-        layer, codes = self.input_codes(x)
-        assert isinstance(layer, Int8ConvTranspose)
-        return layer._transposed(codes, output_size)  # noqa: SLF001
+        return super().forward(x, output_size)  # type: ignore[arg-type]
 
-    def bound(self, *inputs: Any) -> None:
-        """Return None: what stands around the kernel takes longer than calling the module."""
-
-    def _transposed(self, x: Tensor, output_size: Sequence[int] | None) -> Tensor:
+    def _compute(  # type: ignore[override]
+        self, x: Tensor, qparams: QParams, output_size: Sequence[int] | None = None
+    ) -> Tensor:
         lengths = x.shape[-len(self.axes) :]
         smallest = [axis.smallest(length) for axis, length in zip(self.axes, lengths, strict=True)]
         if output_size is None:
@@ -280,9 +149,9 @@ class Int8ConvTranspose(Int8Conv):
         missing = [axis.missing(more) for axis, more in zip(self.axes, added, strict=True)]
         if any(missing):
             border = [side for more in reversed(missing) for side in (0, more)]
-            x = F.pad(x, border, value=float(self.input_qparams.zero_point))
+            x = F.pad(x, border, value=float(qparams.zero_point))
         batched = x.dim() == len(self.axes) + 2
-        y = self._convolve(x if batched else x.unsqueeze(0))
+        y = super()._compute(x if batched else x.unsqueeze(0), qparams)
         y = self._interleave(y, [size + more for size, more in zip(smallest, added, strict=True)])
         return y if batched else y.squeeze(0)
 

@@ -1,4 +1,4 @@
-"""Lowering: from a quantized module to the integer layer that computes the same.
+"""Which quantized modules have an integer layer that computes the same, and why others have none.
 
 To lower another class, register a function with :data:`LOWERINGS`; it returns the layer, or the
 reason why there is none.
@@ -19,9 +19,9 @@ from torchq.formats import (
     integer_format,
 )
 from torchq.functional import quantize, scale_from_amax
-from torchq.lowering.conv import Int8Conv, Int8ConvTranspose
-from torchq.lowering.linear import DynamicInt8Linear, Int8Linear
+from torchq.lowering.layer import DynamicInt8Linear, Int8Conv, Int8Linear
 from torchq.lowering.qparams import QParams
+from torchq.lowering.transposed import Int8ConvTranspose
 from torchq.nn import (
     QuantConv1d,
     QuantConv2d,

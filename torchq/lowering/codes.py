@@ -1,0 +1,276 @@
+"""The modules of a deployed graph that read or return uint8 codes, and the base of all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import astuple
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from torchq.errors import QuantizationError
+from torchq.lowering.kernel import ConvParams, Int8Weights, Kernel, Run, available
+from torchq.lowering.operators import MOST_SHAPES, drop_oldest, max_pool, recorded_max_pool
+from torchq.lowering.qparams import QParams
+from torchq.utils import calls_are_recorded
+
+#: The dtypes that float layers accept under autocast.
+_AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+AveragePooling = nn.AvgPool2d | nn.AdaptiveAvgPool2d
+
+
+def eager(x: Tensor) -> bool:
+    """Return True if a kernel may be called directly with its arguments bound.
+
+    Going past torch's dispatcher saves half of a small layer's time. ``torch.jit.trace`` needs the
+    dispatcher: it cannot write down the arguments of oneDNN's operators.
+    """
+    return type(x) is Tensor and x.is_cpu and not calls_are_recorded()
+
+
+def require_dtype(x: Tensor, dtype: torch.dtype | None, where: str) -> None:
+    """Refuse an input that the simulation, a float layer of ``dtype``, would refuse."""
+    if dtype is None:
+        if not x.dtype.is_floating_point:
+            raise TypeError(f"{where}: got a tensor of {x.dtype}; expected a floating-point tensor")
+        return
+    if x.dtype is dtype:
+        return
+    if x.dtype in _AUTOCAST_DTYPES and torch.is_autocast_enabled(x.device.type):
+        return
+    raise TypeError(
+        f"{where}: got a tensor of {x.dtype}; expected {dtype}. Convert it with x.to({dtype})"
+    )
+
+
+def smallest_value(x: Tensor, dtype: torch.dtype | None, where: str) -> float:
+    """Return the smallest value of an input that is to be quantized.
+
+    Looking for it takes a quarter of the time of quantizing. It is not looked for where a program
+    is compiled or exported, or on GPUs, which would have to be waited for; then it is -inf.
+    """
+    require_dtype(x, dtype, where)
+    if not eager(x) or not x.numel():
+        return -math.inf
+    smallest = float((x.detach() if x.requires_grad else x).amin())
+    if math.isnan(smallest):
+        raise QuantizationError(
+            f"{where}: got NaN; expected numbers, as no uint8 code stands for NaN. "
+            "Look for the operation that makes it"
+        )
+    return smallest
+
+
+class CodesModule(nn.Module):
+    """Base of the modules of deployed models.
+
+    A module keeps its kernels, bound for the shapes of inputs. There is one rule: whatever changes
+    the module (assigning any attribute, loading a state dict, moving it) drops all of them. Copies
+    and files do without them. ``model.to(dtype)`` changes :attr:`dtype` and leaves float32 scales.
+    Every result is a new tensor, which shares memory with no input.
+
+    Attributes:
+        dtype: of floating-point inputs and results; None where any will do.
+        qparams_names: the attributes that hold a :class:`QParams` or None, parts of the state.
+    """
+
+    qparams_names: ClassVar[tuple[str, ...]] = ()
+    dtype: torch.dtype | None = None
+    _runs: dict[Any, Run]
+
+    def __init__(self) -> None:
+        super().__init__()
+        vars(self)["_runs"] = {}
+
+    def propagate_qparams(self, inputs: Sequence[QParams | None]) -> QParams | None:
+        """Accept the quantization parameters of the inputs and return those of the output.
+
+        Called in the order of the graph after passes have moved clamps, which may move the zero
+        point of the codes that this module reads.
+        """
+        return None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        vars(self)["_runs"] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_runs": {}}
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        vars(self)["_runs"] = {}  # the tensors were copied into in place
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        kept = {
+            n: b for n, b in self._buffers.items() if b is not None and b.dtype is torch.float32
+        }
+        super()._apply(fn, recurse)
+        if self.dtype is not None:
+            self.dtype = fn(torch.zeros(0, dtype=self.dtype, device="cpu")).dtype
+        for name, buffer in kept.items():
+            now = self.get_buffer(name)
+            if now.dtype is not torch.float32:
+                setattr(self, name, buffer.to(now.device))
+        vars(self)["_runs"] = {}
+        return self
+
+    def _bound(self, key: Any, bind: Callable[[], Run]) -> Run:
+        """Return the kernel for ``key``, which ``bind`` makes once."""
+        found = self._runs.get(key)
+        if found is None:
+            runs = self._runs
+            drop_oldest(runs, MOST_SHAPES)
+            found = runs[key] = bind()
+        return found
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return the quantization parameters as plain numbers, for the state dict."""
+        qparams = {name: getattr(self, name) for name in self.qparams_names}
+        return {name: None if q is None else astuple(q) for name, q in qparams.items()}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`get_extra_state` returned."""
+        for name in self.qparams_names:
+            setattr(self, name, None if state[name] is None else QParams(*state[name]))
+
+    def extra_repr(self) -> str:
+        """Return the settings that ``repr`` shows."""
+        return " -> ".join(str(getattr(self, name)) for name in self.qparams_names)
+
+
+class Quantize(CodesModule):
+    """Quantization of a floating-point tensor to uint8 codes.
+
+    Attributes:
+        finite: no value can be NaN, as all of them are made from codes; nobody looks for it.
+    """
+
+    qparams_names = ("qparams",)
+    finite = False
+
+    def __init__(self, qparams: QParams, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.qparams, self.dtype = qparams, dtype
+
+    def propagate_qparams(self, inputs: Sequence[QParams | None]) -> QParams | None:
+        """See :meth:`CodesModule.propagate_qparams`; the input is floating point."""
+        return self.qparams
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the codes of ``x``, of the same shape."""
+        if not (self.finite and x.dtype is torch.float32):
+            smallest_value(x, self.dtype, "Quantize")
+        return self.qparams.quantize(x)
+
+
+class Dequantize(CodesModule):
+    """Dequantization of uint8 codes to a floating-point tensor of ``dtype``."""
+
+    qparams_names = ("qparams",)
+
+    def __init__(self, qparams: QParams, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.qparams, self.dtype = qparams, dtype
+
+    def propagate_qparams(self, inputs: Sequence[QParams | None]) -> QParams | None:
+        """See :meth:`CodesModule.propagate_qparams`; the output is floating point."""
+        self.qparams = inputs[0] or self.qparams
+        return None
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """Return the values of ``codes``, of the same shape."""
+        return self.qparams.dequantize(codes).to(self.dtype)
+
+
+class CodesMaxPool2d(CodesModule):
+    """Max pooling of uint8 codes; rounding keeps the order of values, so this is exact.
+
+    Shape:
+        (N, C, H, W) or (C, H, W), uint8 -> the same with pooled images.
+    """
+
+    def __init__(self, pool: nn.MaxPool2d) -> None:
+        super().__init__()
+        window = (pool.kernel_size, pool.stride, pool.padding, pool.dilation)
+        self.window = (*map(_pair, window), pool.ceil_mode)
+
+    def propagate_qparams(self, inputs: Sequence[QParams | None]) -> QParams | None:
+        """See :meth:`CodesModule.propagate_qparams`; the output is on those of the input."""
+        return inputs[0]
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """Return the largest code of each window."""
+        return (max_pool if eager(codes) else recorded_max_pool)(codes, *self.window)
+
+
+class CodesAvgPool2d(CodesModule):
+    """Average pooling of uint8 codes to codes of other quantization parameters.
+
+    Computed as a depthwise convolution with weights of one: one kernel adds integers and rounds
+    once, where floating point takes three passes over memory. What a convolution cannot express
+    (windows of different sizes, padding that is not counted) is computed in floating point.
+
+    Shape:
+        (N, C, H, W) or (C, H, W), uint8 -> the same with pooled images.
+    """
+
+    qparams_names = ("input_qparams", "output_qparams")
+
+    def __init__(
+        self, pool: AveragePooling, input_qparams: QParams, output_qparams: QParams
+    ) -> None:
+        super().__init__()
+        self.pool, self.input_qparams, self.output_qparams = pool, input_qparams, output_qparams
+
+    def propagate_qparams(self, inputs: Sequence[QParams | None]) -> QParams | None:
+        """See :meth:`CodesModule.propagate_qparams`."""
+        self.input_qparams = inputs[0] or self.input_qparams
+        return self.output_qparams
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """Return the code of each window's average."""
+        if not eager(codes):
+            return self._float(codes)
+        return self._bound(codes.shape, lambda: self._bind(codes.shape))(codes)
+
+    def _float(self, codes: Tensor) -> Tensor:
+        return self.output_qparams.quantize(self.pool(self.input_qparams.dequantize(codes)))
+
+    def _bind(self, shape: torch.Size) -> Run:
+        fits = len(shape) == 4 and shape.numel() and available()
+        window = _window(self.pool, shape[2:]) if fits else None
+        if window is None:
+            return self._float
+        size, stride, padding = window
+        before, channels = self.input_qparams, shape[1]
+        ones = torch.ones(channels, 1, *size, dtype=torch.int8, device="cpu")
+        mean = 1 / (size[0] * size[1])
+        scale = torch.full((channels,), mean, dtype=torch.float32, device="cpu")
+        weights = Int8Weights(ones, scale, None, before.scale, before.zero_point)
+        params = ConvParams(tuple(stride), tuple(padding), (1, 1), channels)
+        return Kernel(ones).bind(shape, weights, params, self.output_qparams.epilogue())
+
+
+def _window(
+    pool: AveragePooling, sizes: Sequence[int]
+) -> tuple[list[int], list[int], list[int]] | None:
+    """Return size, stride and padding of windows that are all alike, or None."""
+    if isinstance(pool, nn.AdaptiveAvgPool2d):
+        wanted = zip(_pair(pool.output_size), sizes, strict=True)
+        out = [size if want is None else want for want, size in wanted]
+        if any(not want or size % want for size, want in zip(sizes, out, strict=True)):
+            return None
+        window = [size // want for size, want in zip(sizes, out, strict=True)]
+        return window, window, [0, 0]
+    padding = _pair(pool.padding)
+    counts_all = pool.count_include_pad or not any(padding)
+    if pool.ceil_mode or pool.divisor_override is not None or not counts_all:
+        return None
+    return _pair(pool.kernel_size), _pair(pool.stride), padding
+
+
+def _pair(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (tuple, list)) else [value, value]

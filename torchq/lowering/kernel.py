@@ -1,0 +1,418 @@
+"""The integer product of a layer: its arguments, what it computes, and oneDNN's kernels for it.
+
+The order of scale, bias and rounding, here and nowhere else. For input codes q of zero point z and
+weight codes w, per output channel c::
+
+    sum = sum of (q - z) * w                        exact, integers
+    y   = sum * (weight_scale[c] * x_scale) + bias[c]               float32
+    y   = activation(y + (r - residual_zero_point) * residual_scale)
+    out = clamp(round_half_even(y / scale) + zero_point, 0, 255)    or y itself
+
+oneDNN adds ``-z * sum of w`` to the bias in float64 before the call, and where only clamps stand
+between y and the codes one float32 factor ``weight_scale * x_scale / scale`` takes the place of
+three roundings. Next to a tie a code may then be one off; the sums themselves are exact.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
+from multiprocessing.context import get_spawning_popen
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchq.errors import InputError
+
+#: A bound kernel: codes, and a residual where it adds one, to the result.
+Run = Callable[..., Tensor]
+
+
+class Int8Weights(NamedTuple):
+    """The weights of an integer layer, for input codes of one scale and zero point.
+
+    Attributes:
+        codes: int8, (out, in / groups, ...).
+        scale: float32, (out,) or (1,): real weight = code * scale.
+        bias: float32, (out,), or None.
+        x_scale: real input = (code - x_zero_point) * x_scale.
+        x_zero_point: 0 to 255.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    x_scale: float
+    x_zero_point: int
+
+
+class ConvParams(NamedTuple):
+    """The numbers of a convolution, one for each spatial dimension; padding is zeros, both sides.
+
+    A linear layer has none of them.
+    """
+
+    stride: tuple[int, ...] = ()
+    padding: tuple[int, ...] = ()
+    dilation: tuple[int, ...] = ()
+    groups: int = 1
+
+    def output_shape(self, image: Sequence[int], weight: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the result for the shapes of an input and a weight."""
+        if not self.stride:
+            return (*image[:-1], weight[0])
+        axes = zip(image[2:], weight[2:], self.stride, self.padding, self.dilation, strict=True)
+        sizes = ((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in axes)
+        return (image[0], weight[0], *sizes)
+
+    def as_lists(self) -> tuple[Any, ...]:
+        """Return stride, padding, dilation and groups as the operators take them fastest."""
+        return (*map(list, self[:3]), self.groups)
+
+
+class Epilogue(NamedTuple):
+    """The last steps of a kernel: add a residual, apply an activation, round to codes.
+
+    Attributes:
+        scale: of the resulting codes; 1.0 for floating-point results.
+        zero_point: of the resulting codes; 0 for floating-point results.
+        dtype: of the result; uint8 for codes.
+        activation: a name in :data:`ACTIVATIONS`.
+        arguments: of the activation.
+        residual_scale: of the codes of a residual; 1.0 where it is floating point.
+        residual_zero_point: of the codes of a residual; 0 where it is floating point.
+    """
+
+    scale: float = 1.0
+    zero_point: int = 0
+    dtype: torch.dtype = torch.float32
+    activation: str = "none"
+    arguments: tuple[float, ...] = ()
+    residual_scale: float = 1.0
+    residual_zero_point: int = 0
+
+    def in_codes(self) -> Epilogue | None:
+        """Return the epilogue of sums that are divided by :attr:`scale` already.
+
+        Its bounds are codes: rounding is monotone, so bounds can be rounded first. Bounds that a
+        kernel has anyway, since results are between 0 and 255, are left out.
+        """
+        bounds = {"none": (-math.inf, math.inf), "relu": (0.0, math.inf), "clamp": self.arguments}
+        if self.dtype is not torch.uint8 or self.activation not in bounds:
+            return None
+        limits = first, last = -float(self.zero_point), 255.0 - self.zero_point
+        codes = tuple(
+            float(round(min(max(v / self.scale, first), last))) for v in bounds[self.activation]
+        )
+        activation = ("none", ()) if codes == limits else ("clamp", codes)
+        return Epilogue(1.0, self.zero_point, torch.uint8, *activation)
+
+
+class Activation(NamedTuple):
+    """An activation: in plain torch, as oneDNN names it, and whether convolutions take it."""
+
+    function: Callable[..., Tensor]
+    onednn: str
+    algorithm: str = ""
+    on_conv: bool = True
+
+
+#: Name -> activation.
+ACTIVATIONS: dict[str, Activation] = {
+    "none": Activation(lambda x: x, "none"),
+    "relu": Activation(F.relu, "relu"),
+    "clamp": Activation(lambda x, low, high: x.clamp(low, high), "hardtanh"),
+    "gelu": Activation(F.gelu, "gelu", "none", on_conv=False),
+    "gelu_tanh": Activation(partial(F.gelu, approximate="tanh"), "gelu", "tanh", on_conv=False),
+    "silu": Activation(F.silu, "swish"),
+    "hardswish": Activation(F.hardswish, "hardswish"),
+}
+_CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+def reference(
+    x: Tensor,
+    weights: Int8Weights,
+    params: ConvParams,
+    epilogue: Epilogue,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Return the product of uint8 codes on any device: sums stay below 2**53, exact in float64."""
+    dims, codes = len(params.stride), x.double() - weights.x_zero_point
+    multiply = _CONV[dims] if dims else F.linear
+    sums = multiply(codes, weights.codes.double(), None, *(params if dims else ()))
+    shape = (-1, *[1] * dims)
+    y = sums.float() * (weights.scale * weights.x_scale).view(shape)
+    y = y if weights.bias is None else y + weights.bias.view(shape)
+    return finish(y, epilogue, residual)
+
+
+def finish(real: Tensor, epilogue: Epilogue, residual: Tensor | None = None) -> Tensor:
+    """Return the epilogue of real-valued float32 sums."""
+    if residual is not None:
+        if residual.dtype is torch.uint8:
+            residual = residual.float() - epilogue.residual_zero_point
+            residual = residual * epilogue.residual_scale
+        real = real + residual
+    y = ACTIVATIONS[epilogue.activation].function(real, *epilogue.arguments)
+    if epilogue.dtype is not torch.uint8:
+        return y.to(epilogue.dtype)
+    codes = torch.round(y / epilogue.scale).add_(epilogue.zero_point)
+    return codes.clamp_(0, 255).to(torch.uint8)
+
+
+_OPERATORS = ("qconv_prepack", "qconv2d_pointwise", "qconv3d_pointwise")
+_OPERATORS += ("qlinear_prepack", "qlinear_pointwise")
+
+
+@lru_cache
+def available() -> bool:
+    """Return True if this build of torch has oneDNN's integer operators."""
+    return torch.backends.mkldnn.is_available() and all(
+        hasattr(torch.ops.onednn, name) for name in _OPERATORS
+    )
+
+
+class Kernel:
+    """The integer weight of a layer, and the calls of oneDNN that read it.
+
+    Layers that are the same one in several places of a model share the object, and so may threads.
+    The first call packs the weight and drops the plain one. There is one packed copy for each
+    memory layout; :attr:`codes` unpacks one without loss, as copies and files do.
+    """
+
+    def __init__(self, codes: Tensor) -> None:
+        self.plain: Tensor | None = codes
+        self.shape, self.device = codes.shape, codes.device
+        self._packed: dict[Any, Tensor] = {}
+        self._kept, self._lock = False, threading.RLock()
+
+    @property
+    def codes(self) -> Tensor:
+        """The weight, int8, (out, in / groups, ...): the plain one, or a new tensor."""
+        with self._lock:
+            return self._unpacked() if self.plain is None else self.plain
+
+    def _unpacked(self) -> Tensor:
+        packed = next(iter(self._packed.values()))
+        with torch.inference_mode(False):  # an ordinary tensor, which can be loaded into
+            dense = packed.to_dense()
+            dense = dense.t() if packed.dim() == 2 else dense  # of a linear layer: (in, out)
+            return dense.reshape(self.shape).contiguous()
+
+    @torch.compiler.assume_constant_result
+    def keep_plain(self) -> bool:
+        """Keep a plain weight from now on, since what records calls reads it; return True."""
+        with self._lock:
+            if self.plain is None:
+                # Recorders follow one thread, and unpacking is nothing that they can write down.
+                with ThreadPoolExecutor(1) as pool:
+                    self.plain = pool.submit(self._unpacked).result()
+            self._kept = True
+        return True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if get_spawning_popen() is not None:
+            # The process that starts reads the weight in shared memory, so it has to stay there.
+            self.keep_plain()
+        return Kernel, (self.codes,)
+
+    def move_(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply what ``module.to`` does to tensors; packed copies are dropped."""
+        with self._lock:
+            self.plain = fn(self.codes)
+            self.device, self._packed = self.plain.device, {}
+
+    def bind(
+        self,
+        shape: Sequence[int],
+        weights: Int8Weights,
+        params: ConvParams,
+        epilogue: Epilogue,
+        residual: Tensor | None = None,
+    ) -> Run:
+        """Return the layer as a function of codes of ``shape``, and of residuals like this one.
+
+        ``weights`` are those of this kernel. All but the codes is looked up and converted here, as
+        that takes longer than computing in small layers.
+        """
+        dims, activation = len(params.stride), epilogue.activation
+        if not dims:
+            return self._run(shape, weights, params, epilogue)
+        result = params.output_shape(shape, self.shape)
+        if min(result) < 1:
+            raise InputError(
+                f"Int8Conv: got an image of size {tuple(shape[2:])} with padding "
+                f"{tuple(params.padding)}; expected one as large as the kernel of size "
+                f"{tuple(self.shape[2:])} with dilation {tuple(params.dilation)}"
+            )
+        if residual is None and (dims < 3 or activation == "none"):
+            return self._run(shape, weights, params, epilogue)
+        # The kernel adds tensors of the same shape, codes to codes and floats to floats.
+        adds = (
+            residual is not None
+            and (residual.dtype is torch.uint8) == (epilogue.dtype is torch.uint8)
+            and activation in ("none", "relu")
+            and dims < 3
+            and residual.shape == result
+        )
+        if adds:
+            return self._run(shape, weights, params, epilogue, adds=True)
+        run = self._run(shape, weights, params, Epilogue())
+        return lambda x, residual=None: finish(run(x), epilogue, residual)
+
+    def _run(
+        self,
+        shape: Sequence[int],
+        weights: Int8Weights,
+        params: ConvParams,
+        epilogue: Epilogue,
+        adds: bool = False,
+    ) -> Run:
+        """Return the function in a form that the kernels compute.
+
+        It has two or three dimensions, and padding only where the zero point of the input is 0.
+        """
+        if len(params.stride) == 1:
+            # The 1-d operator knows fewer activations than the 2-d one, and calls the same kernels.
+            wide = ConvParams(*((first, *p) for first, p in zip((1, 0, 1), params, strict=False)))
+            wide = wide._replace(groups=params.groups)
+            flat = self._run((*shape[:2], 1, shape[2]), weights, wide, epilogue, adds)
+            return lambda *tensors: flat(*(x.unsqueeze(2) for x in tensors)).squeeze(2)
+        if weights.x_zero_point and any(params.padding):
+            # Zeros of the image are codes of x_zero_point, which a kernel without one does not know.
+            border_code = float(weights.x_zero_point)
+            border = [p for p in reversed(params.padding) for _ in range(2)]
+            image = [size + 2 * p for size, p in zip(shape[2:], params.padding, strict=True)]
+            unpadded = params._replace(padding=(0,) * len(image))
+            inner = self._run((*shape[:2], *image), weights, unpadded, epilogue, adds)
+            return lambda x, *residual: inner(F.pad(x, border, value=border_code), *residual)
+        packed, scale, bias = self._pack(shape, weights, params), *_scale_and_bias(weights)
+        return (_adding if adds else _plain)(packed, scale, bias, weights.x_scale, params, epilogue)
+
+    def _pack(self, shape: Sequence[int], weights: Int8Weights, params: ConvParams) -> Tensor:
+        """Return the packed weight for inputs of ``shape``, and drop the plain one.
+
+        The layout depends on the size of the image, not on the batch. A weight in the layout of
+        another size is converted at every call, which takes a hundred times longer than convolving.
+        """
+        codes = weights.codes
+        if params.stride:
+            codes = codes if codes.dim() == len(shape) else codes.unsqueeze(2)
+            # The packed weight does not depend on the scales, and reading each takes time.
+            packed = torch.ops.onednn.qconv_prepack(
+                codes, weights.scale.flatten()[:1], 1.0, 0, *params.as_lists(), list(shape)
+            )
+        else:
+            packed = torch.ops.onednn.qlinear_prepack(codes, None)
+        # Images of most sizes ask for the same layout. One operator alone tells it.
+        tell = getattr(torch.ops.mkldnn, "_get_mkldnn_serialized_md", None)
+        key = tuple(shape[2:]) if tell is None else bytes(tell(packed).tolist())
+        with self._lock:
+            packed = self._packed.setdefault(key, packed)
+            if not self._kept:
+                self.plain = None
+            return packed
+
+
+def _scale_and_bias(weights: Int8Weights) -> tuple[Tensor, Tensor | None]:
+    """Return the scale of each channel, and the bias with the zero point of the input in it.
+
+    ``sum (x - z) w = sum x w - z sum w``. Kernels without a zero point are much faster.
+    """
+    codes, scale, bias, x_scale, x_zero_point = weights
+    scale = scale.expand(codes.shape[0]).contiguous()
+    if x_zero_point:
+        sums = codes.flatten(1).sum(1, dtype=torch.int64).double()
+        shift = sums * scale.double() * (x_scale * x_zero_point)
+        bias = (-shift if bias is None else bias.double() - shift).float()
+    return scale, None if bias is None else bias.float()
+
+
+@lru_cache
+def _zeros(count: int) -> Tensor:
+    """Return the zero points of as many channels, one tensor for all layers, which only read it."""
+    return torch.zeros(count, dtype=torch.int64, device="cpu")
+
+
+def _plain(
+    packed: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    x_scale: float,
+    params: ConvParams,
+    epilogue: Epilogue,
+) -> Run:
+    """Return a product without a residual.
+
+    Where the epilogue can, it computes in units of the resulting codes: oneDNN compiles and keeps
+    a kernel for each set of numbers in its post-ops. Bounds in codes are the same numbers in most
+    layers, bounds of values in none.
+    """
+    operator: Any = {
+        0: torch.ops.onednn.qlinear_pointwise.default,
+        2: torch.ops.onednn.qconv2d_pointwise.default,
+        3: torch.ops.onednn.qconv3d_pointwise.default,
+    }[len(params.stride)]
+    if simple := epilogue.in_codes():
+        bias = None if bias is None else (bias.double() / epilogue.scale).float()
+        scale, x_scale = (scale.double() * x_scale / epilogue.scale).float(), 1.0
+        epilogue = simple
+    act = ACTIVATIONS[epilogue.activation]
+    geometry = params.as_lists() if params.stride else ()
+    post_op = (*epilogue[:3], act.onednn, list(epilogue.arguments), act.algorithm)
+    arguments = (x_scale, 0, packed, scale, _zeros(len(scale)), bias, *geometry, *post_op)
+    return lambda x: operator(x, *arguments)
+
+
+def _adding(
+    packed: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    x_scale: float,
+    params: ConvParams,
+    epilogue: Epilogue,
+) -> Run:
+    """Return the convolution that adds a residual, in place, to a copy in the output's dtype."""
+    operator: Any = torch.ops.onednn.qconv2d_pointwise.binary
+    dtype, last = epilogue.dtype, torch.channels_last
+    added = (epilogue.residual_scale, epilogue.residual_zero_point)
+    post_op = (*epilogue[:3], *added, "sum", 1.0, epilogue.activation, [], "")
+    before = (x_scale, 0, packed, scale, _zeros(len(scale)))
+    after = (bias, *params.as_lists(), *post_op)
+
+    def add(x: Tensor, residual: Tensor) -> Tensor:
+        target = residual.to(dtype, memory_format=last, copy=True)
+        result: Tensor = operator(x, *before, target, *after)
+        return result
+
+    return add
+
+
+@lru_cache
+def saturates() -> bool:
+    """Return True if the kernels add two products in 16 bits, as CPUs without VNNI do.
+
+    ``255 * 127 * 2`` does not fit 16 bits. Found by computing such a sum, so that whatever limits
+    oneDNN (``ONEDNN_MAX_CPU_ISA``, an emulator) is seen.
+    """
+    if not available():
+        return False
+    x = torch.full((16, 64), 255, dtype=torch.uint8, device="cpu")
+    codes = torch.full((64, 64), 127, dtype=torch.int8, device="cpu")
+    scale = torch.ones(1, dtype=torch.float32, device="cpu")
+    exact = 64 * 255.0 * 127.0
+    for image, weight, params in (
+        (x, codes, ConvParams()),
+        (x.view(1, 64, 4, 4), codes.view(64, 64, 1, 1), ConvParams((1, 1), (0, 0), (1, 1))),
+    ):
+        weights = Int8Weights(weight, scale, None, 1.0, 0)
+        run = Kernel(weight).bind(image.shape, weights, params, Epilogue())
+        if bool((run(image) != exact).any()):
+            return True
+    return False
