@@ -13,6 +13,9 @@ from torch import Tensor, nn
 import torchq
 from torchq.lowering.kernel import saturates
 
+#: The bits of weights that this CPU multiplies without an overflow.
+BITS = 7 if saturates() else 8
+
 
 def weight_codes(*shape: int, generator: torch.Generator) -> Tensor:
     """Return random int8, of 7 bits where 8 would overflow: on CPUs without VNNI."""
@@ -20,14 +23,14 @@ def weight_codes(*shape: int, generator: torch.Generator) -> Tensor:
     return torch.randint(-most, most, shape, generator=generator).to(torch.int8)
 
 
-def int8() -> torchq.QuantConfig:
+def recipe() -> torchq.QuantConfig:
     """Return the usual recipe, with weights that this CPU multiplies without an overflow."""
-    return torchq.recipes.int8(reduce_range=saturates())
+    return torchq.recipes.int8(reduce_range=BITS == 7)
 
 
 def calibrated(model: nn.Module, x: Tensor, config: torchq.QuantConfig | None = None) -> nn.Module:
     """``model`` quantized and calibrated on ``x``, in eval mode."""
-    torchq.quantize_(model.eval(), config or int8())
+    torchq.quantize_(model.eval(), config or recipe())
     torchq.calibrate(model, [x], progress=False)
     return model
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import torchq
-from tests.lowering.common import sqnr, stored_state
+from tests.lowering.common import BITS, recipe, sqnr, stored_state
 from tests.nn.test_attention import MASKS, OPTIONS, Seq2Seq, attention, batch, tokens
 from torchq.lowering import (
     DeployedMultiheadAttention,
@@ -25,7 +25,7 @@ D = torchq.QuantDescriptor
 def calibrated(model: nn.Module, *inputs: Any, products: bool = False, **descriptors: Any) -> Any:
     """``model`` with its attention quantized and calibrated on one call."""
     rule = torchq.Rule(
-        nn.MultiheadAttention, **(descriptors or {"input": D(), "weight": D(axis=0)})
+        nn.MultiheadAttention, **(descriptors or {"input": D(), "weight": D(BITS, axis=0)})
     )
     torchq.quantize_(model.eval(), torchq.QuantConfig((rule,)))
     if products:
@@ -93,8 +93,8 @@ def test_the_operands_of_the_products_are_simulated() -> None:
 @pytest.mark.parametrize(
     ("descriptors", "kind"),
     [
-        ({"input": D(axis=(0, 1), dynamic=True), "weight": D(axis=0)}, DynamicInt8Linear),
-        ({"input": D(), "weight": D()}, Int8Linear),
+        ({"input": D(axis=(0, 1), dynamic=True), "weight": D(BITS, axis=0)}, DynamicInt8Linear),
+        ({"input": D(), "weight": D(BITS)}, Int8Linear),
     ],
     ids=str,
 )
@@ -110,7 +110,7 @@ def test_projections_are_lowered_as_linear_layers_are(
 
 def test_what_has_no_kernel_keeps_simulating_and_says_why() -> None:
     x = torch.randn(2, 5, 12)
-    model = calibrated(attention(batch_first=True), x, x, x, input=D(16), weight=D(axis=0))
+    model = calibrated(attention(batch_first=True), x, x, x, input=D(16), weight=D(BITS, axis=0))
     int8 = torchq.deploy(model)
     assert torch.equal(int8(x, x, x)[0], model(x, x, x)[0])
     (row,) = torchq.summary(int8).layers
@@ -124,7 +124,7 @@ def test_what_has_no_kernel_keeps_simulating_and_says_why() -> None:
 
 
 def deployed(model: nn.Module, given: Any) -> tuple[nn.Module, nn.Module]:
-    torchq.quantize_(model.eval())
+    torchq.quantize_(model.eval(), recipe())
     torchq.calibrate(model, [given], progress=False)
     return model, torchq.deploy(model, given)
 

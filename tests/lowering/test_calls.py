@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchq
+from tests.lowering.common import recipe
 from torchq.lowering.calls import ProductCall, bound_arguments
 from torchq.nn.calls.functions import CallSite
 
@@ -42,7 +43,7 @@ class Strided(nn.Conv2d):
 
 
 def quantized(model: nn.Module, x: Tensor) -> nn.Module:
-    torchq.quantize_(model.eval(), example=x)
+    torchq.quantize_(model.eval(), recipe(), example=x)
     torchq.calibrate(model, [x], progress=False)
     return model
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.lowering.common import calibrated, sqnr
+from tests.lowering.common import calibrated, recipe, sqnr
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def amplifying(flipped: int) -> tuple[nn.Module, Tensor]:
     flip[126] = 1
     flip[: max(0, flipped - 1)] = 1
     model = Amplifying(flip.view(1, 1, 16, 16)).eval()
-    torchq.quantize_(model)
+    torchq.quantize_(model, recipe())
     for layer in (model.first, model.second):
         layer.input_quantizer.set_amax(127.0)
         layer.weight_quantizer.set_amax(torch.ones(1, 1, 1, 1))

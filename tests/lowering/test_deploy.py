@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.lowering.common import Residual, calibrated, sqnr
+from tests.lowering.common import Residual, calibrated, recipe, sqnr
 from torchq.lowering import Int8Conv
 from torchq.lowering.codes import Dequantize
 
@@ -216,7 +216,7 @@ def test_nothing_to_deploy() -> None:
 
 def test_uncalibrated_quantizers_are_named() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    torchq.quantize_(model)
+    torchq.quantize_(model, recipe())
     torchq.calibrate(model, progress=False)
     model[1].input_quantizer.set_amax(1.0)  # type: ignore[union-attr, operator]
     with pytest.raises(
@@ -229,7 +229,7 @@ def test_uncalibrated_quantizers_are_named() -> None:
 @pytest.mark.parametrize("target", ["tensorrt", "openvino", "onnxruntime"])
 def test_quantizers_placed_for_a_runtime(images: Tensor, target: str) -> None:
     model = nn.Sequential(Residual()).eval()
-    torchq.quantize_(model, target=target)
+    torchq.quantize_(model, recipe(), target=target)
     torchq.calibrate(model, [images], progress=False)
     int8 = torchq.deploy(model, images, target="torch")
     assert sqnr(int8(images), model(images)) > 40
@@ -250,7 +250,7 @@ def test_products_of_quantized_operands(images: Tensor) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.cat([self.mul(self.conv(x), torch.sigmoid(x)), x])
 
-    config = torchq.recipes.int8().with_rules(
+    config = recipe().with_rules(
         *(torchq.Rule(c, input=torchq.QuantDescriptor()) for c in (torchq.nn.Mul, torchq.nn.Cat))
     )
     model = calibrated(Gate(), images, config)

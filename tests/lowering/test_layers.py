@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.lowering.common import calibrated, sqnr
+from tests.lowering.common import BITS, calibrated, sqnr
 from torchq.lowering import DynamicInt8Linear, Int8Conv, Int8Layer, Int8Linear
-from torchq.lowering.packed import MOST_SHAPES
+from torchq.lowering.operators import MOST_SHAPES
 
 LAYERS = [
     ("conv1d", nn.Conv1d(8, 16, 3, padding=1), (2, 8, 11)),
@@ -62,7 +62,7 @@ FEW_BITS = torchq.Rule(
 @pytest.mark.filterwarnings("ignore:.*got negative values")
 @pytest.mark.parametrize(
     "config",
-    [torchq.recipes.int8_per_tensor(), torchq.QuantConfig((FEW_BITS,))],
+    [torchq.recipes.integer(BITS, 8, per_channel=False), torchq.QuantConfig((FEW_BITS,))],
     ids=["per tensor", "few bits"],
 )
 def test_other_grids(config: torchq.QuantConfig) -> None:
@@ -271,7 +271,7 @@ def test_many_image_sizes_keep_a_few_kernels() -> None:
     images = [torch.randn(2, 3, 8, 8 + i) for i in range(MOST_SHAPES + 4)]
     first = [layer(x) for x in images]
     assert all(torch.equal(layer(x), y) for x, y in zip(images, first, strict=True))
-    assert len(layer._kernels) == MOST_SHAPES  # type: ignore[arg-type]
+    assert len(layer._runs) == MOST_SHAPES  # type: ignore[arg-type]
     assert torch.equal(layer(images[0][0]), first[0][0])
 
 
@@ -295,13 +295,15 @@ def test_dynamic_ranges(
 ) -> None:
     x = torch.randn(shape).to(dtype)
     x[0] = 0  # a token without a range
-    model = calibrated(nn.Linear(64, 32).to(dtype), x, config(input=descriptor, weight=D(axis=0)))
+    model = calibrated(
+        nn.Linear(64, 32).to(dtype), x, config(input=descriptor, weight=D(BITS, axis=0))
+    )
     int8 = torchq.deploy(model)
     assert isinstance(int8, DynamicInt8Linear)
     assert sqnr(int8(x), model(x)) > (90 if dtype is torch.float32 else 38)
 
 
-PER_TOKEN = {"input": D(dynamic=True, axis=0), "weight": D(axis=0)}
+PER_TOKEN = {"input": D(dynamic=True, axis=0), "weight": D(BITS, axis=0)}
 
 
 @pytest.mark.parametrize("rows", [2, 17])
@@ -316,7 +318,7 @@ def test_autocast_changes_nothing(rows: int) -> None:
 
 @pytest.mark.parametrize(
     "descriptors",
-    [PER_TOKEN, {"input": D(dynamic=True), "weight": D(axis=0)}],
+    [PER_TOKEN, {"input": D(dynamic=True), "weight": D(BITS, axis=0)}],
     ids=["per token", "per tensor"],
 )
 def test_exported_for_any_batch(descriptors: dict[str, torchq.QuantDescriptor]) -> None:
@@ -333,7 +335,7 @@ def test_exported_for_any_batch(descriptors: dict[str, torchq.QuantDescriptor]) 
 def test_dynamic_ranges_along_features_are_refused() -> None:
     x = torch.randn(3, 64)
     model = calibrated(
-        nn.Linear(64, 32), x, config(input=D(dynamic=True, axis=1), weight=D(axis=0))
+        nn.Linear(64, 32), x, config(input=D(dynamic=True, axis=1), weight=D(BITS, axis=0))
     )
     with pytest.raises(
         torchq.errors.ExportError,

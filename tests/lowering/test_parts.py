@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.lowering.common import calibrated, sqnr
+from tests.lowering.common import calibrated, recipe, sqnr
 from torchq.lowering import Int8Conv
 from torchq.lowering.codes import Dequantize, Quantize
 
@@ -54,7 +54,7 @@ class Shuffle(nn.Module):
 @pytest.mark.parametrize("split", SPLITS)
 def test_parts_and_shuffles_stay_codes(split: str) -> None:
     model, x = Shuffle(SPLITS[split]).eval(), torch.randn(2, 3, 9, 9)
-    torchq.quantize_(model, target="tensorrt")
+    torchq.quantize_(model, recipe(), target="tensorrt")
     torchq.calibrate(model, [x], progress=False)
     int8 = torchq.deploy(model, x)
     # Ties that float32 rounds otherwise are one scale of 1/127 of a range, in few places.
@@ -90,7 +90,7 @@ class Dense(nn.Module):
 def test_a_dense_block_agrees_with_its_simulation(target: str | None, pool: bool) -> None:
     torch.manual_seed(0)
     model, x = Dense(pool).eval(), torch.randn(2, 3, 12, 12)
-    torchq.quantize_(model, target=target)
+    torchq.quantize_(model, recipe(), target=target)
     torchq.calibrate(model, [x], progress=False)
     # Without an example: a comparison would refuse a wrong result. 40 dB is one code in hundreds
     # off by one.
@@ -149,7 +149,7 @@ def images() -> Tensor:
 def test_a_detector_is_deployed_whole(images: Tensor, target: str | None) -> None:
     model = Detector().eval()
     torchq.fuse_(model, images, verify=False)
-    torchq.quantize_(model, target=target)
+    torchq.quantize_(model, recipe(), target=target)
     torchq.calibrate(model, [images], progress=False)
     int8 = torchq.deploy(model, images, target="torch")
     assert isinstance(int8, torch.fx.GraphModule)

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.lowering.common import calibrated, sqnr, stored_state
+from tests.lowering.common import BITS, calibrated, recipe, sqnr, stored_state
 from torchq.lowering import Int8ConvTranspose, Int8Layer
 
+PER_TENSOR = torchq.recipes.integer(BITS, 8, per_channel=False)
+PER_TENSOR = torchq.recipes.integer(BITS, 8, per_channel=False)
 LAYERS = [
     ("as wide as the stride", nn.ConvTranspose2d(4, 6, 2, 2), (2, 4, 5, 3)),
     ("twice as wide", nn.ConvTranspose2d(4, 6, 4, 2, 1), (2, 4, 5, 3)),
@@ -46,9 +48,7 @@ LAYERS = [
     ("layer", "shape"), [case[1:] for case in LAYERS], ids=[case[0] for case in LAYERS]
 )
 @pytest.mark.parametrize("positive", [False, True])
-@pytest.mark.parametrize(
-    "config", [None, torchq.recipes.int8_per_tensor()], ids=["per channel", "per tensor"]
-)
+@pytest.mark.parametrize("config", [None, PER_TENSOR], ids=["per channel", "per tensor"])
 def test_a_layer_equals_its_simulation(
     layer: Any, shape: tuple[int, ...], positive: bool, config: torchq.QuantConfig | None
 ) -> None:
@@ -139,7 +139,7 @@ def images() -> Tensor:
 @pytest.mark.parametrize("target", [None, "tensorrt"])
 def test_decoders(images: Tensor, activation: type[nn.Module], target: str | None) -> None:
     model = UNet(activation).eval()
-    torchq.quantize_(model, target=target)
+    torchq.quantize_(model, recipe(), target=target)
     torchq.calibrate(model, [images], progress=False)
     int8 = torchq.deploy(model, images)
     assert sum(isinstance(m, Int8Layer) for m in int8.modules()) == 6
@@ -162,7 +162,7 @@ def test_an_input_that_a_target_left_float_is_named() -> None:
     x = torch.randn(2, 3, 8, 8)
     layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.ConvTranspose2d(8, 8, 2, 2), nn.Conv2d(8, 4, 1)
     model = nn.Sequential(*layers).eval()
-    torchq.quantize_(model, target="onnxruntime", example=x)
+    torchq.quantize_(model, recipe(), target="onnxruntime", example=x)
     torchq.calibrate(model, [x], progress=False)
     text = "the weight of 2 is quantized, but the input is not"
     with pytest.warns(UserWarning, match=text) as warned:

@@ -1,12 +1,11 @@
-"""Weights of deployed layers: packed copies are shared, plain ones dropped, and nothing is lost."""
+"""Models whose plain weights are dropped stay whole: states, files, copies, moves and programs."""
 
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import pickle
-import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,123 +14,44 @@ from torch import Tensor, nn
 
 import torchq
 from tests.lowering.common import Residual, calibrated, stored_state
-from torchq.lowering import Int8Layer, onednn
-from torchq.lowering.packed import KERNELS
-from torchq.lowering.release_weights import release_weights_, restore_weights_
+from torchq.lowering.kernel import available
+from torchq.lowering.layer import DeployedLayer
 
-pytestmark = pytest.mark.skipif(not onednn.available(), reason="needs torch's oneDNN operators")
-
-SIZES = (16, 12, 20, 9)
+pytestmark = pytest.mark.skipif(not available(), reason="needs torch's oneDNN operators")
 
 
-def alive() -> int:
-    """Return how many packed weights there are in this process."""
-    gc.collect()
-    return sum(type(thing) is Tensor and thing.is_mkldnn for thing in gc.get_objects())
+def layers(model: nn.Module) -> list[DeployedLayer]:
+    return [m for m in model.modules() if isinstance(m, DeployedLayer)]
 
 
-def deployed(layer: nn.Module, x: Tensor) -> Int8Layer:
-    model = torchq.deploy(calibrated(layer, x))
-    assert isinstance(model, Int8Layer)
-    return model
-
-
-def convolution() -> tuple[Int8Layer, list[Tensor]]:
-    """Return a deployed convolution, and images of several sizes and batches."""
-    images = [torch.randn(batch, 32, size, size) for size in SIZES for batch in (1, 3)]
-    return deployed(nn.Conv2d(32, 48, 3), images[0]), images
-
-
-def layouts(model: Int8Layer, images: list[Tensor]) -> int:
-    """Return how many layouts oneDNN asks for."""
-    plain, found = model.weight_codes, set()
-    for x in images:
-        packed = torch.ops.onednn.qconv_prepack(
-            plain, torch.ones(48), 1.0, 0, [1, 1], [0, 0], [1, 1], 1, list(x.shape)
-        )
-        found.add(bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(packed).tolist()))
-    return len(found)
-
-
-def test_images_of_all_sizes_share_a_weight() -> None:
-    before = alive()
-    model, images = convolution()
-    most = layouts(model, images)
-    alone = [copy.deepcopy(model)(x) for x in images]
-    for x, expected in zip(images, alone, strict=True):
-        assert torch.equal(model(x), expected)
-    assert alive() - before == most
-
-
-def test_a_plain_weight_that_is_changed_in_place_is_packed_anew() -> None:
-    model, images = convolution()
-    x = torch.randint(0, 256, images[0].shape).to(torch.uint8)
-    model(images[0])
-    assert model.released_bytes()
-    codes, fresh = model.weight_codes, model.weight_codes.neg_().clone()
-    codes.neg_()
-    layer = model.int8_weights()
-    got, expected = (
-        onednn.conv(x, layer._replace(codes=c), model.params, model.epilogue())
-        for c in (codes, fresh)
-    )
-    assert torch.equal(got, expected)
-
-
-def int8_layers(model: nn.Module) -> list[Int8Layer]:
-    return [m for m in model.modules() if isinstance(m, Int8Layer)]
-
-
-def released(fuse: bool = True) -> tuple[nn.Module, nn.Module, Tensor]:
-    """Return a deployed network without its weights, the same with them, and an input."""
+def dropped(fuse: bool = True) -> tuple[nn.Module, nn.Module, Tensor]:
+    """Return a deployed network that has run, the same that has not, and an input."""
     x = torch.randn(2, 3, 16, 16)
     whole = torchq.deploy(calibrated(Residual().eval(), x), fuse=fuse)
     model = copy.deepcopy(whole)
     model(x), model(x.abs())
-    assert [m.released_bytes() for m in int8_layers(model)] == [
-        m.weight_codes.numel() for m in int8_layers(whole)
-    ]
+    assert not plain(model) and len(plain(whole)) == len(layers(whole)) == 6
     return model, whole, x
+
+
+def plain(model: nn.Module) -> list[Tensor]:
+    """Return the plain weights that a model keeps in memory."""
+    return [m.kernel.plain for m in layers(model) if m.kernel.plain is not None]
 
 
 @pytest.mark.parametrize("fuse", [True, False])
 def test_results_of_any_size_are_the_same(fuse: bool) -> None:
-    model, whole, x = released(fuse)
+    model, whole, x = dropped(fuse)
     for data in (x, x.abs(), x[..., :10, :12], x[:1]):
         assert torch.equal(model(data), whole(data))
-
-
-def test_the_plain_weights_are_freed() -> None:
-    x = torch.randn(2, 3, 16, 16)
-    model = torchq.deploy(calibrated(Residual().eval(), x), fuse=False)
-    weights = [weakref.ref(m.weight_codes) for m in int8_layers(model)]
-    model(x.abs()), model(x)  # with the twins for unsigned input
-    gc.collect()
-    assert [ref() for ref in weights] == [None] * len(weights)
-
-
-def test_who_reads_the_buffers_brings_the_weights_back() -> None:
-    model, whole, x = released()
-    for one, other in zip(model.buffers(), whole.buffers(), strict=True):
-        assert torch.equal(one, other)
-    assert not any(m.released_bytes() for m in int8_layers(model))
-    assert torch.equal(model(x), whole(x))
-    assert release_weights_(model) == sum(m.weight_codes.numel() for m in int8_layers(whole))
-    assert torch.equal(model(x), whole(x))
-
-
-def test_the_plain_weights_stay_away_in_eval_mode() -> None:
-    model, whole, x = released()
-    before = [m.released_bytes() for m in int8_layers(model)]
-    assert torch.equal(model.eval()(x), whole(x)) and all(before)
-    assert [m.released_bytes() for m in int8_layers(model)] == before
+    assert torch.equal(model.eval()(x), whole(x)) and not plain(model)
 
 
 @pytest.mark.parametrize("name", ["weight_codes", "weight_scale", "bias"])
-def test_a_tensor_of_a_released_layer_can_be_replaced(name: str) -> None:
-    model, whole, x = released(fuse=False)
+def test_a_tensor_of_a_layer_can_be_replaced(name: str) -> None:
+    model, whole, x = dropped(fuse=False)
     before = model(x)
-    for layer in (int8_layers(model)[0], int8_layers(whole)[0]):
+    for layer in (layers(model)[0], layers(whole)[0]):
         negative = -getattr(layer, name)
         setattr(layer, name, negative)
         assert torch.equal(layer.state_dict()[name], negative)
@@ -140,9 +60,9 @@ def test_a_tensor_of_a_released_layer_can_be_replaced(name: str) -> None:
 
 
 def test_state_dicts_files_and_copies_are_whole() -> None:
-    model, whole, x = released()
+    model, whole, x = dropped()
     expected, state = whole(x), model.state_dict()
-    assert state.keys() == whole.state_dict().keys()
+    assert list(state) == list(whole.state_dict())
     for name, value in whole.state_dict().items():
         assert not isinstance(value, Tensor) or torch.equal(state[name], value), name
     file = io.BytesIO()
@@ -150,60 +70,67 @@ def test_state_dicts_files_and_copies_are_whole() -> None:
     file.seek(0)
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     copies.append(torch.load(file, weights_only=False))
-    for other in copies:
-        assert torch.equal(other(x), expected)
-        assert all("weight_codes" in dict(m.named_buffers()) for m in int8_layers(other))
-    assert all(m.released_bytes() for m in int8_layers(model))
+    assert all(torch.equal(other(x), expected) for other in copies)
+    (other, _, _), second = dropped(), torch.randn(2, 3, 16, 16)
+    other.load_state_dict(stored_state(model))
+    assert torch.equal(other(second), model(second)) and not plain(model)
 
 
-def test_weights_that_come_back_in_inference_mode_are_ordinary_tensors() -> None:
-    (model, _, x), (_, other, _) = released(), released()
+def test_a_state_that_does_not_fit_is_an_error() -> None:
+    model, whole, x = dropped()
+    state = model.state_dict()
+    name = next(name for name in state if name.endswith("weight_codes"))
+    with pytest.raises(RuntimeError, match=f"Missing key.*{name}"):
+        model.load_state_dict({key: value for key, value in state.items() if key != name})
+    with pytest.raises(RuntimeError, match=f"size mismatch for {name}"):
+        model.load_state_dict({**state, name: state[name][:1]})
+    assert torch.equal(model(x), whole(x))
+
+
+def test_weights_that_are_unpacked_in_inference_mode_are_ordinary_tensors() -> None:
+    (model, _, x), (other, _, _) = dropped(), dropped()
     with torch.inference_mode():
         model(x)
-        assert not any(buffer.is_inference() for buffer in model.buffers())
+        assert not any(layer.weight_codes.is_inference() for layer in layers(model))
     model.load_state_dict(stored_state(other))
     assert torch.equal(model(x), other(x))
 
 
-def test_a_released_model_can_be_converted() -> None:
-    model, whole, x = released()
+def test_a_model_that_has_run_can_be_converted() -> None:
+    model, whole, x = dropped()
     model.to(torch.bfloat16), whole.to(torch.bfloat16)
     assert torch.equal(model(x.bfloat16()), whole(x.bfloat16()))
+    assert {layer.weight_scale.dtype for layer in layers(model)} == {torch.float32}
 
 
-@pytest.mark.parametrize(
-    ("layer", "shape"),
-    [
-        (nn.Conv1d(8, 16, 3), (2, 8, 9)),
-        (nn.Conv2d(16, 32, 3, 2, 1, groups=4), (1, 16, 9, 9)),
-        (nn.Conv2d(18, 18, 3, groups=18), (1, 18, 9, 9)),
-        (nn.Conv3d(4, 8, 3), (1, 4, 5, 5, 5)),
-        (nn.ConvTranspose2d(4, 6, 3, 2), (2, 4, 5, 3)),
-        (nn.Linear(32, 32), (3, 32)),
-        (nn.Linear(20, 7), (3, 20)),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
-)
-def test_unpacking_loses_nothing(layer: nn.Module, shape: tuple[int, ...]) -> None:
-    x = torch.randn(shape)
-    model = torchq.deploy(calibrated(layer, x))
-    assert isinstance(model, Int8Layer)
-    plain, weight, row = model.weight_codes.clone(), model.weight, model.summary_row()
-    assert release_weights_(model) == 0  # has not run
-    model(x)
-    assert model.released_bytes() == plain.numel() and release_weights_(model) == 0
-    assert torch.equal(model.weight_codes, plain) and torch.equal(model.weight, weight)
-    assert model.summary_row() == row and "weight=" in repr(model)
-    restore_weights_(model)
-    assert torch.equal(dict(model.named_buffers())["weight_codes"], plain)
+def compiled(model: nn.Module, x: Tensor) -> Callable[..., Tensor]:
+    return torch.compile(model, fullgraph=True, backend="eager")
 
 
-def test_a_model_that_has_run_can_be_compiled_and_exported() -> None:
-    model, whole, x = released()
-    assert torch.equal(torch.compile(model, fullgraph=True, backend="eager")(x), whole(x))
+def exported(model: nn.Module, x: Tensor) -> Callable[..., Tensor]:
+    return torch.export.export(model, (x,)).module()
+
+
+@pytest.mark.parametrize("record", [compiled, exported])
+@pytest.mark.parametrize("has_run", [True, False])
+def test_programs_read_the_weight_of_a_model(
+    record: Callable[..., Callable[..., Tensor]], has_run: bool
+) -> None:
     torch._dynamo.reset()
-    model, whole, x = released()
-    assert torch.equal(torch.export.export(model, (x,)).module()(x), whole(x))
+    model, whole, x = dropped()
+    program = record(model if has_run else whole, x)
+    assert torch.equal(program(x), model(x))
+    assert torch.equal(whole(x), model(x))
+    assert torch.equal(program(-x), model(-x))
+
+
+def test_a_compiled_program_sees_a_state_that_is_loaded() -> None:
+    torch._dynamo.reset()
+    (model, _, x), (other, _, _) = dropped(), dropped()
+    program = compiled(model, x)
+    assert torch.equal(program(x), model(x))
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(program(x), other(x))
 
 
 MAPS = Path("/proc/self/maps")
@@ -219,39 +146,16 @@ def file_at(address: int) -> str:
     return ""
 
 
-def addresses(model: nn.Module) -> list[int]:
-    return [m.weight_codes.data_ptr() for m in model.modules() if isinstance(m, Int8Layer)]
-
-
 @pytest.mark.skipif(not MAPS.exists(), reason="needs /proc")
-def test_weights_of_a_mapped_file_are_never_copied(tmp_path: Path) -> None:
-    x = torch.randn(2, 3, 16, 16)
-    int8 = torchq.deploy(calibrated(Residual().eval(), x), x)
-    expected = int8(x)
+def test_weights_of_a_mapped_file_stay_there_until_they_are_packed(tmp_path: Path) -> None:
+    model, _, x = dropped()
     path = tmp_path / "model"
-    torch.save(int8, path)
+    torch.save(model, path)
     mapped = torch.load(path, mmap=True, weights_only=False)
-    assert {file_at(address) for address in addresses(mapped)} == {str(path)}
+    assert {file_at(weight.data_ptr()) for weight in plain(mapped)} == {str(path)}
     for size in (16, 8, 16):
-        assert torch.equal(mapped(x[..., :size, :size]), int8(x[..., :size, :size]))
-    assert torch.equal(copy.deepcopy(mapped)(x), expected)
-    assert {file_at(address) for address in addresses(int8)}.isdisjoint({str(path)})
-
-
-@pytest.mark.skipif(not onednn.available(), reason="needs torch's oneDNN operators")
-def test_packed_weights_go_with_the_model() -> None:
-    gc.collect()  # traced models hold cycles
-    before = len(KERNELS)
-    x = torch.randn(2, 3, 16, 16)
-    int8 = torchq.deploy(calibrated(Residual().eval(), x))
-    int8(x)
-    found = [m for m in int8.modules() if isinstance(m, Int8Layer)]
-    packed = [weakref.ref(vars(m)["_packed_weight"]) for m in found]
-    assert packed and all(ref() is not None for ref in packed)
-    del int8, found
-    gc.collect()
-    assert [ref() for ref in packed] == [None] * len(packed)
-    assert len(KERNELS) == before
+        assert torch.equal(mapped(x[..., :size, :size]), model(x[..., :size, :size]))
+    assert torch.equal(copy.deepcopy(mapped)(x), model(x)) and not plain(mapped)
 
 
 def compare(model: nn.Module, x: Tensor, expected: Tensor) -> None:
@@ -267,3 +171,36 @@ def test_a_spawned_process_gets_a_deployed_model_that_has_run() -> None:
     process.start()
     process.join(120)
     assert process.exitcode == 0
+
+
+# --- the code that calls run ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", ["scale", "state", "replaced", "hook", "forward", "graph"])
+def test_a_change_of_a_model_that_has_run_is_noticed(change: str) -> None:
+    model, _, x = dropped()
+    before = model(x)
+    layer, graph = layers(model)[-1], model.graph
+    if change == "scale":
+        layer.weight_scale = layer.weight_scale * 2  # type: ignore[operator]
+    elif change == "state":
+        state = model.state_dict().items()
+        doubled = {k: v * 2 for k, v in state if "weight_scale" in k}
+        model.load_state_dict(doubled, strict=False)
+    elif change == "replaced":
+        name = next(n for n, m in model.named_modules() if m is layer)
+        other = copy.deepcopy(layer)
+        other.weight_scale = layer.weight_scale * 2  # type: ignore[operator]
+        torchq.utils.set_submodule(model, name, other)
+    elif change == "hook":
+        layer.register_forward_hook(lambda module, args, y: torch.zeros_like(y))
+    elif change == "forward":
+        layer.forward = lambda x: torch.zeros(len(x), 5)  # type: ignore[assignment]
+    else:
+        output = next(node for node in graph.nodes if node.op == "output")  # type: ignore[union-attr]
+        with graph.inserting_before(output):  # type: ignore[union-attr, operator]
+            output.args = (graph.call_function(torch.neg, output.args),)  # type: ignore[union-attr, operator]
+        model.recompile()  # type: ignore[operator]
+    after = model(x)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, type(model).forward.__wrapped__(model, x))  # type: ignore[attr-defined]

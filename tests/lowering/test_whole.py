@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import torchq
-from tests.lowering.common import calibrated, sqnr
+from tests.lowering.common import calibrated, recipe, sqnr
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ class Optional(nn.Module):
 def test_arguments_that_a_trace_fixed_are_refused_or_used(images: Tensor) -> None:
     example = {"x": images, "scale": torch.tensor(3.0)}
     model = Optional().eval()
-    torchq.quantize_(model)
+    torchq.quantize_(model, recipe())
     torchq.calibrate(model, [example], progress=False)
     fixed = torchq.deploy(model)
     for copied in (fixed, copy.deepcopy(fixed), pickle.loads(pickle.dumps(fixed))):

@@ -285,7 +285,7 @@ class Kernel:
             flat = self._run((*shape[:2], 1, shape[2]), weights, wide, epilogue, adds)
             return lambda *tensors: flat(*(x.unsqueeze(2) for x in tensors)).squeeze(2)
         if weights.x_zero_point and any(params.padding):
-            # Zeros of the image are codes of x_zero_point, which a kernel without one does not know.
+            # Zeros of the image are codes of x_zero_point, of which the kernel does not know.
             border_code = float(weights.x_zero_point)
             border = [p for p in reversed(params.padding) for _ in range(2)]
             image = [size + 2 * p for size, p in zip(shape[2:], params.padding, strict=True)]

@@ -44,8 +44,27 @@ def recorded_product(
     residual: Tensor | None = None,
 ) -> Tensor:
     """Return the product of a layer by ``torch.ops.torchq.int8_product``."""
-    out = (*epilogue[:2], epilogue.dtype is torch.uint8, *epilogue[3:])
-    return int8_product(x, *weights, *params, *out, residual)
+    codes, scale, bias, x_scale, x_zero_point = weights
+    stride, padding, dilation, groups = params
+    return int8_product(
+        x,
+        codes,
+        scale,
+        bias,
+        residual,
+        [*stride, *padding, *dilation, groups],
+        [x_scale, epilogue.scale, epilogue.residual_scale],
+        [x_zero_point, epilogue.zero_point, epilogue.residual_zero_point],
+        epilogue.dtype is torch.uint8,
+        epilogue.activation,
+        list(epilogue.arguments),
+    )
+
+
+def _params(geometry: Sequence[int]) -> ConvParams:
+    dims = len(geometry) // 3
+    stride, padding, dilation = (tuple(geometry[i * dims : (i + 1) * dims]) for i in range(3))
+    return ConvParams(stride, padding, dilation, geometry[-1])
 
 
 @torch.library.custom_op("torchq::int8_product", mutates_args=())
@@ -54,33 +73,28 @@ def int8_product(
     weight: Tensor,
     weight_scale: Tensor,
     bias: Tensor | None,
-    x_scale: float,
-    x_zero_point: int,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    out_scale: float,
-    out_zero_point: int,
+    residual: Tensor | None,
+    geometry: Sequence[int],
+    scales: Sequence[float],
+    zero_points: Sequence[int],
     codes: bool,
     activation: str,
     arguments: Sequence[float],
-    residual_scale: float,
-    residual_zero_point: int,
-    residual: Tensor | None,
 ) -> Tensor:
-    """Return a convolution, or a linear layer where ``stride`` is empty, of uint8 codes.
+    """Return a convolution of uint8 codes, or a linear layer where ``geometry`` has one number.
 
-    The arguments are those of :class:`Int8Weights`, :class:`ConvParams` and :class:`Epilogue`.
+    ``geometry`` is stride, padding and dilation, then groups; scales and zero points are those of
+    the input, the result and the residual.
     """
-    weights = Int8Weights(weight, weight_scale, bias, x_scale, x_zero_point)
-    params = ConvParams(tuple(stride), tuple(padding), tuple(dilation), groups)
-    dtype, added = torch.uint8 if codes else torch.float32, (residual_scale, residual_zero_point)
-    last = (activation, tuple(arguments), *added)
-    epilogue = Epilogue(out_scale, out_zero_point, dtype, *last)
+    weights = Int8Weights(weight, weight_scale, bias, scales[0], zero_points[0])
+    params, dtype = _params(geometry), torch.uint8 if codes else torch.float32
+    out = (scales[1], zero_points[1], dtype, activation, tuple(arguments))
+    epilogue = Epilogue(*out, scales[2], zero_points[2])
     if not (x.is_cpu and x.numel() and available()):
         return reference(x, weights, params, epilogue, residual)
-    kernel, bound = _BOUND.setdefault(weight, (Kernel(weight), {}))
+    if weight not in _BOUND:
+        _BOUND[weight] = Kernel(weight), {}
+    kernel, bound = _BOUND[weight]
     like = None if residual is None else (residual.shape, residual.dtype)
     key = (x.shape, like, weights[3:], params, epilogue)
     scale, shift, run = bound.get(key, (None, None, None))
@@ -93,8 +107,19 @@ def int8_product(
 
 
 @int8_product.register_fake
-def _(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    params, codes, residual = ConvParams(*rest[4:8]), rest[10], rest[15]
+def _(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    geometry: Sequence[int],
+    scales: Sequence[float],
+    zero_points: Sequence[int],
+    codes: bool,
+    *rest: Any,
+) -> Tensor:
+    params = _params(geometry)
     shape = torch.Size(params.output_shape(x.shape, weight.shape))
     if residual is not None:
         shape = torch.broadcast_shapes(shape, residual.shape)

@@ -93,7 +93,7 @@ class Int8ConvTranspose(Int8Conv):
         codes: Tensor,
         scale: Tensor,
         bias: Tensor | None,
-        *rest: QParams | torch.dtype | Tensor | None,
+        *rest: Any,
     ) -> None:
         sizes = (conv.kernel_size, conv.stride, conv.padding, conv.output_padding, conv.dilation)
         axes = [_Axis.of(*values) for values in zip(*sizes, strict=True)]

@@ -1,0 +1,223 @@
+"""Kernels against exact integers, and what a kernel object keeps: a packed weight, no more."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.lowering.common import weight_codes
+from torchq.lowering.kernel import (
+    ACTIVATIONS,
+    ConvParams,
+    Epilogue,
+    Int8Weights,
+    Kernel,
+    available,
+    finish,
+    reference,
+)
+from torchq.lowering.operators import max_pool, recorded_max_pool, recorded_product
+
+CONV = {0: F.linear, 1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+ARGUMENTS = {"clamp": (-0.5, 0.7)}
+needs_onednn = pytest.mark.skipif(not available(), reason="needs torch's oneDNN operators")
+
+
+def bound(x: Tensor, weights: Int8Weights, *rest: object) -> Tensor:
+    """The product by a kernel that is bound for these codes; the residual is the last argument."""
+    run = Kernel(weights.codes).bind(x.shape, weights, *rest)  # type: ignore[arg-type]
+    return run(x) if rest[-1] is None else run(x, rest[-1])
+
+
+RUNS: dict[str, Callable[..., Tensor]] = {"recorded": recorded_product, "reference": reference}
+if available():
+    RUNS["bound"] = bound
+
+
+def exact(x: Tensor, weights: Int8Weights, params: ConvParams, residual: Tensor | None) -> Tensor:
+    """The real value of a product before its activation, from exact integers in float64."""
+    dims = len(params.stride)
+    options = (None, *params) if dims else ()
+    sums = CONV[dims](x.double() - weights.x_zero_point, weights.codes.double(), *options)
+    channels = (-1, *[1] * dims)
+    real = sums * weights.x_scale * weights.scale.double().view(channels)
+    real = real if weights.bias is None else real + weights.bias.double().view(channels)
+    return real if residual is None else real + residual
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("dims", CONV)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_product_is_that_of_exact_integers(
+    run: str, dims: int, name: str, generator: torch.Generator
+) -> None:
+    """At most 1e-5 of the codes differ, each by one, where float32 rounds a tie the other way."""
+    if dims and not ACTIVATIONS[name].on_conv:
+        pytest.skip("no convolution applies it")
+    choices = ((1, 4, 16), (0, 128), (torch.uint8, torch.float32), (True, False), (True, False))
+    off = count = 0
+    for number, (groups, zero, out, with_bias, with_residual) in enumerate(
+        itertools.product(*choices)
+    ):
+        if number % (5 if dims else 1) or (not dims and (groups > 1 or with_residual)):
+            continue
+        x = torch.randint(0, 256, (2, 16, *[7] * dims)[: dims + 2], generator=generator)
+        weight = weight_codes(32, 16 // groups, *[3] * dims, generator=generator)
+        scale = torch.rand(32, generator=generator) * 1e-3 + 1e-4
+        bias = torch.randn(32, generator=generator) if with_bias else None
+        params = ConvParams(*[(1 + number % 2,) * dims, (number % 2,) * dims, (1,) * dims], groups)
+        weights = Int8Weights(weight, scale, bias, 0.02, zero)
+        real, residual, grid = exact(x, weights, params, None), None, (1.0, 0)
+        if with_residual:
+            codes = torch.randint(0, 256, real.shape, generator=generator).to(torch.uint8)
+            values = (codes.double() - 100) * 0.03
+            real = real + values
+            residual = codes if out is torch.uint8 else values.float()
+            grid = (0.03, 100) if out is torch.uint8 else grid
+        arguments = ARGUMENTS.get(name, ())
+        real = ACTIVATIONS[name].function(real, *arguments)
+        output = (0.05, 128) if out is torch.uint8 else (1.0, 0)
+        epilogue = Epilogue(*output, out, name, arguments, *grid)
+        got = RUNS[run](x.to(torch.uint8), weights, params, epilogue, residual)
+        assert got.dtype is out and got.shape == real.shape
+        if out is torch.uint8:
+            wrong = (got.double() - (real / 0.05).round().add(128).clamp(0, 255)).abs()
+            # A residual of codes, or another activation, is rounded in float32 once more.
+            assert wrong.max() <= 1
+            off, count = off + int(wrong.sum()), count + wrong.numel()
+        else:  # sums of up to 16 * 27 products of 255 * 128, of which float32 loses 2**-24
+            torch.testing.assert_close(got.double(), real, rtol=1e-5, atol=2e-4)
+    assert off <= 1e-5 * count or off <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "bounds", "zero", "expected"),
+    [
+        ("none", (), 0, ("none", ())),
+        ("relu", (), 0, ("none", ())),
+        ("relu", (), 100, ("clamp", (0.0, 155.0))),
+        ("clamp", (0.0, 127.0), 0, ("clamp", (0.0, 127.0))),
+        ("clamp", (0.0, 300.0), 0, ("none", ())),
+        ("clamp", (-1e9, float("inf")), 128, ("none", ())),
+        ("clamp", (-128.0, 126.6), 128, ("none", ())),
+        ("clamp", (-127.0, 12.4), 128, ("clamp", (-127.0, 12.0))),
+    ],
+)
+@pytest.mark.parametrize("scale", [0.0123, 0.0456])
+def test_bounds_in_codes(
+    name: str,
+    bounds: tuple[float, ...],
+    zero: int,
+    expected: tuple[str, tuple[float, ...]],
+    scale: float,
+    generator: torch.Generator,
+) -> None:
+    epilogue = Epilogue(scale, zero, torch.uint8, name, tuple(b * scale for b in bounds))
+    simple = epilogue.in_codes()
+    assert simple is not None and (simple.activation, simple.arguments) == expected
+    real = torch.randn(1000, generator=generator) * 3
+    assert torch.equal(finish(real / scale, simple), finish(real, epilogue))
+    assert Epilogue(scale, zero, torch.uint8, "silu").in_codes() is None
+    assert Epilogue(1.0, 0, torch.float32, name, epilogue.arguments).in_codes() is None
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_residual_that_has_to_be_broadcast(run: str, generator: torch.Generator) -> None:
+    x = torch.randint(0, 256, (2, 16, 7, 7), generator=generator).to(torch.uint8)
+    weight = weight_codes(32, 16, 3, 3, generator=generator)
+    weights = Int8Weights(weight, torch.full((32,), 1e-3), None, 0.02, 0)
+    params, relu = ConvParams((1, 1), (1, 1), (1, 1)), Epilogue(activation="relu")
+    residual = torch.randn(2, 32, 1, 1, generator=generator)
+    without = RUNS[run](x, weights, params, Epilogue(), None)
+    got = RUNS[run](x, weights, params, relu, residual)
+    torch.testing.assert_close(got, F.relu(without + residual))
+
+
+@pytest.mark.parametrize("pool", [max_pool, recorded_max_pool], ids=["bound", "recorded"])
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 9, 10), (1, 40, 8, 8), (1, 32, 6, 6), (0, 3, 9, 9), (3, 9, 9)]
+)
+@pytest.mark.parametrize("window", [(3, 2, 1, 1, True), (2, 2, 0, 1, False), (3, 1, 0, 2, False)])
+@pytest.mark.parametrize("last", [False, True])
+def test_codes_of_any_number_of_channels_are_pooled_as_values(
+    pool: Callable[..., Tensor],
+    shape: tuple[int, ...],
+    window: tuple[int, int, int, int, bool],
+    last: bool,
+) -> None:
+    """The kernel gets padded channels; none of them may be seen."""
+    codes = torch.randint(0, 256, shape).to(torch.uint8)
+    if last and codes.dim() == 4:
+        codes = codes.contiguous(memory_format=torch.channels_last)
+    *sizes, ceil_mode = window
+    expected = F.max_pool2d(codes.float(), *sizes, ceil_mode)
+    assert torch.equal(pool(codes, *([n, n] for n in sizes), ceil_mode).float(), expected)
+
+
+def test_operators_keep_torchs_contract(generator: torch.Generator) -> None:
+    x = torch.randint(0, 256, (2, 8, 7, 7), generator=generator).to(torch.uint8)
+    ones = torch.ones(8, 8, 3, 3, dtype=torch.int8), torch.full((8,), 1e-3), torch.ones(8), None
+    last = [0.02, 0.05, 1.0], [128, 3, 0], True, "relu", []
+    rows = torch.ones(8, 64, dtype=torch.int8), torch.ones(8), None, None
+    for name, args in (
+        ("int8_product", (x, *ones, [2, 1, 1, 0, 1, 1, 1], *last)),
+        ("int8_product", (x[0, 0, :, :1].expand(7, 64).contiguous(), *rows, [1], *last)),
+        ("max_pool2d", (x, [2, 2], [2, 2], [0, 0], [1, 1], False)),
+    ):
+        results = torch.library.opcheck(getattr(torch.ops.torchq, name).default, args)
+        assert set(results.values()) == {"SUCCESS"}
+
+
+def test_recorded_programs_see_another_bias_and_drop_kernels_with_the_weight() -> None:
+    x, scale = torch.ones(1, 32, dtype=torch.uint8), torch.ones(16)
+    before = packed()
+    weight = torch.ones(16, 32, dtype=torch.int8)
+    for value in (1.0, 2.0):
+        weights = Int8Weights(weight, scale, torch.full((16,), value), 1.0, 0)
+        got = recorded_product(x, weights, ConvParams(), Epilogue())
+        assert torch.equal(got, torch.full((1, 16), 32 + value))
+    assert packed() == before + available()
+    del weight, weights
+    assert packed() == before
+
+
+def packed() -> int:
+    """Return how many packed weights there are in this process."""
+    gc.collect()
+    return sum(type(thing) is Tensor and thing.is_mkldnn for thing in gc.get_objects())
+
+
+@needs_onednn
+@pytest.mark.parametrize(
+    ("shape", "params"),
+    [
+        ((16, 8, 3), ConvParams((1,), (0,), (1,))),
+        ((32, 4, 3, 3), ConvParams((2, 2), (1, 1), (1, 1), 4)),
+        ((18, 1, 3, 3), ConvParams((1, 1), (0, 0), (1, 1), 18)),
+        ((8, 4, 3, 3, 3), ConvParams((1,) * 3, (0,) * 3, (1,) * 3)),
+        ((32, 32), ConvParams()),
+        ((7, 20), ConvParams()),
+    ],
+    ids=str,
+)
+def test_packing_loses_nothing_and_drops_the_plain_weight(
+    shape: tuple[int, ...], params: ConvParams, generator: torch.Generator
+) -> None:
+    codes = weight_codes(*shape, generator=generator)
+    kernel, inputs = Kernel(codes), shape[1] * params.groups
+    before, expected = packed(), codes.clone()
+    for size in (9, 12, 20, 9):
+        image = (2, inputs, *[size] * len(params.stride))
+        weights = Int8Weights(kernel.codes, torch.ones(shape[0]), None, 1.0, 0)
+        kernel.bind(image, weights, params, Epilogue())
+        assert kernel.plain is None and torch.equal(kernel.codes, expected)
+    assert packed() - before <= 2  # one for each layout that oneDNN asks for
+    assert kernel.keep_plain() and torch.equal(kernel.plain, expected)  # type: ignore[arg-type]
+    kernel.bind(image, weights, params, Epilogue())
+    assert kernel.plain is not None  # who records calls reads it from now on
