@@ -36,9 +36,8 @@ def test_max_per_axis() -> None:
     x, y = draw(5, 3, 2), draw(5, 3, 2, seed=1)
     calibrator.collect(x)
     calibrator.collect(y)
-    assert calibrator.compute_amax().equal(
-        torch.maximum(x.abs(), y.abs()).amax((1, 2), keepdim=True)
-    )
+    wanted = torch.maximum(x.abs(), y.abs()).amax((1, 2), keepdim=True)
+    assert calibrator.compute_amax().equal(wanted)
     with pytest.raises(RuntimeError, match="shape changed"):
         calibrator.collect(draw(6, 3, 2))
 
@@ -87,25 +86,17 @@ def numpy_histogram(batches: list[np.ndarray], num_bins: int) -> tuple[np.ndarra
 
 @pytest.mark.parametrize("torch_hist", [True, False])
 def test_histogram_of_growing_batches(torch_hist: bool) -> None:
-    calibrator = calib.HistogramCalibrator(
-        8, None, False, num_bins=19, grow_method="append", torch_hist=torch_hist
-    )
-    batches = [
-        torch.rand(1023, generator=torch.Generator().manual_seed(seed)) + seed % 2
-        for seed in range(6)
-    ]
+    options: Any = {"num_bins": 19, "grow_method": "append", "torch_hist": torch_hist}
+    calibrator = calib.HistogramCalibrator(8, None, False, **options)
+    generators = [torch.Generator().manual_seed(seed) for seed in range(6)]
+    batches = [torch.rand(1023, generator=g) + seed % 2 for seed, g in enumerate(generators)]
     for batch in batches:
         calibrator.collect(batch)
     counts, edges = numpy_histogram([batch.numpy() for batch in batches], 19)
     assert calibrator._calib_hist.tolist() == counts.tolist()
-    np.testing.assert_allclose(
-        calibrator._calib_bin_edges.numpy(), edges, rtol=1e-6
-    )  # fp32 products of the bin width
-    assert (
-        calibrator._calib_hist.numel()
-        == calibrator._calib_bin_edges.numel() - 1
-        == calibrator._num_bins
-    )
+    found = calibrator._calib_bin_edges.numpy()
+    np.testing.assert_allclose(found, edges, rtol=1e-6)  # fp32 products of the bin width
+    assert calibrator._calib_hist.numel() == len(found) - 1 == calibrator._num_bins
 
 
 def divergences(counts: np.ndarray, levels: int, stops: range) -> list[float]:
@@ -196,6 +187,9 @@ def test_percentiles(
     assert abs(calibrator.compute_amax("percentile", percentile=percentile).item() - near) <= within
 
 
+LINEAR = torch.nn.Linear(1, 1)
+
+
 def of_fp8() -> calib.HistogramCalibrator:
     calibrator = calib.HistogramCalibrator((4, 3), None, False)
     calibrator.collect(torch.arange(100))
@@ -212,16 +206,8 @@ def of_fp8() -> calib.HistogramCalibrator:
         (lambda c: c.compute_amax("mse", start_bin=4000), ValueError, "start_bin: got 4000"),
         (lambda c: c.collect(torch.tensor([1.0, torch.nan])), RuntimeError, "NaN or infinite"),
         (lambda c: c.collect(torch.tensor([-torch.inf])), RuntimeError, "NaN or infinite"),
-        (
-            lambda c: calib.HistogramCalibrator(8, 0, False),
-            NotImplementedError,
-            "axis=0; expected None",
-        ),
-        (
-            lambda c: calib.calibrate_weights(torch.nn.Linear(1, 1), method="best"),
-            TypeError,
-            "Unsupported calibration method 'best'",
-        ),
+        (lambda c: calib.HistogramCalibrator(8, 0, False), NotImplementedError, "axis=0; expected"),
+        (lambda c: calib.calibrate_weights(LINEAR, method="best"), TypeError, "Unsupported calibr"),
     ],
 )
 def test_histogram_errors(call: Any, error: type[Exception], text: str) -> None:
@@ -269,10 +255,8 @@ def test_counts_do_not_saturate_in_float32() -> None:
 def test_collecting_leaves_the_tensor_alone(dtype: torch.dtype) -> None:
     x = draw(30).to(dtype).requires_grad_()
     before = x.detach().clone()
-    for calibrator in (
-        calib.MaxCalibrator(8, None, False),
-        calib.HistogramCalibrator(8, None, False),
-    ):
+    for kind in (calib.MaxCalibrator, calib.HistogramCalibrator):
+        calibrator = kind(8, None, False)
         calibrator.collect(x)
         amax = calibrator.compute_amax()
         assert not amax.requires_grad and amax.dtype is torch.float32 and amax.shape == ()
@@ -281,12 +265,9 @@ def test_collecting_leaves_the_tensor_alone(dtype: torch.dtype) -> None:
 
 
 def layers() -> torch.nn.Sequential:
-    return torch.nn.Sequential(
-        quant_nn.QuantConv2d(3, 5, 3),
-        quant_nn.QuantConvTranspose2d(4, 6, 2),
-        quant_nn.QuantLinear(7, 8),
-        quant_nn.QuantLinear(4, 1),
-    )
+    convolutions = quant_nn.QuantConv2d(3, 5, 3), quant_nn.QuantConvTranspose2d(4, 6, 2)
+    linear = quant_nn.QuantLinear(7, 8), quant_nn.QuantLinear(4, 1)
+    return torch.nn.Sequential(*convolutions, *linear)
 
 
 @pytest.mark.parametrize("method", ["max", "mse", "percentile"])
@@ -306,8 +287,7 @@ def test_calibrate_weights(method: str, perchannel: bool) -> None:
             calibrator.collect(part)
             assert found == calibrator.compute_amax(method, percentile=99.0)
         if perchannel and len(parts) > 1:
-            assert amax.shape == tuple(
-                size if d == axis else 1 for d, size in enumerate(weight.shape)
-            )
+            shape = [size if d == axis else 1 for d, size in enumerate(weight.shape)]
+            assert list(amax.shape) == shape
     assert all(module.input_quantizer.amax is None for module in model)
     assert model[2](torch.randn(2, 7)).shape == (2, 8)

@@ -30,9 +30,8 @@ def floats() -> nn.Sequential:
 
 
 def legacy_model() -> nn.Sequential:
-    return nn.Sequential(
-        quant_nn.QuantConv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), quant_nn.QuantLinear(16, 2)
-    )
+    conv, linear = quant_nn.QuantConv2d(3, 4, 3), quant_nn.QuantLinear(16, 2)
+    return nn.Sequential(conv, nn.ReLU(), nn.Flatten(), linear)
 
 
 def core_model() -> nn.Sequential:
@@ -44,10 +43,8 @@ def core_model() -> nn.Sequential:
 def old_state(input_amax: Tensor, weight_amax: Tensor) -> dict[str, Tensor]:
     """As the original saved it."""
     ranges = {"0._input_quantizer._amax": input_amax, "0._weight_quantizer._amax": weight_amax}
-    ranges |= {
-        "3._input_quantizer._amax": torch.tensor(1.5),
-        "3._weight_quantizer._amax": torch.tensor([[0.2], [0.3]]),
-    }
+    ranges["3._input_quantizer._amax"] = torch.tensor(1.5)
+    ranges["3._weight_quantizer._amax"] = torch.tensor([[0.2], [0.3]])
     return {**floats().state_dict(), **ranges}
 
 
@@ -60,10 +57,8 @@ def test_old_keys_load_strictly_in_both(
     state = old_state(input_amax, weight_amax)
     legacy, core = legacy_model(), core_model()
     for model in (legacy, core):
-        missing, unexpected = model.load_state_dict(
-            {k: v.clone() for k, v in state.items()}, strict=True, assign=assign
-        )
-        assert (missing, unexpected) == ([], [])
+        copied = {k: v.clone() for k, v in state.items()}
+        assert model.load_state_dict(copied, strict=True, assign=assign) == ([], [])
         assert model[0].input_quantizer.amax.equal(input_amax)
         assert model[0].weight_quantizer.amax.equal(weight_amax)
     x = torch.randn(2, 3, 4, 4)
@@ -153,16 +148,13 @@ def old_pickle(module: nn.Module, calibrators: dict[str, Any]) -> bytes:
 
 
 def test_pickled_modules_of_the_original_load(old_names: None) -> None:
-    layer = quant_nn.QuantConv2d(
-        3, 4, 3, quant_desc_input=QuantDescriptor(calib_method="histogram")
-    )
+    by_histogram = QuantDescriptor(calib_method="histogram")
+    layer = quant_nn.QuantConv2d(3, 4, 3, quant_desc_input=by_histogram)
     layer.input_quantizer.amax = 2.0
     common = {"_num_bits": 8, "_unsigned": False}
     histogram = {**common, "_axis": None, "_num_bins": 4, "_skip_zeros": False, "_torch_hist": True}
-    histogram |= {
-        "_calib_hist": np.array([1.0, 0.0, 2.0, 1.0]),
-        "_calib_bin_edges": np.linspace(0, 2, 5),
-    }
+    histogram["_calib_hist"] = np.array([1.0, 0.0, 2.0, 1.0])
+    histogram["_calib_bin_edges"] = np.linspace(0, 2, 5)
     maximum = {**common, "_axis": 0, "_track_amax": False, "_calib_amax": torch.tensor(3.0)}
     data = old_pickle(layer, {"_input_quantizer": histogram, "_weight_quantizer": maximum})
     assert b"torchq" not in data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,8 @@ from torchq.compat.pytorch_quantization.tensor_quant import QuantDescriptor
 
 
 def legacy_model() -> nn.Sequential:
-    return nn.Sequential(
-        quant_nn.QuantConv2d(3, 4, 3),
-        quant_nn.QuantAvgPool2d(2),
-        nn.Flatten(),
-        quant_nn.QuantLinear(16, 2),
-    )
+    layers = quant_nn.QuantConv2d(3, 4, 3), quant_nn.QuantAvgPool2d(2), nn.Flatten()
+    return nn.Sequential(*layers, quant_nn.QuantLinear(16, 2))
 
 
 def batch() -> torch.Tensor:
@@ -31,13 +28,11 @@ def test_calibrate() -> None:
     model[1].input_quantizer.disable()
     torchq.calibrate(model, [batch()], progress=False)
     assert model[0].input_quantizer.amax == batch().abs().max()
-    assert model[0].weight_quantizer.amax.equal(
-        model[0].weight.detach().abs().amax((1, 2, 3), keepdim=True)
-    )
+    wanted = model[0].weight.detach().abs().amax((1, 2, 3), keepdim=True)
+    assert model[0].weight_quantizer.amax.equal(wanted)
     assert model[1].input_quantizer.amax is None and model[1].input_quantizer._disabled
-    assert (
-        model[0].input_quantizer.mode == "quantize" and model[0].input_quantizer.calibrator is None
-    )
+    quantizer = model[0].input_quantizer
+    assert quantizer.mode == "quantize" and quantizer.calibrator is None
     with pytest.warns(UserWarning, match="are calibrated already"):
         torchq.calibrate(model, [batch()], progress=False)
 
@@ -73,16 +68,11 @@ def test_summary_and_descriptor() -> None:
     torchq.calibrate(model, [batch()], progress=False)
     text = str(torchq.summary(model))
     assert "0._input_quantizer" in text and "3._weight_quantizer" in text and "int8" in text
-    fields = quant_nn.TensorQuantizer(
-        QuantDescriptor(4, axis=0, unsigned=True, scale_amax=0.5, narrow_range=True)
-    ).descriptor
-    assert fields == torchq.QuantDescriptor(
-        4, axis=0, unsigned=True, scale_amax=0.5, narrow_range=True
-    )
-    assert (
-        quant_nn.TensorQuantizer(QuantDescriptor((4, 3), unsigned=True)).descriptor.format.name
-        == "e4m3"
-    )
+    options: Any = {"axis": 0, "unsigned": True, "scale_amax": 0.5, "narrow_range": True}
+    found = quant_nn.TensorQuantizer(QuantDescriptor(4, **options)).descriptor
+    assert found == torchq.QuantDescriptor(4, **options)
+    float8 = quant_nn.TensorQuantizer(QuantDescriptor((4, 3), unsigned=True))
+    assert float8.descriptor.format.name == "e4m3"
 
 
 def test_step_and_range() -> None:
@@ -100,11 +90,10 @@ def test_step_and_range() -> None:
 
 def test_restore_makes_float_modules() -> None:
     model = legacy_model()
-    plain = model
-    torchq.restore_(plain)
-    assert [type(m) for m in plain] == [nn.Conv2d, nn.AvgPool2d, nn.Flatten, nn.Linear]
-    assert not [name for name, _ in plain.named_modules() if "quantizer" in name]
-    assert torchq.quantize_(plain).replaced
+    torchq.restore_(model)
+    assert [type(m) for m in model] == [nn.Conv2d, nn.AvgPool2d, nn.Flatten, nn.Linear]
+    assert not [name for name, _ in model.named_modules() if "quantizer" in name]
+    assert torchq.quantize_(model).replaced
 
 
 def test_saved_legacy_models_load_as_new_ones(tmp_path: Path) -> None:
@@ -113,20 +102,16 @@ def test_saved_legacy_models_load_as_new_ones(tmp_path: Path) -> None:
     torchq.save(model, tmp_path / "model.pt")
     fresh = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(16, 2))
     torchq.load(fresh, tmp_path / "model.pt")
-    assert [type(m) for m in fresh] == [
-        torchq.nn.QuantConv2d,
-        torchq.nn.QuantAvgPool2d,
-        nn.Flatten,
-        torchq.nn.QuantLinear,
-    ]
+    names = ["QuantConv2d", "QuantAvgPool2d", "Flatten", "QuantLinear"]
+    assert [type(m).__name__ for m in fresh] == names
+    assert type(fresh[0]) is torchq.nn.QuantConv2d
     # q / (127 / amax) against q * (amax / 127): one rounding each.
     torch.testing.assert_close(fresh(batch()), model(batch()), rtol=1e-5, atol=1e-6)
 
 
 def test_freezing() -> None:
-    model = nn.Sequential(
-        quant_nn.QuantLinear(2, 2, quant_desc_input=QuantDescriptor(learn_amax=True))
-    )
+    learned = QuantDescriptor(learn_amax=True)
+    model = nn.Sequential(quant_nn.QuantLinear(2, 2, quant_desc_input=learned))
     torchq.workflow.freeze_(model)
     assert not any(p.requires_grad for p in model[0].input_quantizer.parameters())
 

@@ -33,15 +33,8 @@ def calibrated(
         "quant_desc_input": QuantDescriptor(num_bits, **options),
         "quant_desc_weight": QuantDescriptor(num_bits, axis=0 if per_channel else None),
     }
-    model = (
-        nn.Sequential(
-            quant_nn.QuantLinear(6, 8, **descriptors),
-            nn.ReLU(),
-            quant_nn.QuantLinear(8, 4, **descriptors),
-        )
-        .to(dtype)
-        .eval()
-    )
+    layers = [quant_nn.QuantLinear(*size, **descriptors) for size in ((6, 8), (8, 4))]
+    model = nn.Sequential(layers[0], nn.ReLU(), layers[1]).to(dtype).eval()
     calibrate(model, [example(dtype)])
     return model
 
@@ -70,9 +63,8 @@ def example(dtype: torch.dtype = torch.float32) -> Tensor:
 def export(model: nn.Module, x: Tensor, path: Path, *, dynamo: bool, opset: int = 19) -> Any:
     if dynamo:
         pytest.importorskip("onnxscript")
-    torch.onnx.export(
-        model, (x,), str(path), opset_version=opset, input_names=["input"], dynamo=dynamo
-    )
+    options: Any = {"opset_version": opset, "input_names": ["input"], "dynamo": dynamo}
+    torch.onnx.export(model, (x,), str(path), **options)
     return onnx.load(str(path))
 
 
@@ -147,11 +139,8 @@ STANDARD = ("QuantizeLinear", "DequantizeLinear")
 @pytest.mark.parametrize(
     ("dynamo", "opset", "operators", "dtype"),
     [
-        (False, 17, TENSORRT, torch.float32),
-        (False, 17, TENSORRT, torch.float16),
-        (False, 17, TENSORRT, torch.bfloat16),
-        (False, 19, STANDARD, torch.float32),
-        (True, 19, STANDARD, torch.float32),
+        *((False, 17, TENSORRT, kind) for kind in (torch.float32, torch.float16, torch.bfloat16)),
+        *((dynamo, 19, STANDARD, torch.float32) for dynamo in (False, True)),
     ],
     ids=str,
 )
@@ -223,13 +212,8 @@ def test_rules_read_from_an_uncalibrated_export(tmp_path: Path, dynamo: bool) ->
     torch.manual_seed(4)
     model = Branches().eval()
     quant_nn.TensorQuantizer.use_fb_fake_quant = True
-    pairs = [
-        names
-        for names in convolutions_by_input(
-            export(model, images(0), tmp_path / "rules.onnx", dynamo=dynamo)
-        ).values()
-        if len(names) == 2
-    ]
+    rules = export(model, images(0), tmp_path / "rules.onnx", dynamo=dynamo)
+    pairs = [names for names in convolutions_by_input(rules).values() if len(names) == 2]
     quant_nn.TensorQuantizer.use_fb_fake_quant = False
     assert pairs == [["left", "right"]]
     assert all(quantizer.amax is None for quantizer in quantizers(model))
@@ -259,14 +243,11 @@ def test_the_range_of_the_example_is_a_constant(tmp_path: Path) -> None:
     x = torch.tensor([0.5, -2.54, 1.0])
     file = export(model, x, tmp_path / "model.onnx", dynamo=False)
     node = next(node for node in file.graph.node if node.op_type == "QuantizeLinear")
-    constants = {
-        name: onnx.numpy_helper.to_array(value)
-        for name, value in [
-            *((node.output[0], node.attribute[0].t) for node in file.graph.node if node.attribute),
-            *((tensor.name, tensor) for tensor in file.graph.initializer),
-        ]
-    }
-    assert constants[node.input[1]].item() == pytest.approx(2.54 / 127, rel=1e-6)
+    stored = {tensor.name: tensor for tensor in file.graph.initializer}
+    stored |= {node.output[0]: node.attribute[0].t for node in file.graph.node if node.attribute}
+    assert onnx.numpy_helper.to_array(stored[node.input[1]]).item() == pytest.approx(
+        2.54 / 127, rel=1e-6
+    )
 
 
 class Functional(nn.Module):

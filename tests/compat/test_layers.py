@@ -64,9 +64,8 @@ def test_weighted_layers(
     descriptors = {"quant_desc_weight": QuantDescriptor(3), "quant_desc_input": QuantDescriptor(4)}
     flat = make(name, arguments, bias=bias, **descriptors)
     flat.load_state_dict(layer.state_dict())
-    assert flat(x).equal(
-        function(quantize(x, x.abs().max(), 4), quantize(weight, weight.abs().max(), 3), layer.bias)
-    )
+    coarse = quantize(x, x.abs().max(), 4), quantize(weight, weight.abs().max(), 3)
+    assert flat(x).equal(function(*coarse, layer.bias))
 
 
 @pytest.mark.parametrize(
@@ -82,9 +81,8 @@ def test_input_layers(
     assert layer(x).equal(plain(tensor_quant.fake_tensor_quant(x, x.abs().max(), bits)))
     layer.input_quantizer.disable()
     assert layer(x).equal(plain(x))
-    assert isinstance(layer, (getattr(nn, name), _utils.QuantInputMixin)) and not isinstance(
-        layer, _utils.QuantMixin
-    )
+    assert isinstance(layer, (getattr(nn, name), _utils.QuantInputMixin))
+    assert not isinstance(layer, _utils.QuantMixin)
 
 
 REFUSING: dict[str, tuple[int, ...]] = {"Conv2d": (3, 4, 3), "ConvTranspose1d": (3, 4, 3)}
@@ -110,27 +108,20 @@ def test_defaults_belong_to_the_class() -> None:
     quant_nn.Linear.set_default_quant_desc_weight(QuantDescriptor(num_bits=5))
     assert quant_nn.QuantLinear(2, 2).weight_quantizer.num_bits == 5
     quant_nn.QuantMaxPool2d.set_default_quant_desc_input(QuantDescriptor(num_bits=4))
-    assert (
-        quant_nn.QuantMaxPool2d(2).input_quantizer.num_bits,
-        quant_nn.QuantMaxPool1d(2).input_quantizer.num_bits,
-    ) == (4, 8)
+    assert quant_nn.QuantMaxPool2d(2).input_quantizer.num_bits == 4
+    assert quant_nn.QuantMaxPool1d(2).input_quantizer.num_bits == 8
     with pytest.raises(ValueError, match="expected an instance of QuantDescriptor"):
         quant_nn.QuantLinear.set_default_quant_desc_input(8)
 
 
 def test_every_module_called_quantizer_can_be_disabled() -> None:
-    model = nn.ModuleList(
-        [
-            quant_nn.QuantLinear(2, 2, quant_desc_input=QuantDescriptor(learn_amax=True)),
-            quant_nn.QuantLSTM(2, 2, 2),
-        ]
-    )
-    names = [
-        name
-        for name, module in model.named_modules()
-        if "quantizer" in name and module.disable() is None
-    ]
-    assert len(names) == 2 + 1 + 2 * (1 + 2)  # two quantizers and a clip; two lists of two
+    learned = QuantDescriptor(learn_amax=True)
+    linear = quant_nn.QuantLinear(2, 2, quant_desc_input=learned)
+    model = nn.ModuleList([linear, quant_nn.QuantLSTM(2, 2, 2)])
+    found = [module for name, module in model.named_modules() if "quantizer" in name]
+    assert len(found) == 2 + 1 + 2 * (1 + 2)  # two quantizers and a clip; two lists of two
+    for module in found:
+        module.disable()
     assert all(m._disabled for m in model.modules() if isinstance(m, quant_nn.TensorQuantizer))
     model[1]._input_quantizers.enable()
     assert not model[1]._input_quantizers[1]._disabled
@@ -148,9 +139,8 @@ class QuantScale(nn.Linear, _utils.QuantMixin):
         self.init_quantizer(*_utils.pop_quant_desc_in_kwargs(self.__class__, **kwargs))
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(
-            self._input_quantizer(input), self._weight_quantizer(self.weight), bias=self.bias
-        )
+        x, weight = self._input_quantizer(input), self._weight_quantizer(self.weight)
+        return F.linear(x, weight, bias=self.bias)
 
 
 class QuantTwice(quant_nn.QuantConv2d):

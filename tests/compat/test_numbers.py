@@ -31,14 +31,8 @@ def data(dtype: torch.dtype, unsigned: bool, amax: float) -> Tensor:
     """Values on both sides of the range, its ends, and ties between codes of 4 and 8 bits."""
     generator = torch.Generator().manual_seed(3)
     ties = (torch.arange(-9, 9) + 0.5) / 7 * amax
-    x = torch.cat(
-        [
-            torch.randn(60, generator=generator) * amax,
-            torch.tensor([0.0, -0.0, amax, -amax, 1e-9]),
-            ties,
-            ties * 7 / 127,
-        ]
-    )
+    special = torch.tensor([0.0, -0.0, amax, -amax, 1e-9])
+    x = torch.cat([torch.randn(60, generator=generator) * amax, special, ties, ties * 7 / 127])
     return (x.abs() if unsigned else x).to(dtype)
 
 
@@ -71,9 +65,8 @@ def test_fake_tensor_quant(dtype: torch.dtype, bits: int, unsigned: bool, narrow
         found = function(x, amax, bits, unsigned, narrow)
         assert found.dtype is dtype
         assert found.double().tolist() == values
-    quantizer = TensorQuantizer(
-        QuantDescriptor(bits, amax=1.37, unsigned=unsigned, narrow_range=narrow)
-    )
+    options = {"unsigned": unsigned, "narrow_range": narrow}
+    quantizer = TensorQuantizer(QuantDescriptor(bits, amax=1.37, **options))
     assert quantizer(x).double().tolist() == values
     found, scale = tensor_quant.tensor_quant(x, amax, bits, unsigned, narrow)
     assert found.double().tolist() == [ref.round_to(code, STORED[dtype]) for code in codes]
@@ -86,10 +79,8 @@ def test_defaults_of_each_entry() -> None:
     assert tensor_quant.tensor_quant(x, 1.0)[0].item() == -127
     assert tensor_quant.fake_tensor_quant(x, 1.0).item() == -1.0
     assert TensorQuantizer(QuantDescriptor(amax=1.0, fake_quant=False))(x).item() == -128
-    assert (
-        TensorQuantizer(QuantDescriptor(amax=1.0, fake_quant=False, narrow_range=True))(x).item()
-        == -127
-    )
+    narrow = QuantDescriptor(amax=1.0, fake_quant=False, narrow_range=True)
+    assert TensorQuantizer(narrow)(x).item() == -127
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1, (0,), (0, 2)])
@@ -103,13 +94,8 @@ def test_per_axis_ranges_of_each_call(
     amax = x.abs().amax([d for d in range(3) if d not in kept], keepdim=True).to(torch.float64)
     flat = amax.expand(x.shape).reshape(-1)
     _, values = expected(x.reshape(-1), flat, 8, unsigned, False)
-    assert (
-        TensorQuantizer(QuantDescriptor(axis=axis, unsigned=unsigned))(x)
-        .double()
-        .reshape(-1)
-        .tolist()
-        == values
-    )
+    found = TensorQuantizer(QuantDescriptor(axis=axis, unsigned=unsigned))(x)
+    assert found.double().reshape(-1).tolist() == values
 
 
 def test_dead_ranges_give_zero(dtype: torch.dtype) -> None:
@@ -178,32 +164,21 @@ def test_scaled_e4m3(dtype: torch.dtype, amax: float | None) -> None:
         )
         dequantized = ref.round_to(ref.Fraction(code) / ref.Fraction(scale), spec)
         wanted.append(0.0 if abs(value) < 2.0**-24 else ref.round_to(dequantized, STORED[dtype]))
-    assert (
-        tensor_quant.scaled_e4m3(x, amax if amax is None else torch.tensor(amax)).double().tolist()
-        == wanted
-    )
+    functions = [
+        lambda x: tensor_quant.scaled_e4m3(x, None if amax is None else torch.tensor(amax))
+    ]
     if amax is None:
-        assert cuda_ext.fake_e4m3fy(x).double().tolist() == wanted
+        functions.append(cuda_ext.fake_e4m3fy)
     else:
-        assert (
-            TensorQuantizer(QuantDescriptor(num_bits=(4, 3), amax=amax))(x).double().tolist()
-            == wanted
-        )
+        functions.append(TensorQuantizer(QuantDescriptor(num_bits=(4, 3), amax=amax)))
+    assert all(function(x).double().tolist() == wanted for function in functions)
 
 
 def test_published_e4m3_values() -> None:
     """Of the FP8 values that the original documents."""
     x = torch.tensor([-2.0, -1.8, -1.2, -0.6, 0.2, 0.8, 1.4, 1.8])
-    assert tensor_quant.scaled_e4m3(x).tolist() == [
-        -2.0,
-        -1.75,
-        -1.25,
-        -0.625,
-        0.203125,
-        0.8125,
-        1.375,
-        1.75,
-    ]
+    published = [-2.0, -1.75, -1.25, -0.625, 0.203125, 0.8125, 1.375, 1.75]
+    assert tensor_quant.scaled_e4m3(x).tolist() == published
     torch.testing.assert_close(
         tensor_quant.scaled_e4m3(x, torch.tensor(2.0)),
         torch.tensor([-2.0, -1.8571, -1.1429, -0.5714, 0.1964, 0.7857, 1.4286, 1.8571]),
@@ -215,37 +190,21 @@ def test_published_e4m3_values() -> None:
 def test_fake_affine() -> None:
     """On its own grid the identity; elsewhere the nearest of 2**bits points from min to max."""
     grid = torch.tensor([-128.0, -101, -13, -1, 0, 2, 5, 13, 93, 127])
-    assert (
-        tensor_quant.fake_affine_tensor_quant(grid, grid.min(), grid.max()).tolist()
-        == grid.tolist()
-    )
+    affine = tensor_quant.fake_affine_tensor_quant
+    assert affine(grid, grid.min(), grid.max()).tolist() == grid.tolist()
     x = torch.tensor([-1.0, -0.1, 0.0, 0.4, 0.7, 2.0, 9.0])
     # min 0, max 3, 2 bits: step 1
-    assert tensor_quant.fake_affine_tensor_quant(x, 0.0, 3.0, 2).tolist() == [0, 0, 0, 0, 1, 2, 3]
-    assert (
-        tensor_quant.fake_affine_tensor_quant(x, torch.tensor(1.0), torch.tensor(1.0))
-        .isfinite()
-        .all()
-    )
+    assert affine(x, 0.0, 3.0, 2).tolist() == [0, 0, 0, 0, 1, 2, 3]
+    assert affine(x, torch.tensor(1.0), torch.tensor(1.0)).isfinite().all()
 
 
+SEVENTHS = [-1, -4 / 7, 0, 2 / 7, 5 / 7, 1]
+HALVES = [0, 2, 2, 0, -2, -2]
 VECTORS = [
-    (
-        [-1, -0.5, 0, 0.26, 0.75, 1.2],
-        1.0,
-        (4, False, True),
-        [-7, -4, 0, 2, 5, 7],
-        [-1, -0.571429, 0, 0.285714, 0.714286, 1],
-    ),
+    ([-1, -0.5, 0, 0.26, 0.75, 1.2], 1.0, (4, False, True), [-7, -4, 0, 2, 5, 7], SEVENTHS),
     ([0, 0.1, 0.5, 1.1], 1.0, (4, True, False), [0, 2, 8, 15], [0, 0.133333, 0.533333, 1]),
     ([-1.01, -1, 1], 1.0, (8, False, False), [-128, -127, 127], [-1.007874, -1, 1]),
-    (
-        [0.5, 1.5, 2.5, -0.5, -1.5, -2.5],
-        127.0,
-        (8, False, True),
-        [0, 2, 2, 0, -2, -2],
-        [0, 2, 2, 0, -2, -2],
-    ),
+    ([0.5, 1.5, 2.5, -0.5, -1.5, -2.5], 127.0, (8, False, True), HALVES, HALVES),
     ([0.1, 0.3, 0.5], 0.5, (8, True, False), [51, 153, 255], [0.1, 0.3, 0.5]),
     ([5.0, -1.0, 0.0], 2.0**-24, (8, False, True), [0, 0, 0], [0, 0, 0]),
 ]
@@ -255,16 +214,13 @@ VECTORS = [
 def test_hand_checked_vectors(
     x: list[float], amax: float, flags: tuple[int, bool, bool], codes: list[int], fake: list[float]
 ) -> None:
-    got, scale = tensor_quant.tensor_quant(torch.tensor(x, dtype=torch.float32), amax, *flags)
+    given = torch.tensor(x, dtype=torch.float32)
+    got, scale = tensor_quant.tensor_quant(given, amax, *flags)
     assert got.tolist() == codes
     assert scale.item() == ref.tensor_quant(1.0, amax, *flags)[1]
+    found = tensor_quant.fake_tensor_quant(given, amax, *flags)
     # 5e-7: the published values have six decimals
-    torch.testing.assert_close(
-        tensor_quant.fake_tensor_quant(torch.tensor(x, dtype=torch.float32), amax, *flags),
-        torch.tensor(fake, dtype=torch.float32),
-        rtol=0,
-        atol=5e-7,
-    )
+    torch.testing.assert_close(found, torch.tensor(fake, dtype=torch.float32), rtol=0, atol=5e-7)
 
 
 def test_worked_example_of_the_ancestor() -> None:

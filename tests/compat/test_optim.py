@@ -20,21 +20,17 @@ def net() -> nn.ModuleDict:
     return nn.ModuleDict({"layer1": nn.ModuleDict(block), "fc": nn.Linear(2, 2)})
 
 
+WEIGHTS = [f"layer1.{name}.weight" for name in ("conv1", "downsample.0", "downsample.1")]
+WEIGHTS += ["fc.weight"]
+
+
 @pytest.mark.parametrize(
     ("patterns", "names"),
     [
         (["downsample.0.weight"], ["layer1.downsample.0.weight"]),
         (["conv1", "fc"], ["layer1.conv1.weight", "layer1.conv1.bias", "fc.weight", "fc.bias"]),
         ([r"downsample.*.weight$"], ["layer1.downsample.0.weight", "layer1.downsample.1.weight"]),
-        (
-            ["conv1.weight", "weight$"],
-            [
-                "layer1.conv1.weight",
-                "layer1.downsample.0.weight",
-                "layer1.downsample.1.weight",
-                "fc.weight",
-            ],
-        ),
+        (["conv1.weight", "weight$"], WEIGHTS),
         (["downsample.*.wei$"], []),
     ],
 )
@@ -45,17 +41,10 @@ def test_match_parameters(patterns: list[str], names: list[str]) -> None:
 
 
 def test_group_parameters_feed_an_optimizer() -> None:
-    groups = helper.group_parameters(
-        net(),
-        [["conv1.*weight"], ["downsample.*.weight"]],
-        [0.01, 0.001],
-        [0.02, 0.002],
-        [0.03, 0.003],
-    )
-    assert [(g["lr"], g["momentum"], g["weight_decay"]) for g in groups] == [
-        (0.01, 0.02, 0.03),
-        (0.001, 0.002, 0.003),
-    ]
+    patterns = [["conv1.*weight"], ["downsample.*.weight"]]
+    groups = helper.group_parameters(net(), patterns, [0.1, 0.01], [0.2, 0.02], [0.3, 0.03])
+    found = [(g["lr"], g["momentum"], g["weight_decay"]) for g in groups]
+    assert found == [(0.1, 0.2, 0.3), (0.01, 0.02, 0.03)]
     optimizer = torch.optim.SGD(groups)
     assert [len(g["params"]) for g in optimizer.param_groups] == [1, 2]
     assert "lr" not in helper.group_parameters(net(), [["fc"]])[0]
@@ -83,18 +72,12 @@ def test_freeze_parameters() -> None:
 
 
 def test_quant_weight_inplace() -> None:
-    model = nn.Sequential(
-        quant_nn.QuantConv2d(2, 3, 3),
-        quant_nn.QuantLinear(4, 5),
-        nn.Linear(5, 5),
-        quant_nn.QuantLSTM(2, 2),
-    )
+    layers = quant_nn.QuantConv2d(2, 3, 3), quant_nn.QuantLinear(4, 5), nn.Linear(5, 5)
+    model = nn.Sequential(*layers, quant_nn.QuantLSTM(2, 2))
     expected = [layer.weight_quantizer(layer.weight).detach().clone() for layer in model[:2]]
     untouched = model[2].weight.detach().clone()
     parameters = list(model.parameters())
     helper.quant_weight_inplace(model)
-    assert [
-        layer.weight.equal(weight) for layer, weight in zip(model[:2], expected, strict=True)
-    ] == [True, True]
+    assert all(a.weight.equal(b) for a, b in zip(model[:2], expected, strict=True))
     assert model[2].weight.equal(untouched)
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))

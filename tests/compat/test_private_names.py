@@ -19,27 +19,18 @@ from torchq.compat.pytorch_quantization.nn.modules import (
 )
 from torchq.compat.pytorch_quantization.tensor_quant import QuantDescriptor
 
+SIZES = (3, 4, (3, 3), (1, 1), (0, 0), (1, 1))  # channels, kernel, stride, padding, dilation
+
 
 class OwnConv(quant_conv._QuantConvNd):
     """A convolution of a script: the constructor of the original, a forward of its own."""
 
     default_quant_desc_weight = tensor_quant.QUANT_DESC_8BIT_CONV2D_WEIGHT_PER_CHANNEL
 
-    def __init__(self, in_channels: int, out_channels: int, kernel: int, **kwargs: Any) -> None:
-        descriptors = _utils.pop_quant_desc_in_kwargs(type(self), **kwargs)
-        sizes = (kernel, kernel), (1, 1), (0, 0), (1, 1)
-        super().__init__(
-            in_channels,
-            out_channels,
-            *sizes,
-            False,
-            (0, 0),
-            1,
-            True,
-            "zeros",
-            quant_desc_input=descriptors[0],
-            quant_desc_weight=descriptors[1],
-        )
+    def __init__(self, **kwargs: Any) -> None:
+        given = _utils.pop_quant_desc_in_kwargs(type(self), **kwargs)
+        named = dict(zip(("quant_desc_input", "quant_desc_weight"), given, strict=True))
+        super().__init__(*SIZES, False, (0, 0), 1, True, "zeros", **named)
 
     def forward(self, x: Tensor) -> Tensor:
         x, weight = self._quant(x)
@@ -49,21 +40,9 @@ class OwnConv(quant_conv._QuantConvNd):
 class OwnConvTranspose(quant_conv._QuantConvTransposeNd):
     """The same for a transposed convolution, with descriptors by position."""
 
-    def __init__(self, in_channels: int, out_channels: int, kernel: int) -> None:
-        sizes = (kernel, kernel), (1, 1), (0, 0), (1, 1)
-        weight = QuantDescriptor(num_bits=8, axis=1)
-        super().__init__(
-            in_channels,
-            out_channels,
-            *sizes,
-            True,
-            (0, 0),
-            1,
-            True,
-            "zeros",
-            QuantDescriptor(num_bits=8),
-            weight,
-        )
+    def __init__(self) -> None:
+        given = QuantDescriptor(num_bits=8), QuantDescriptor(num_bits=8, axis=1)
+        super().__init__(*SIZES, True, (0, 0), 1, True, "zeros", *given)
 
     def forward(self, x: Tensor) -> Tensor:
         x, weight = self._quant(x)
@@ -79,7 +58,7 @@ class OwnConvTranspose(quant_conv._QuantConvTransposeNd):
 )
 def test_convolution_bases_can_be_derived_from(own: Any, builtin: Any, base: type) -> None:
     torch.manual_seed(0)
-    mine, theirs = own(3, 4, 3), builtin(3, 4, 3)
+    mine, theirs = own(), builtin(3, 4, 3)
     mine.load_state_dict(theirs.state_dict())
     x = torch.randn(2, 3, 6, 6)
     assert torch.equal(mine(x), theirs(x))

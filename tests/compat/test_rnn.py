@@ -32,6 +32,17 @@ def jointly(bits: int, *tensors: Tensor) -> list[Tensor]:
     return [fake_tensor_quant(t, amax, bits, False, False) for t in tensors]
 
 
+def replace_jointly(bits: int, *weights: Tensor) -> None:
+    with torch.no_grad():
+        for weight, quantized in zip(weights, jointly(bits, *weights), strict=True):
+            weight.copy_(quantized)
+
+
+def described(bits_input: int, bits_weight: int) -> dict[str, Any]:
+    given = {"input": bits_input, "weight": bits_weight}
+    return {f"quant_desc_{slot}": QuantDescriptor(bits) for slot, bits in given.items()}
+
+
 MODES: list[dict[str, Any]] = [
     {},
     {"num_layers": 2},
@@ -66,11 +77,8 @@ def test_packed_sequences(options: dict[str, Any]) -> None:
     sorted_ = pack_sequence([torch.randn(n, 5) for n in (6, 4, 4, 1)])
     shuffled = pack_padded_sequence(torch.randn(6, 4, 5), [2, 6, 1, 5], enforce_sorted=False)
     count = 4 if options else 1
-    for packed, hx in (
-        (sorted_, None),
-        (shuffled, None),
-        (shuffled, (torch.randn(count, 4, 7), torch.randn(count, 4, 7))),
-    ):
+    states = torch.randn(count, 4, 7), torch.randn(count, 4, 7)
+    for packed, hx in ((sorted_, None), (shuffled, None), (shuffled, states)):
         found, expected = layer(packed, hx), plain(packed, hx)
         close(found[0].data, expected[0].data)
         close(found[1], expected[1])
@@ -81,31 +89,20 @@ def test_packed_sequences(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("bias", [True, False])
 def test_quantized_lstm(bits_input: int, bits_weight: int, bias: bool) -> None:
     """Input and hidden state share a range, and so do the two weights; the rest stays float."""
-    descriptors = {
-        "quant_desc_input": QuantDescriptor(bits_input),
-        "quant_desc_weight": QuantDescriptor(bits_weight),
-    }
+    descriptors = described(bits_input, bits_weight)
     layer, plain = QuantLSTM(9, 7, bias=bias, **descriptors), nn.LSTM(9, 7, bias=bias)
     plain.load_state_dict(layer.state_dict())
-    with torch.no_grad():
-        for weight, quantized in zip(
-            plain.all_weights[0][:2], jointly(bits_weight, *plain.all_weights[0][:2]), strict=True
-        ):
-            weight.copy_(quantized)
+    replace_jointly(bits_weight, *plain.all_weights[0][:2])
     x, h, c = torch.randn(1, 4, 9), torch.randn(1, 4, 7), torch.randn(1, 4, 7)
     quantized_x, quantized_h = jointly(bits_input, x, h)
     close(layer(x, (h, c)), plain(quantized_x, (quantized_h, c)))
 
 
 def test_quantized_cell() -> None:
-    descriptors = {"quant_desc_input": QuantDescriptor(5), "quant_desc_weight": QuantDescriptor(4)}
-    cell, plain = QuantLSTMCell(9, 7, **descriptors), nn.LSTMCell(9, 7)
+    cell, plain = QuantLSTMCell(9, 7, **described(5, 4)), nn.LSTMCell(9, 7)
     assert list(cell.state_dict()) == list(plain.state_dict())
     plain.load_state_dict(cell.state_dict())
-    weights = plain.weight_ih, plain.weight_hh
-    with torch.no_grad():
-        for weight, quantized in zip(weights, jointly(4, *weights), strict=True):
-            weight.copy_(quantized)
+    replace_jointly(4, plain.weight_ih, plain.weight_hh)
     x, h, c = torch.randn(4, 9), torch.randn(4, 7), torch.randn(4, 7)
     quantized_x, quantized_h = jointly(5, x, h)
     close(cell(x, (h, c)), plain(quantized_x, (quantized_h, c)))
@@ -126,10 +123,8 @@ def test_calibrated_lstm_keeps_its_ranges() -> None:
     for module in [*layer._input_quantizers, *layer._weight_quantizers]:
         module.load_calib_amax()
         module.enable_quant()
-    assert (
-        layer._weight_quantizers[0].amax.shape == (12, 1)
-        and layer._input_quantizers[1].amax.shape == ()
-    )
+    assert layer._weight_quantizers[0].amax.shape == (12, 1)
+    assert layer._input_quantizers[1].amax.shape == ()
     keys = {f"_{kind}_quantizers.{i}._amax" for kind in ("input", "weight") for i in (0, 1)}
     assert set(layer.state_dict()) - set(nn.LSTM(4, 3, 2).state_dict()) == keys
     other = QuantLSTM(4, 3, 2)

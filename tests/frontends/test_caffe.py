@@ -229,31 +229,27 @@ def test_broken_networks_are_refused(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "fields", "shapes", "message"),
     [
-        ("Convolution", "convolution_param { num_output: 2 }", [(2, 3)], "0 spatial dimensions"),
+        ("Convolution", "num_output: 2", [(2, 3)], "0 spatial dimensions"),
         (
             "Convolution",
-            "convolution_param { num_output: 2 kernel_size: 3 bias_term: false }",
+            "num_output: 2 kernel_size: 3",
             [(2, 3, 1)],
-            "its weight has the shape (2, 3, 1); expected [2, 3, 3]",
+            "(2, 3, 1); expected [2, 3, 3]",
         ),
-        (
-            "Convolution",
-            "convolution_param { num_output: 2 kernel_h: 1 kernel_w: 1 }",
-            [(2, 3, 1)],
-            "for 1 dimensions",
-        ),
-        ("InnerProduct", "inner_product_param { num_output: 5 }", [(2, 3)], "for 5 outputs"),
-        ("BatchNorm", "batch_norm_param { use_global_stats: false }", [], "of each batch"),
-        ("LRN", "lrn_param { local_size: 4 }", [], "expected an odd number"),
-        ("Pooling", "pooling_param { kernel_size: 2 pad: 2 }", [], "less than the kernel"),
+        ("Convolution", "num_output: 2 kernel_h: 1 kernel_w: 1", [(2, 3, 1)], "for 1 dimensions"),
+        ("InnerProduct", "num_output: 5", [(2, 3)], "for 5 outputs"),
+        ("BatchNorm", "use_global_stats: false", [], "of each batch"),
+        ("LRN", "local_size: 4", [], "expected an odd number"),
+        ("Pooling", "kernel_size: 2 pad: 2", [], "less than the kernel"),
     ],
 )
 def test_layers_whose_parts_do_not_fit_are_refused(
     kind: str, fields: str, shapes: list[tuple[int, ...]], message: str
 ) -> None:
     weights = caffemodel({"y": [np.ones(shape, "f") for shape in shapes]})
+    snake = {"InnerProduct": "inner_product", "BatchNorm": "batch_norm"}.get(kind, kind.lower())
     with pytest.raises(FrontendError, match=re.escape(message)):
-        torchq.from_caffe(one_layer(kind, fields), weights)
+        torchq.from_caffe(one_layer(kind, f"{snake}_param {{ {fields} }}"), weights)
 
 
 def test_forms_of_forks_compute_what_they_say() -> None:

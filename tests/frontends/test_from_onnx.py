@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import os
 import pickle
@@ -34,16 +35,10 @@ def file_of(
     nodes: list[Any], shape: list[Any], initializers: list[Any], opset: int = 17, outputs: int = 1
 ) -> Any:
     """Return a model with the input ``x`` and the outputs ``y``, ``y1``, ..."""
-    graph = helper.make_graph(
-        nodes,
-        "net",
-        [helper.make_tensor_value_info("x", FLOAT, shape)],
-        [
-            helper.make_tensor_value_info("y" if i == 0 else f"y{i}", FLOAT, None)
-            for i in range(outputs)
-        ],
-        initializers,
-    )
+    names = ["y", *(f"y{i}" for i in range(1, outputs))]
+    results = [helper.make_tensor_value_info(name, FLOAT, None) for name in names]
+    given = [helper.make_tensor_value_info("x", FLOAT, shape)]
+    graph = helper.make_graph(nodes, "net", given, results, initializers)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
 
 
@@ -91,17 +86,13 @@ def test_sizes_that_a_file_leaves_open_stay_open() -> None:
         helper.make_node("Concat", ["vector", "rest"], ["target"], axis=0),
         helper.make_node("Reshape", ["x", "target"], ["y"]),
     ]
-    initializers = [
-        initializer("zero", torch.tensor(0)),
-        initializer("first", torch.tensor([0])),
-        initializer("rest", torch.tensor([-1])),
-    ]
-    read = torchq.from_onnx(file_of(nodes, ["batch", 2, 3], initializers))
+    values = {"zero": torch.tensor(0), "first": torch.tensor([0]), "rest": torch.tensor([-1])}
+    stored = [initializer(name, value) for name, value in values.items()]
+    read = torchq.from_onnx(file_of(nodes, ["batch", 2, 3], stored))
     for batch in (1, 5):
         assert read(torch.randn(batch, 2, 3)).shape == (batch, 6)
-    program = torch.export.export(
-        read, (torch.randn(4, 2, 3),), dynamic_shapes=({0: torch.export.Dim("b")},)
-    )
+    sizes = ({0: torch.export.Dim("b")},)
+    program = torch.export.export(read, (torch.randn(4, 2, 3),), dynamic_shapes=sizes)
     assert program.module()(torch.randn(7, 2, 3)).shape == (7, 6)
 
 
@@ -110,9 +101,8 @@ def test_a_shared_initializer_is_one_parameter() -> None:
         helper.make_node("Conv", ["x", "w"], ["a"], name="first"),
         helper.make_node("Conv", ["a", "w"], ["y"], name="second"),
     ]
-    read = torchq.from_onnx(
-        file_of(nodes, [1, 2, 4, 4], [initializer("w", torch.randn(2, 2, 1, 1))])
-    )
+    stored = [initializer("w", torch.randn(2, 2, 1, 1))]
+    read = torchq.from_onnx(file_of(nodes, [1, 2, 4, 4], stored))
     assert read.first.weight is read.second.weight
     assert len(list(read.parameters())) == 1
 
@@ -127,9 +117,8 @@ def test_a_product_and_the_bias_behind_it_are_one_layer() -> None:
     read, x = torchq.from_onnx(file_of(nodes, [4, 3], parts)), torch.randn(4, 3)
     assert type(read.fc) is nn.Linear and torch.equal(read.fc.bias, bias)
     torch.testing.assert_close(read(x), x @ weight + bias)
-    two = file_of(
-        [nodes[0], nodes[1], helper.make_node("Relu", ["a"], ["y1"])], [4, 3], parts, outputs=2
-    )
+    nodes.append(helper.make_node("Relu", ["a"], ["y1"]))
+    two = file_of(nodes, [4, 3], parts, outputs=2)
     y, raw = torchq.from_onnx(two)(x)  # the product itself has a reader: the bias stays outside
     torch.testing.assert_close((y, raw), (x @ weight + bias, (x @ weight).relu()))
 
@@ -140,9 +129,8 @@ def test_layers_behind_an_operator_of_ones_own_are_modules() -> None:
     try:
         w = Writer(17)
         x = w.node("Twice", w.input("x", ["n", 3, 4, 6]), domain="acme")
-        x = w.node(
-            "MaxPool", w.node("MatMul", x, w.random(6, 8, name="fc.weight")), kernel_shape=[2, 2]
-        )
+        x = w.node("MatMul", x, w.random(6, 8, name="fc.weight"))
+        x = w.node("MaxPool", x, kernel_shape=[2, 2])
         read = torchq.from_onnx(w.model(x))
     finally:
         CONVERTERS.remove("acme.Twice")
@@ -174,11 +162,8 @@ def test_the_result_can_be_copied_pickled_and_traced() -> None:
     scales = initializer("scales", torch.tensor([1.0, 1.0, 1.5, 2.5]))
     read, x = torchq.from_onnx(file_of(nodes, [1, 2, 4, 4], [scales])), torch.randn(1, 2, 4, 4)
     expected = read(x)
-    for other in (
-        copy.deepcopy(read),
-        pickle.loads(pickle.dumps(read)),
-        torch.fx.symbolic_trace(read),
-    ):
+    copies = copy.deepcopy(read), pickle.loads(pickle.dumps(read))
+    for other in (*copies, torch.fx.symbolic_trace(read)):
         assert torch.equal(other(x), expected)
     assert {node.meta.get("onnx_op") for node in read.graph.nodes} >= {"Resize", "Relu"}
 
@@ -190,10 +175,8 @@ def test_names_of_a_file_cannot_become_code() -> None:
         helper.make_node("Relu", ["a"], ["b"], name="class"),
         helper.make_node("Add", ["b", "forward"], ["y"], name="forward"),
     ]
-    parts = [
-        initializer(evil, torch.ones(1, 1, 1, 1)),
-        initializer("forward", torch.ones(1, 1, 1, 2)),
-    ]
+    parts = [initializer(evil, torch.ones(1, 1, 1, 1))]
+    parts.append(initializer("forward", torch.ones(1, 1, 1, 2)))
     read = torchq.from_onnx(file_of(nodes, [1, 1, 2, 2], parts))
     assert torch.equal(read(torch.ones(1, 1, 2, 2)), torch.full((1, 1, 2, 2), 2.0))
     assert "exec(" not in read.code
@@ -218,38 +201,34 @@ def test_operators_of_optimized_and_quantized_files_are_refused_with_advice() ->
         torchq.from_onnx(file_of([codes], [1], []))
 
 
+def stored(**fields: Any) -> Any:
+    """Return a change of fields of the first initializer, and of the first number of ``dims``."""
+
+    def change(model: Any) -> None:
+        tensor = model.graph.initializer[0]
+        for name, value in fields.items():
+            if name == "dims":
+                tensor.dims[0] = value
+            else:
+                setattr(tensor, name, value)
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
         (
             lambda model: model.opset_import[0].__setattr__("version", 99),
-            "got opset 99; expected at most",
+            "opset 99; expected at most",
         ),
-        (
-            lambda model: model.graph.node[0].input.__setitem__(0, "nowhere"),
-            "reads 'nowhere', which nothing before",
-        ),
-        (
-            lambda model: model.graph.node[0].output.__setitem__(0, "other"),
-            "nothing computes the output 'y'",
-        ),
+        (lambda model: model.graph.node[0].input.__setitem__(0, "no"), "reads 'no', which noth"),
+        (lambda model: model.graph.node[0].output.__setitem__(0, "a"), "computes the output 'y'"),
         (lambda model: model.graph.initializer[0].dims.append(7), r"holds 4 elements; expected 28"),
-        (
-            lambda model: model.graph.initializer[0].__setattr__("raw_data", bytes(19)),
-            r"holds 4 elements and a rest of 3 bytes; expected 4",
-        ),
-        (
-            lambda model: model.graph.initializer[0].dims.__setitem__(0, -4),
-            r"has shape \(-4, 1, 1, 1\)",
-        ),
-        (
-            lambda model: model.graph.initializer[0].__setattr__("data_type", 8),
-            "holds STRING, which torch has no type",
-        ),
-        (
-            lambda model: model.graph.ClearField("node") or model.graph.ClearField("output"),
-            "a model without nodes",
-        ),
+        (stored(raw_data=bytes(19)), r"holds 4 elements and a rest of 3 bytes; expected 4"),
+        (stored(dims=-4), r"has shape \(-4, 1, 1, 1\)"),
+        (stored(data_type=8), "holds STRING, which torch has no type"),
+        (lambda model: model.graph.Clear(), "a model without nodes"),
     ],
 )
 def test_broken_files_are_refused_by_name(change: Any, text: str) -> None:
@@ -379,9 +358,8 @@ def flattened(opset: int, target: list[int], batch: int = 1) -> Any:
 def test_a_size_that_the_file_fixes_is_checked(shape: tuple[int, ...]) -> None:
     read = torchq.from_onnx(flattened(13, [1, -1]))
     assert read.input_shapes == [[1, 3, 4, 6]]
-    text = (
-        rf"images: got the shape {re.escape(str(shape))}; expected \(1, 3, 4, 6\), which the ONNX"
-    )
+    given = re.escape(str(shape))
+    text = rf"images: got the shape {given}; expected \(1, 3, 4, 6\), which the ONNX"
     with pytest.raises(InputError, match=text):
         read(torch.randn(shape))
     assert read(torch.randn(1, 3, 4, 6)).shape == (1, 120)
@@ -394,7 +372,7 @@ def test_fused_quantized_copied_and_deployed_models_check_sizes_too() -> None:
     torchq.calibrate(read, [x], progress=False)
     for model in (read, copy.deepcopy(read), torchq.deploy(read, x, target="torch")):
         assert model(x).shape == (1, 120)
-        with pytest.raises(InputError, match="images: got the shape"):
+        with pytest.raises(InputError, match=r"images'?: got (the )?shape \(4, 3, 4, 6\)"):
             model(torch.randn(4, 3, 4, 6))
 
 
@@ -455,10 +433,9 @@ def taken(op_type: str) -> Any:
         "Slice": lambda: w.node("Slice", y, zero, one, zero),
         "ReduceMean": lambda: w.node("ReduceMean", y, axes=[0]),
         "Resize": lambda: w.node("Resize", y, "", "", w.constant([1, 5, 8, 12]), mode="nearest"),
-        "Transposed": lambda: w.node(
-            "Reshape", w.node("Transpose", y, perm=[1, 0, 2, 3]), w.constant([-1, 24])
-        ),
+        "Transposed": lambda: w.node("Reshape", turned(), w.constant([-1, 24])),
     }
+    turned = functools.partial(w.node, "Transpose", y, perm=[1, 0, 2, 3])
     return w.model(calls[op_type]())
 
 

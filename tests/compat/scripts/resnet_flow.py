@@ -24,15 +24,12 @@ class Bottleneck(nn.Module):
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
         self.conv1, self.bn1 = nn.Conv2d(channels, width, 1, bias=False), nn.BatchNorm2d(width)
-        self.conv2, self.bn2 = (
-            nn.Conv2d(width, width, 3, padding=1, bias=False),
-            nn.BatchNorm2d(width),
-        )
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
         self.conv3, self.bn3 = nn.Conv2d(width, channels, 1, bias=False), nn.BatchNorm2d(channels)
         self.relu = nn.ReLU(inplace=True)
-        self.residual_quantizer = quant_nn.TensorQuantizer(
-            quant_nn.QuantConv2d.default_quant_desc_input
-        )
+        desc = quant_nn.QuantConv2d.default_quant_desc_input
+        self.residual_quantizer = quant_nn.TensorQuantizer(desc)
 
     def forward(self, x):
         out = self.relu(self.bn1(self.conv1(x)))
@@ -92,29 +89,22 @@ def calibrate_model(model, calibrator: str, percentiles) -> dict:
     return found
 
 
+def switch(model, on: bool, part: str = "") -> None:
+    for name, module in model.named_modules():
+        if name.endswith("_quantizer") and part in name:
+            module.enable() if on else module.disable()
+
+
 def sensitivity(model) -> dict:
-    layers = sorted(
-        {
-            name.replace("._input_quantizer", "").replace("._weight_quantizer", "")
-            for name, _ in model.named_modules()
-            if name.endswith("_quantizer")
-        }
-    )
-    for name, module in model.named_modules():
-        if name.endswith("_quantizer"):
-            module.disable()
+    names = [name for name, _ in model.named_modules() if name.endswith("_quantizer")]
+    layers = {n.replace("._input_quantizer", "").replace("._weight_quantizer", "") for n in names}
+    switch(model, False)
     profile = {}
-    for layer in layers:
-        for name, module in model.named_modules():
-            if name.endswith("_quantizer") and layer in name:
-                module.enable()
+    for layer in sorted(layers):
+        switch(model, True, layer)
         profile[layer] = evaluate(model)
-        for name, module in model.named_modules():
-            if name.endswith("_quantizer") and layer in name:
-                module.disable()
-    for name, module in model.named_modules():
-        if name.endswith("_quantizer"):
-            module.enable()
+        switch(model, False, layer)
+    switch(model, True)
     return profile
 
 
