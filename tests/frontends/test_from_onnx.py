@@ -220,7 +220,7 @@ def stored(**fields: Any) -> Any:
     [
         (
             lambda model: model.opset_import[0].__setattr__("version", 99),
-            "opset 99; expected at most",
+            "opset 99; expected at mo",
         ),
         (lambda model: model.graph.node[0].input.__setitem__(0, "no"), "reads 'no', which noth"),
         (lambda model: model.graph.node[0].output.__setitem__(0, "a"), "computes the output 'y'"),
