@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import torchq
 from torchq.errors import ConfigError, QuantizationError
 from torchq.ptq import equalize_
-from torchq.ptq.channels import input_ranges, output_ranges
+from torchq.ptq.channels import input_ranges
+from torchq.workflow.layer_matrices import output_ranges
 
 
 def unequal(layer: Any, generator: torch.Generator) -> Any:

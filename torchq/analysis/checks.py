@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torchq.analysis.layers import channel_axes, joined
 from torchq.analysis.observation import Observation
 from torchq.functional import reduce_amax
-from torchq.fusion.modules import TRANSPOSED
 from torchq.nn import QuantModule, TensorQuantizer, quantized_as
 from torchq.nn.calls.find import find_calls
 from torchq.utils import Registry
+from torchq.workflow.layer_matrices import output_ranges, spread
 
 Severity = Literal["error", "warning", "info"]
 #: From the gravest to the mildest.
@@ -308,16 +308,6 @@ def weight_axis(patient: Patient) -> Found:
             yield "error", paths[key], text, remedy
 
 
-def _spread_of(layer: torch.nn.Module, weight: torch.Tensor) -> float:
-    """Return the largest over the median magnitude of output channels; 1 where all are alike."""
-    weight = weight.detach().double().abs()
-    if isinstance(layer, TRANSPOSED):
-        weight = weight.reshape(layer.groups, -1, *weight.shape[1:]).transpose(1, 2).flatten(0, 1)
-    peaks = weight.flatten(1).amax(1) if weight.numel() else weight.new_zeros(0)
-    peaks = peaks[peaks > 0]  # a channel that is all zero does not count
-    return (peaks.max() / peaks.median()).item() if peaks.numel() else 1.0
-
-
 @check("range_spread")
 def range_spread(patient: Patient) -> Found:
     """Yield weights with one scale whose channels differ widely, as after merging branches."""
@@ -330,10 +320,10 @@ def range_spread(patient: Patient) -> Found:
             continue
         if not isinstance(weight, torch.Tensor) or weight.is_meta or weight.dim() < 2:
             continue
-        spread = _spread_of(module, weight)
-        if spread > _SPREAD:
+        unequal = spread(output_ranges(module).detach().double()) if weight.numel() else 1.0
+        if unequal > _SPREAD:
             text = (
-                f"its largest channel is {spread:.0f} times the median one, with one scale for all"
+                f"its largest channel is {unequal:.0f} times the median one, with one scale for all"
             )
             axes = channel_axes(module).get(id(quantizer), (0,))
             remedy = f"weight=QuantDescriptor(axis={axes})"

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.analysis.metrics import Sums, add_sums, batch_size, class_axis, scores_in
+from torchq.analysis.metrics import Sums, add_sums, batch_size, class_axis, floats_in, scores_in
 from torchq.errors import ConfigError
-from torchq.graph import map_tensors, tensors_in
+from torchq.graph import map_tensors
 
 #: Backward passes for each batch.
 PROBES = 4
@@ -133,7 +133,7 @@ class _Taps:
             yield
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        outputs = _floats(output)
+        outputs = floats_in(output)
         points = [torch.zeros_like(t, requires_grad=True) for t in outputs]
         kept = [t.detach() for t in outputs]
         self._taps.append(_Tap(module, args, kwargs, kept, len(self.points)))
@@ -152,7 +152,7 @@ class _Taps:
         products: dict[Any, list[Tensor]] = {}
         for tap in self._taps:
             for disturbance in self._by_module[tap.module]:
-                moved = _floats(disturbance.run(tap.args, tap.kwargs))
+                moved = floats_in(disturbance.run(tap.args, tap.kwargs))
                 for place, value in enumerate(moved[: len(tap.outputs)]):
                     move = value - tap.outputs[place]
                     found = [g[tap.first + place] for g in gradients]
@@ -179,7 +179,3 @@ def _of_samples(values: Tensor, size: int) -> Tensor:
     if values.dim() and size and values.shape[0] % size == 0:
         return values.reshape(size, -1).sum(1)
     return values.sum().reshape(1)
-
-
-def _floats(value: Any) -> list[Tensor]:
-    return [tensor for tensor in tensors_in(value) if tensor.is_floating_point()]

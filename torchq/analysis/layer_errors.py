@@ -18,10 +18,11 @@ from torchq.analysis.layers import (
     channel_axes,
     quantized_layers,
 )
-from torchq.analysis.metrics import Noise, mean_ratio, results_in
+from torchq.analysis.metrics import Noise, floats_in, mean_ratio, results_in
 from torchq.analysis.text import bar, decibel_text, percent_text
 from torchq.errors import CalibrationError
-from torchq.graph import Forward, call_model, tensors_in
+from torchq.fusion.modules import is_layer
+from torchq.graph import Forward, call_model
 from torchq.nn import TensorQuantizer, quantizing_only
 from torchq.utils import (
     check_batches,
@@ -159,11 +160,6 @@ _WHERE = "layer_errors"
 _SAMPLE = 1 << 18
 #: Images that are compared at least, whatever their size.
 _IMAGES = 4
-
-_CONVOLUTIONS = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
 
 
 @dataclass(frozen=True)
@@ -333,7 +329,7 @@ class _Record:
         with quantizing_only(own, own), self._watched():
             # The forward itself: hooks, such as this one, have run around it.
             alone = self.layer.module.forward(*args, **kwargs)
-        for value, reference in zip(_floats(alone), expected, strict=False):
+        for value, reference in zip(floats_in(alone), expected, strict=False):
             self.local.add(value[: len(reference)] if value.dim() else value, reference)
 
     def after_quantized(self, args: Any, kwargs: Any, output: Any) -> None:
@@ -424,13 +420,9 @@ class _Measurement:
         return LayerErrors(rows, output, self.batches, unseen)
 
 
-def _floats(value: Any) -> list[Tensor]:
-    return [tensor for tensor in tensors_in(value) if tensor.is_floating_point()]
-
-
 def _compared(value: Any) -> list[Tensor]:
     """Return the part of each floating-point tensor that is compared."""
-    return [tensor[: _leading(tensor)] if tensor.dim() else tensor for tensor in _floats(value)]
+    return [tensor[: _leading(tensor)] if tensor.dim() else tensor for tensor in floats_in(value)]
 
 
 def _leading(tensor: Tensor) -> int:
@@ -462,4 +454,4 @@ def _is_batched(module: nn.Module, x: Tensor) -> bool:
     """Return True where the first dimension of the input of a module counts images."""
     if isinstance(module, nn.Linear):
         return x.dim() > 1
-    return isinstance(module, _CONVOLUTIONS) and x.dim() == len(module.kernel_size) + 2
+    return is_layer(module) and x.dim() == len(module.kernel_size) + 2

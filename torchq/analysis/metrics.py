@@ -82,12 +82,17 @@ class Noise:
         return min(1.0, max(-1.0, cosine))
 
 
+def floats_in(value: Any) -> list[Tensor]:
+    """Return the floating-point tensors in a value."""
+    return [tensor for tensor in tensors_in(value) if tensor.is_floating_point()]
+
+
 def results_in(output: Any) -> list[Tensor]:
     """Return the floating-point tensors of an output.
 
     A number among tensors is left out: it is the loss of a model that was given labels.
     """
-    found = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
+    found = floats_in(output)
     return [tensor for tensor in found if tensor.dim()] or found
 
 

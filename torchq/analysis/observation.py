@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from torchq.analysis.layers import passing
+from torchq.fusion.modules import is_layer, is_norm
 from torchq.graph import Call, Flow, is_torch_leaf, record
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.utils import untouched
@@ -102,9 +103,6 @@ def _maker(flow: Flow, call: Call) -> Call:
     return _maker(flow, flow.calls[call.inputs[0]]) if passes and call.inputs else call
 
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
-
-
 def _is_linear(module: nn.Module | None) -> bool:
-    """Return True for a convolution, linear layer or BatchNorm, into which an addition is fused."""
-    return isinstance(module, (*_CONVOLUTIONS, _NORM)) or "ConvTranspose" in type(module).__name__
+    """Return True for a layer or BatchNorm, into which an addition is fused."""
+    return is_layer(module) or is_norm(module)

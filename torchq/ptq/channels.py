@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchq.fusion.modules import CONVOLUTIONS, TRANSPOSED
 from torchq.graph import Call, Forward, call_model, tensors_in
 from torchq.utils import device_of
+from torchq.workflow.layer_matrices import by_groups
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 #: Layers with a weight of two or more dimensions that are channels.
 LAYERS = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)
 
@@ -40,20 +40,6 @@ def relative_change(found: list[Tensor], expected: list[Tensor]) -> float:
     return torch.stack(errors).max().item() if errors else 0.0
 
 
-def _by_groups(layer: Any) -> Tensor:
-    """Return a view of a convolution's weight as (groups, ..., ..., kernel)."""
-    weight: Tensor = layer.weight
-    return weight.unflatten(0, (layer.groups, -1))
-
-
-def output_ranges(layer: Any) -> Tensor:
-    """Return the largest magnitude of each output channel of the weight, (out,)."""
-    if isinstance(layer, TRANSPOSED):
-        return _by_groups(layer).abs().flatten(3).amax((1, 3)).flatten()
-    weight: Tensor = layer.weight
-    return weight.abs().flatten(1).amax(1)
-
-
 def input_ranges(layer: Any) -> Tensor:
     """Return the largest magnitude of each input channel of the weight, (in,)."""
     weight: Tensor = layer.weight
@@ -61,7 +47,7 @@ def input_ranges(layer: Any) -> Tensor:
         return weight.abs().amax(0)
     if isinstance(layer, TRANSPOSED):
         return weight.abs().flatten(1).amax(1)
-    return _by_groups(layer).abs().flatten(3).amax((1, 3)).flatten()
+    return by_groups(layer).abs().flatten(3).amax((1, 3)).flatten()
 
 
 def scale_outputs_(layer: Any, factor: Tensor) -> None:
@@ -70,7 +56,7 @@ def scale_outputs_(layer: Any, factor: Tensor) -> None:
     if layer.bias is not None:
         layer.bias.mul_(factor)
     if isinstance(layer, TRANSPOSED):
-        _multiply_(_by_groups(layer), factor.view(layer.groups, 1, -1))
+        _multiply_(by_groups(layer), factor.view(layer.groups, 1, -1))
     else:
         _multiply_(layer.weight, factor)
 
@@ -83,18 +69,12 @@ def scale_inputs_(layer: Any, factor: Tensor) -> None:
     elif isinstance(layer, TRANSPOSED):
         _multiply_(layer.weight, factor)
     else:
-        _multiply_(_by_groups(layer), factor.view(layer.groups, 1, -1))
+        _multiply_(by_groups(layer), factor.view(layer.groups, 1, -1))
 
 
 def _multiply_(weight: Tensor, factor: Tensor) -> None:
     """Multiply ``weight`` in place by a factor over its leading dimensions."""
     weight.mul_(factor.view(*factor.shape, *[1] * (weight.dim() - factor.dim())))
-
-
-def spread(largest: Tensor) -> float:
-    """Return the largest over the median magnitude of the channels that are not zero."""
-    live = largest[largest > 0]
-    return (live.max() / live.median()).item() if live.numel() else 1.0
 
 
 # Element by element.

@@ -27,11 +27,9 @@ from torchq.ptq.channels import (
     input_ranges,
     keeps_factors,
     largest_change,
-    output_ranges,
     relative_change,
     scale_inputs_,
     scale_outputs_,
-    spread,
 )
 from torchq.ptq.layers import (
     check_not_calibrated,
@@ -42,6 +40,7 @@ from torchq.ptq.layers import (
 )
 from torchq.utils import evaluating, undone_on_error
 from torchq.workflow import quantizers
+from torchq.workflow.layer_matrices import output_ranges, spread
 
 # The iterations end when no factor differs from 1 by more.
 _CONVERGED = 1e-4

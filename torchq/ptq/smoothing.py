@@ -24,7 +24,6 @@ from torchq.ptq.channels import (
     largest_change,
     relative_change,
     scale_inputs_,
-    spread,
 )
 from torchq.ptq.layers import (
     check_found,
@@ -42,6 +41,7 @@ from torchq.utils import (
     undone_on_error,
 )
 from torchq.workflow import quantizers
+from torchq.workflow.layer_matrices import spread
 
 _ALPHAS = tuple(i / 10 for i in range(10))
 # The relative change of a float32 output that is accepted.

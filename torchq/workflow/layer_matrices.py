@@ -12,6 +12,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchq.fusion.modules import TRANSPOSED
+
 
 def _groups(layer: Any) -> int:
     return int(getattr(layer, "groups", 1))
@@ -75,3 +77,23 @@ def _padded(layer: Any, x: Tensor) -> Tensor:
         amounts = [before, after, *amounts]  # F.pad begins with the last dimension
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     return F.pad(x, amounts, mode=mode)
+
+
+def by_groups(layer: Any) -> Tensor:
+    """Return a view of a convolution's weight as (groups, ..., ..., kernel)."""
+    weight: Tensor = layer.weight
+    return weight.unflatten(0, (layer.groups, -1))
+
+
+def output_ranges(layer: Any) -> Tensor:
+    """Return the largest magnitude of each output channel of the weight, (out,)."""
+    if isinstance(layer, TRANSPOSED):
+        return by_groups(layer).abs().flatten(3).amax((1, 3)).flatten()
+    weight: Tensor = layer.weight
+    return weight.abs().flatten(1).amax(1)
+
+
+def spread(largest: Tensor) -> float:
+    """Return the largest over the median magnitude of the channels that are not zero."""
+    live = largest[largest > 0]
+    return (live.max() / live.median()).item() if live.numel() else 1.0

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from torchq.formats import Granularity, PerAxis, PerBlock, PerTensor
 from torchq.functional import fake_quantize, reduce_amax
+from torchq.fusion.modules import CONVOLUTIONS
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.workflow.layer_matrices import input_matrix, weight_from_matrix, weight_matrix
 
 #: The largest magnitude times these is tried; of equal errors the first wins.
 WEIGHT_FRACTIONS = tuple(1 - i / 40 for i in range(33))
-_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_LAYERS = (nn.Linear, *CONVOLUTIONS)
 # Calls whose inputs are kept, and what is kept of each call.
 _CALLS, _COLUMNS, _IMAGES = 8, 64, 2
 
