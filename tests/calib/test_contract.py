@@ -1,43 +1,43 @@
 """Every registered method keeps the calibrator contract.
 
-Each runs per tensor and per channel, signed and unsigned, with integer and float formats.
+Each runs per tensor and per channel, with integer and float formats, and for asymmetric ranges.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
-from tests.contracts.calibrator_contract import SHAPE, CalibratorContract, Make, collected, sample
+from tests.contracts.calibrator_contract import SHAPE, CalibratorContract, Make, found, sample
 from torchq.calib import make_calibrator, methods
 from torchq.errors import CalibrationError
-from torchq.formats import E4M3, INT8, UINT8, Format, Granularity, PerAxis, PerTensor
+from torchq.formats import E4M3, INT8, UINT8, PerAxis, PerTensor
+from torchq.functional import Range
 
-CASES: list[tuple[str, Format, Granularity]] = [
-    *(
-        (method, INT8, granularity)
-        for method in methods()
-        for granularity in (PerTensor(), PerAxis((1,)))
-    ),
-    *((method, E4M3, PerTensor()) for method in methods()),
+KINDS: list[dict[str, Any]] = [
+    {"format": INT8, "granularity": PerTensor()},
+    {"format": INT8, "granularity": PerAxis((1,))},
+    {"format": E4M3, "granularity": PerTensor()},
+    {"format": UINT8, "granularity": PerTensor(), "symmetric": False},
 ]
+CASES = [(method, kind) for kind in KINDS for method in methods()]
 
 
-@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-{case[1]}-{type(case[2]).__name__}")
-def case(request: pytest.FixtureRequest) -> tuple[str, Format, Granularity]:
+@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-{'-'.join(map(str, case[1].values()))}")
+def case(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     return request.param
 
 
 @pytest.fixture
-def make(case: tuple[str, Format, Granularity]) -> Make:
-    method, format, granularity = case
-    return partial(make_calibrator, method, format=format, granularity=granularity)
+def make(case: tuple[str, dict[str, Any]]) -> Make:
+    return partial(make_calibrator, case[0], **case[1])
 
 
 @pytest.fixture
-def sequential(case: tuple[str, Format, Granularity]) -> bool:
+def sequential(case: tuple[str, dict[str, Any]]) -> bool:
     return case[0] == "moving_average"
 
 
@@ -45,30 +45,29 @@ class TestRegistered(CalibratorContract):
     pass
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("method", methods())
-def test_channels_equal_a_calibrator_for_each(method: str, generator: torch.Generator) -> None:
-    x = sample(generator)
-    together = make_calibrator(method, format=INT8, granularity=PerAxis((1,)))
-    each = [make_calibrator(method, format=INT8, granularity=PerTensor()) for _ in range(SHAPE[1])]
-    for batch in x.split(2):
-        together.collect(batch)
-        for channel, calibrator in enumerate(each):
-            calibrator.collect(batch[:, channel])
-    assert torch.equal(together.range().high.flatten(), torch.stack([c.range().high for c in each]))
+def test_channels_equal_a_calibrator_for_each(
+    method: str, symmetric: bool, generator: torch.Generator
+) -> None:
+    kind = partial(make_calibrator, method, format=INT8, symmetric=symmetric)
+    batches = sample(generator).split(2)
+    together = found(partial(kind, granularity=PerAxis((1,))), *batches)
+    alone = partial(kind, granularity=PerTensor())
+    each = [found(alone, *(b[:, channel] for b in batches)) for channel in range(SHAPE[1])]
+    for end in range(1 if symmetric else 2):
+        assert torch.equal(together[end].flatten(), torch.stack([one[end] for one in each]))
 
 
 @pytest.mark.parametrize("method", methods())
 def test_axes_are_those_of_the_amax_shape(method: str, generator: torch.Generator) -> None:
     x = torch.randn(3, 4, 2, 5, generator=generator) * torch.arange(1.0, 9).view(1, 4, 2, 1)
+    alone = partial(make_calibrator, method, format=INT8, granularity=PerTensor())
     for axes in ((1, 2), (2, 1), (-2, 1)):
-        calibrator = make_calibrator(method, format=INT8, granularity=PerAxis(axes))
-        calibrator.collect(x)
-        amax = calibrator.range().high
+        make = partial(make_calibrator, method, format=INT8, granularity=PerAxis(axes))
+        amax = found(make, x).high
         assert amax.shape == (1, 4, 2, 1)
-        alone = collected(
-            partial(make_calibrator, method, format=INT8, granularity=PerTensor()), x[:, 3, 1]
-        )
-        assert torch.equal(amax[0, 3, 1, 0], alone.range().high)
+        assert torch.equal(amax[0, 3, 1, 0], found(alone, x[:, 3, 1]).high)
 
 
 @pytest.mark.parametrize("method", methods())
@@ -88,6 +87,5 @@ def test_unsigned_formats_ignore_what_they_clamp_away(
 ) -> None:
     x = torch.randn(1000, generator=generator)
     make = partial(make_calibrator, method, format=UINT8, granularity=PerTensor())
-    from_signs = collected(make, torch.cat([x, -100 * x.abs()]))
-    from_zeros = collected(make, torch.cat([x.relu(), torch.zeros(1000)]))
-    assert torch.equal(from_signs.range().high, from_zeros.range().high)
+    from_signs = found(make, torch.cat([x, -100 * x.abs()]))
+    assert from_signs == Range(found(make, torch.cat([x.relu(), torch.zeros(1000)])).high)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchq.calib import Calibrator
 from torchq.errors import CalibrationError, ConfigError
+from torchq.functional import Range
 
 Make = Callable[..., Calibrator]
 
@@ -25,11 +26,8 @@ SHAPE = (6, 4, 50)
 def sample(generator: torch.Generator, *, count: int = SHAPE[0]) -> Tensor:
     """Normal values whose range rises from batch to batch and differs between channels."""
     x = torch.randn(count, *SHAPE[1:], generator=generator)
-    return (
-        x
-        * torch.linspace(0.1, 9.0, count).view(-1, 1, 1)
-        * torch.tensor([1.0, 0.01, 30.0, 1.0]).view(1, -1, 1)
-    )
+    rising = torch.linspace(0.1, 9.0, count).view(-1, 1, 1)
+    return x * rising * torch.tensor([1.0, 0.01, 30.0, 1.0]).view(1, -1, 1)
 
 
 def collected(make: Make, *batches: Tensor) -> Calibrator:
@@ -39,8 +37,16 @@ def collected(make: Make, *batches: Tensor) -> Calibrator:
     return calibrator
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+def found(make: Make, *batches: Tensor) -> Range:
+    return collected(make, *batches).range()
+
+
+def same_bits(a: Range, b: Range) -> bool:
+    """Return True if two ranges have the same ends, bit for bit."""
+    return [name for name, _ in a.ends()] == [name for name, _ in b.ends()] and all(
+        one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+        for (_, one), (_, other) in zip(a.ends(), b.ends(), strict=True)
+    )
 
 
 class CalibratorContract:
@@ -50,159 +56,133 @@ class CalibratorContract:
     True where the order of batches counts.
     """
 
-    def test_amax_is_float32_of_the_right_shape_and_within_the_data(
-        self, make: Make, generator: torch.Generator
-    ) -> None:
-        x = sample(generator)
-        calibrator = collected(make, x)
-        amax = calibrator.range().high
-        assert amax.dtype is torch.float32
-        assert amax.shape == calibrator.granularity.amax_shape(x.shape)
-        assert ((amax > 0) & (amax <= calibrator.granularity.amax(x))).all()
+    @pytest.fixture
+    def x(self, generator: torch.Generator) -> Tensor:
+        return sample(generator)
 
-    def test_collecting_leaves_the_input_alone(
-        self, make: Make, generator: torch.Generator
+    def test_ends_are_float32_of_the_right_shape_and_within_the_data(
+        self, make: Make, x: Tensor
     ) -> None:
-        x = sample(generator)
         before = x.clone()
-        collected(make, x)
+        calibrator = collected(make, x)
         assert torch.equal(x, before)
+        range_, whole = calibrator.range(), Range.of(x, calibrator.granularity, symmetric=False)
+        largest = calibrator.granularity.amax(x) if range_.low is None else whole.high
+        assert (range_.low is None) == calibrator.symmetric
+        for _, end in range_.ends():
+            assert end.dtype is torch.float32
+            assert end.shape == calibrator.granularity.amax_shape(x.shape)
+        assert ((range_.high > 0) & (range_.high <= largest)).all()
+        if range_.low is not None and whole.low is not None:
+            assert ((range_.low < 0) & (range_.low >= whole.low)).all()
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
     def test_other_dtypes_equal_their_float32_copy(
-        self, make: Make, generator: torch.Generator, dtype: torch.dtype
+        self, make: Make, x: Tensor, dtype: torch.dtype
     ) -> None:
-        x = sample(generator).to(dtype)
-        assert same_bits(collected(make, x).range().high, collected(make, x.float()).range().high)
+        assert same_bits(found(make, x.to(dtype)), found(make, x.to(dtype).float()))
 
-    def test_memory_layout_does_not_matter(self, make: Make, generator: torch.Generator) -> None:
-        x = sample(generator)
-        expected = collected(make, x).range().high
-        views = [
-            x.permute(2, 0, 1).contiguous().permute(1, 2, 0),
-            x.permute(0, 2, 1).contiguous().permute(0, 2, 1),
-            x[:, :, ::1],
-        ]
+    def test_memory_layout_does_not_matter(self, make: Make, x: Tensor) -> None:
+        expected = found(make, x)
         sliced = torch.zeros(*SHAPE[:2], 2 * SHAPE[2])
         sliced[..., ::2] = x
-        for view in [*views, sliced[..., ::2]]:
-            assert same_bits(collected(make, view).range().high, expected)
+        for view in (
+            x.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+            x.permute(0, 2, 1).contiguous().permute(0, 2, 1),
+            sliced[..., ::2],
+        ):
+            assert same_bits(found(make, view), expected)
 
     def test_splitting_into_batches_does_not_matter(
-        self, make: Make, sequential: bool, generator: torch.Generator
+        self, make: Make, sequential: bool, x: Tensor
     ) -> None:
         if sequential:
             pytest.skip("defined on the sequence of batches")
-        x = sample(generator)
-        expected = collected(make, x).range().high
-        assert same_bits(collected(make, *x.split(1)).range().high, expected)
-        assert same_bits(collected(make, *x.flip(0).split(4)).range().high, expected)
+        expected = found(make, x)
+        assert same_bits(found(make, *x.split(1)), expected)
+        assert same_bits(found(make, *x.flip(0).split(4)), expected)
 
-    def test_reset_equals_new(self, make: Make, generator: torch.Generator) -> None:
-        x = sample(generator)
+    def test_reset_equals_new(self, make: Make, x: Tensor) -> None:
         calibrator = collected(make, 1e4 * x)
         calibrator.reset()
         assert not calibrator.seen
         assert calibrator.batches == 0
         calibrator.collect(x)
-        assert same_bits(calibrator.range().high, collected(make, x).range().high)
+        assert same_bits(calibrator.range(), found(make, x))
 
-    def test_computing_does_not_disturb_collecting(
-        self, make: Make, generator: torch.Generator
-    ) -> None:
-        x = sample(generator)
+    def test_computing_does_not_disturb_collecting(self, make: Make, x: Tensor) -> None:
         calibrator = collected(make, x[:3])
-        amax = calibrator.range().high
-        before = amax.clone()
+        range_ = calibrator.range()
+        before = range_.map(torch.clone)
         calibrator.collect(x[3:])
-        assert torch.equal(amax, before)
-        assert same_bits(calibrator.range().high, collected(make, x[:3], x[3:]).range().high)
+        assert same_bits(range_, before)
+        assert same_bits(calibrator.range(), found(make, x[:3], x[3:]))
 
-    @pytest.mark.parametrize("value", [0.0, 3.0, -3.0, 1e-38, 3e38])
+    @pytest.mark.parametrize("value", [0.0, 3.0, -3.0, 1e-38, 3e38, 2.0**-149])
     def test_a_constant_is_its_own_range(self, make: Make, value: float) -> None:
-        amax = collected(make, torch.full(SHAPE, value)).range().high
-        assert torch.equal(amax, torch.full_like(amax, abs(value)))
+        for shape in (SHAPE, (1, 1, 1)):
+            x = torch.full(shape, value)
+            high, low = found(make, x)
+            expected = x.amax().abs() if low is None else x.amax().clamp(min=0)
+            assert torch.equal(high, expected.expand_as(high))
+            assert low is None or torch.equal(low, x.amin().clamp(max=0).expand_as(low))
 
-    def test_a_subnormal_constant_is_its_own_range(self, make: Make) -> None:
-        x = torch.full(SHAPE, 2.0**-149)
-        amax = collected(make, x).range().high
-        assert torch.equal(amax, x.amax().expand_as(amax))
-
-    def test_one_element(self, make: Make) -> None:
-        calibrator = collected(make, torch.full((1, 1, 1), -0.75))
-        assert calibrator.range().high.flatten().tolist() == [0.75]
-
-    def test_empty_batches_change_nothing(self, make: Make, generator: torch.Generator) -> None:
-        x = sample(generator)
+    def test_empty_batches_change_nothing(self, make: Make, x: Tensor) -> None:
         calibrator = collected(make, x[:0])
         assert not calibrator.seen
         calibrator.collect(x)
         calibrator.collect(x[:0])
         assert calibrator.batches == 1
-        assert same_bits(calibrator.range().high, collected(make, x).range().high)
+        assert same_bits(calibrator.range(), found(make, x))
 
     def test_nothing_collected_is_an_error(self, make: Make) -> None:
-        with pytest.raises(
-            CalibrationError, match="got no data; expected at least one collected tensor"
-        ):
+        expected = "got no data; expected at least one collected tensor"
+        with pytest.raises(CalibrationError, match=expected):
             make().range()
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
     def test_non_finite_values_are_an_error_until_reset(
-        self, make: Make, generator: torch.Generator, value: float
+        self, make: Make, x: Tensor, value: float
     ) -> None:
-        x = sample(generator)
         bad = x.clone()
         bad[2, 3, 4] = value
         calibrator = collected(make, x, bad, x)
-        with pytest.raises(
-            CalibrationError,
-            match="got NaN or infinite values in 1 of 3 batches; expected finite data",
-        ):
+        expected = "got NaN or infinite values in 1 of 3 batches; expected finite data"
+        with pytest.raises(CalibrationError, match=expected):
             calibrator.range()
         calibrator.reset()
         calibrator.collect(x)
         assert calibrator.range().high.isfinite().all()
 
     def test_integers_are_an_error(self, make: Make) -> None:
-        with pytest.raises(
-            CalibrationError, match=r"got a tensor of torch.int64; expected floating point"
-        ):
+        expected = r"got a tensor of torch.int64; expected floating point"
+        with pytest.raises(CalibrationError, match=expected):
             make().collect(torch.zeros(SHAPE, dtype=torch.int64))
 
-    def test_unknown_method_and_option_are_errors(
-        self, make: Make, generator: torch.Generator
-    ) -> None:
-        calibrator = collected(make, sample(generator))
+    def test_unknown_method_and_option_are_errors(self, make: Make, x: Tensor) -> None:
+        calibrator = collected(make, x)
         with pytest.raises(ConfigError, match="nonsense"):
             calibrator.range(method="nonsense")
         with pytest.raises(ConfigError, match="wrong"):
             calibrator.range(wrong=1)
 
-    def test_copies_are_independent_and_equal(self, make: Make, generator: torch.Generator) -> None:
-        x = sample(generator)
+    def test_copies_are_independent_and_equal(self, make: Make, x: Tensor) -> None:
         calibrator = collected(make, x)
-        expected = calibrator.range().high
+        expected = calibrator.range()
         for twin in (copy.deepcopy(calibrator), pickle.loads(pickle.dumps(calibrator))):
-            assert same_bits(twin.range().high, expected)
+            assert same_bits(twin.range(), expected)
             twin.collect(100 * x)
-            assert same_bits(calibrator.range().high, expected)
+            assert same_bits(calibrator.range(), expected)
 
-    def test_inference_mode_leaves_no_trace(self, make: Make, generator: torch.Generator) -> None:
-        x = sample(generator)
+    def test_inference_mode_and_gradients_leave_no_trace(self, make: Make, x: Tensor) -> None:
         with torch.inference_mode():
             calibrator = collected(make, x.clone())
-            inside = calibrator.range().high
+            inside = calibrator.range()
         calibrator.collect(x)
-        outside = calibrator.range().high
-        assert not inside.is_inference()
-        assert not outside.is_inference()
-        assert same_bits(inside, collected(make, x).range().high)
-
-    def test_no_gradient_is_recorded(self, make: Make, generator: torch.Generator) -> None:
-        assert (
-            not collected(make, sample(generator).requires_grad_() * 2).range().high.requires_grad
-        )
+        for _, end in (*inside.ends(), *calibrator.range().ends()):
+            assert not end.is_inference()
+        assert same_bits(inside, found(make, x))
+        assert not found(make, x.requires_grad_() * 2).high.requires_grad
 
     def test_collecting_never_reads_the_device(self, make: Make) -> None:
         # A meta tensor has no values, so any look at one would raise.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import warnings
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torchq
 from tests.no_sync import NoSync
 from tests.reference import affine_fake_quantize, power_of_two_above
 from torchq import QuantDescriptor, Rule
-from torchq.calib import make_calibrator, methods, search_range
+from torchq.calib import make_calibrator, search_range
 from torchq.errors import CalibrationError, ConfigError, QuantizationError
 from torchq.formats import INT8, UINT4, UINT8, PerAxis, PerTensor, integer_format
 from torchq.functional import Range, fake_quantize
@@ -65,20 +64,6 @@ def test_power_of_two_and_rounding_are_fields() -> None:
     assert (q(ties) / q.scale).tolist() == [1, 2, -1, -3]
     both = TensorQuantizer(AFFINE.replace(amin=-1.0, amax=3.0, power_of_two=True))
     assert float(both.scale) == 2.0**-5  # 4 / 255 is a little more than 2**-6.
-
-
-@pytest.mark.parametrize("method", methods())
-def test_calibration_follows_the_data(method: str, generator: torch.Generator) -> None:
-    x = gelu(generator)
-    q = TensorQuantizer(AFFINE.replace(calib_method=method))
-    q.start_calibration()
-    for part in x.split(1000):
-        q.observe(part)
-    q.finish_calibration()
-    assert q.amin is not None and q.amin.dtype is torch.float32
-    assert float(x.min()) <= float(q.amin) < 0 < float(q.amax) <= float(x.max())
-    if method == "max":
-        assert (float(q.amin), float(q.amax)) == (float(x.min()), float(x.max()))
 
 
 def test_percentile_leaves_out_each_side(generator: torch.Generator) -> None:
@@ -193,18 +178,13 @@ def test_damaged_ends(amin: object, generator: torch.Generator, tmp_path: Path) 
         torchq.load(net(), tmp_path / "a.pt")
 
 
-def test_copies_casts_and_the_meta_device(generator: torch.Generator) -> None:
+def test_the_meta_device_and_averages(generator: torch.Generator) -> None:
     model = quantized(generator)
-    q = model[2].input_quantizer
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert all(map(torch.equal, twin[2].input_quantizer.range, q.range))
-    half = copy.deepcopy(model).half()[2].input_quantizer
-    assert half.amin.dtype is torch.float32 and torch.equal(half.amin, q.amin)
     meta = copy.deepcopy(model).to("meta")[2].input_quantizer
     assert meta.amin.is_meta and "range=meta" in repr(meta)
     average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
     average.update_parameters(model)
-    assert torch.equal(average.module[2].input_quantizer.amin, q.amin)
+    assert torch.equal(average.module[2].input_quantizer.amin, model[2].input_quantizer.amin)
 
 
 def test_nothing_waits_for_the_device(generator: torch.Generator) -> None:

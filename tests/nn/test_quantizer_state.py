@@ -27,6 +27,7 @@ DESCRIPTORS = [
     QuantDescriptor(learn_amax=True),
     QuantDescriptor(axis=0, learn_amax=True),
     QuantDescriptor(amax=2.0),
+    QuantDescriptor(unsigned=True, symmetric=False),
 ]
 
 
@@ -41,10 +42,15 @@ def calibrated(d: QuantDescriptor, x: torch.Tensor) -> TensorQuantizer:
     return q
 
 
+def same_range(one: TensorQuantizer, other: TensorQuantizer) -> bool:
+    pairs = zip(one.range.ends(), other.range.ends(), strict=True)
+    return all(torch.equal(a, b) for (_, a), (_, b) in pairs)
+
+
 @pytest.mark.parametrize("d", DESCRIPTORS, ids=str)
 def test_keys_never_change(d: QuantDescriptor, x: torch.Tensor) -> None:
-    fresh = TensorQuantizer(d)
-    assert list(fresh.state_dict()) == ["amax"] == list(calibrated(d, x).state_dict())
+    names = ["amax"] if d.symmetric else ["amin", "amax"]
+    assert list(TensorQuantizer(d).state_dict()) == names == list(calibrated(d, x).state_dict())
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -57,11 +63,8 @@ def test_strict_load_into_an_uncalibrated_twin(
     torch.save(q.state_dict(), buffer)
     buffer.seek(0)
     twin.load_state_dict(torch.load(buffer, weights_only=True), strict=True, assign=assign)
-    assert (
-        twin.calibrated
-        and torch.equal(twin.amax, q.amax)
-        and isinstance(twin.amax, nn.Parameter) == d.learn_amax
-    )
+    assert twin.calibrated and same_range(twin, q)
+    assert isinstance(twin.amax, nn.Parameter) == d.learn_amax
     assert torch.equal(twin(x), q(x))
     twin.load_state_dict(
         TensorQuantizer(d.replace(amax=None)).state_dict(), strict=True, assign=assign
@@ -88,16 +91,6 @@ def test_legacy_pre_quant_scale() -> None:
     assert q.pre_quant_scale is not None and q.pre_quant_scale.tolist() == [2.0] * 3
 
 
-def test_a_float_checkpoint_keeps_the_range(x: torch.Tensor) -> None:
-    model = nn.Sequential(nn.Linear(6, 2))
-    weights = copy.deepcopy(model.state_dict())
-    torchq.quantize_(model)
-    torchq.calibrate(model, [x], progress=False)
-    before = model[0].input_quantizer.amax.clone()
-    model.load_state_dict(weights, strict=True)
-    assert torch.equal(model[0].input_quantizer.amax, before)
-
-
 def test_loading_other_dtypes_keeps_float32(low_dtype: torch.dtype) -> None:
     q = TensorQuantizer()
     q.load_state_dict({"amax": torch.tensor(1.5, dtype=low_dtype)}, assign=True)
@@ -117,7 +110,7 @@ def test_deepcopy_and_pickle(d: QuantDescriptor, x: torch.Tensor) -> None:
         prepare()
         for twin in (copy.deepcopy(q), pickle.loads(pickle.dumps(q))):
             assert (twin.mode, twin.descriptor, twin.name) == (q.mode, q.descriptor, q.name)
-            assert torch.equal(twin.amax, q.amax) and twin.amax is not q.amax
+            assert same_range(twin, q) and twin.amax is not q.amax
             assert isinstance(twin.amax, nn.Parameter) == d.learn_amax
             assert torch.equal(twin(x), q(x))
 
@@ -144,10 +137,10 @@ def test_a_whole_model_loads_in_another_process(x: torch.Tensor, tmp_path: Path)
 def test_amax_keeps_float32_to_the_bit(d: QuantDescriptor, convert: str, x: torch.Tensor) -> None:
     model = nn.Sequential(nn.Linear(6, 2), calibrated(d, x))
     q = model[1]
-    before, parameter = q.amax.detach().clone(), q.amax
+    before, parameter = copy.deepcopy(q), q.amax
     model.to(torch.half) if convert == "to_half" else getattr(model, convert)()
     assert model[0].weight.dtype is not torch.float32
-    assert q.amax.dtype is torch.float32 and torch.equal(q.amax, before)
+    assert q.amax.dtype is torch.float32 and same_range(q, before)
     assert isinstance(q.amax, nn.Parameter) == d.learn_amax
     if d.learn_amax:
         assert q.amax is parameter
@@ -156,7 +149,7 @@ def test_amax_keeps_float32_to_the_bit(d: QuantDescriptor, convert: str, x: torc
 
 
 @pytest.mark.parametrize(
-    "d", [QuantDescriptor(), QuantDescriptor(axis=0, learn_amax=True)], ids=str
+    "d", [DESCRIPTORS[0], QuantDescriptor(axis=0, learn_amax=True), DESCRIPTORS[-1]], ids=str
 )
 def test_meta_to_empty_and_load(d: QuantDescriptor, x: torch.Tensor) -> None:
     """A model built on the meta device, given memory and loaded has its range where it is."""
@@ -167,7 +160,7 @@ def test_meta_to_empty_and_load(d: QuantDescriptor, x: torch.Tensor) -> None:
     for meta in (built, copy.deepcopy(q).to("meta")):
         real = meta.to_empty(device="cpu")
         real.load_state_dict(q.state_dict(), strict=True)
-        assert real.amax.device.type == "cpu" and torch.equal(real.amax, q.amax)
+        assert real.amax.device.type == "cpu" and same_range(real, q)
         assert torch.equal(real(x), q(x))
     with torch.device("meta"):
         built = TensorQuantizer(d)
@@ -281,11 +274,3 @@ def test_a_range_of_a_shared_quantizer_may_be_in_a_checkpoint_once(x: torch.Tens
     twin.quant_add.input_quantizer.set_amax(9.0)
     twin.load_state_dict(state, strict=True)
     assert torch.equal(twin(image), model(image))
-
-
-def test_a_mode_is_one_of_four_names() -> None:
-    q = TensorQuantizer()
-    for bad in (None, ["off"], "loud"):
-        with pytest.raises(ConfigError, match=r"TensorQuantizer: got mode .*; expected one of off"):
-            q.mode = bad  # type: ignore[assignment]
-    assert q.mode == "quantize"

@@ -56,8 +56,9 @@ def test_unknown_mode_is_refused() -> None:
         TensorQuantizer(mode="on")
     q = TensorQuantizer()
     q.name = "layer.input_quantizer"
-    with pytest.raises(ConfigError, match=r"layer.input_quantizer: got mode ''"):
-        q.mode = ""
+    for bad in ("", None, ["off"]):
+        with pytest.raises(ConfigError, match=r"layer.input_quantizer: got mode .*; expected one"):
+            q.mode = bad  # type: ignore[assignment]
     assert q.mode == "quantize"
 
 
@@ -136,12 +137,6 @@ def test_set_amax() -> None:
     q.set_amax(3)
     assert q.amax.shape == () and q.amax.item() == 3.0
     q.forget_amax()
-    assert not q.calibrated
-    for bad in (-1.0, math.inf, math.nan, [1.0, -0.5]):
-        with pytest.raises(
-            ConfigError, match=r"TensorQuantizer: got amax .*; expected finite numbers >= 0"
-        ):
-            q.set_amax(bad)
     assert not q.calibrated
 
 
@@ -238,11 +233,6 @@ def test_learned_range_is_a_parameter_that_stays_itself(x: torch.Tensor) -> None
     assert q.amax is parameter and parameter.item() == 3.0
 
 
-def test_a_fixed_range_is_no_parameter() -> None:
-    q = TensorQuantizer()
-    assert list(q.parameters()) == [] and dict(q.named_buffers()).keys() == {"amax"}
-
-
 def test_inference_mode_makes_ordinary_tensors(x: torch.Tensor) -> None:
     """Ranges that were set inside inference mode can be trained outside of it."""
     for d in (
@@ -310,6 +300,7 @@ def test_quantizing_needs_no_range_for_an_empty_batch() -> None:
         ("1", "got an amax of which"),
         (None, "got an amax of which"),
         ([1.0, math.nan], "got amax"),
+        (math.inf, "got amax"),
         (-1.0, "got amax -1.0"),
     ],
 )

@@ -180,12 +180,10 @@ class MaxCalibrator(Calibrator):
     Supports every granularity. Asymmetric ranges take the largest value of each side.
 
     Args:
-        num_bits: see :class:`Calibrator`, as are axis, unsigned, format, granularity and symmetric.
-        axis: see :class:`Calibrator`.
-        unsigned: see :class:`Calibrator`.
+        num_bits, axis, unsigned: see :class:`Calibrator`.
         momentum: None for the maximum; otherwise the weight of the past, 0 <= momentum < 1, in
             ``average = momentum * average + (1 - momentum) * batch``, started by the first batch.
-        **settings: see :class:`Calibrator`.
+        **settings: the other arguments of :class:`Calibrator`.
 
     Example:
         >>> calibrator = MaxCalibrator(axis=0)
@@ -255,15 +253,10 @@ class HistogramCalibrator(Calibrator):
     does.
 
     Args:
-        num_bits: see :class:`Calibrator`, as are axis, unsigned, format, granularity and symmetric.
-        axis: see :class:`Calibrator`.
-        unsigned: see :class:`Calibrator`.
+        num_bits, axis, unsigned, format, granularity, symmetric: see :class:`Calibrator`.
         num_bins: bins of each group; at least half of them lie within the range seen.
         method: the name of the estimator that :meth:`range` uses by default.
-        format: see :class:`Calibrator`.
-        granularity: see :class:`Calibrator`.
-        symmetric: see :class:`Calibrator`.
-        options: options of ``method``, used whenever :meth:`range` gives none.
+        **options: options of ``method``, used whenever :meth:`range` gives none.
 
     Raises:
         ConfigError: an unknown method or option, or a granularity or number of bins that a
@@ -322,7 +315,7 @@ class HistogramCalibrator(Calibrator):
             found = _TOGETHER[method](*sides, self.format, self.scale_format, **options)
         elif self.scale_format is POWER_OF_TWO and method in _POWERS and self.symmetric:
             power = float(options.get("power", _POWERS[method]))
-            found = Range(estimators.least_error_power_of_two(*sides, self.format, power))
+            found = Range(estimators.least_error_power_of_two(sides[0], self.format, power))
         else:
             format = (
                 self.format if self.symmetric else integer_format(self.format.bits, unsigned=True)

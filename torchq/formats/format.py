@@ -321,8 +321,8 @@ def integer_format(
 
 
 for _bits in range(2, 17):
-    _kinds = ({}, {"narrow": True}, {"unsigned": True})
-    for _fmt in (integer_format(_bits, **_kind) for _kind in _kinds):
+    for _narrow, _unsigned in ((False, False), (True, False), (False, True)):
+        _fmt = integer_format(_bits, narrow=_narrow, unsigned=_unsigned)
         CATALOG.add(_fmt.name, _fmt)
 
 INT4, INT8, INT16 = CATALOG["int4"], CATALOG["int8"], CATALOG["int16"]
