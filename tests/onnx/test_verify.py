@@ -16,7 +16,7 @@ import torchq
 from tests.onnx.exported import Layers, Residual, calibrated, run_file
 from torchq.errors import ConfigError, ExportError
 from torchq.onnx.verify.amplified import too_different
-from torchq.onnx.verify.session import Session
+from torchq.runtimes.session import Session
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -276,7 +276,7 @@ def test_what_the_runtime_cannot_optimise_is_compared_as_it_is(
             raise ExportError("onnxruntime 1.31.1 cannot run the model")
         return Session(path, optimize=False)
 
-    monkeypatch.setattr("torchq.onnx.verify.verify.Session", without_optimisations)
+    monkeypatch.setattr("torchq.onnx.verify.verify.open_session", without_optimisations)
     model = fp8_file(tmp_path / "m.onnx")
     with pytest.warns(
         UserWarning,

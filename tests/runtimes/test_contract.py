@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ from torch import nn
 import torchq
 from tests.onnx.exported import Residual, calibrated
 from torchq import QuantConfig, QuantDescriptor, Rule
+from torchq.errors import ConfigError
 from torchq.onnx.ir import load_model, nodes_of
 from torchq.onnx.qdq import axis_of, qparams_of, quantizer_nodes, stored_weight
 from torchq.runtimes import RUNTIMES, ActivationTypes, FileRules, Runtime
@@ -69,6 +72,33 @@ CASES = {
 
 def test_every_target_has_a_row() -> None:
     assert set(CASES) == {name for name in torchq.targets() if RUNTIMES[name].file is not None}
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES.values(), ids=lambda runtime: runtime.name)
+def test_the_plan_of_a_runtime_is_stable_and_no_other_one_takes_it(runtime: Runtime) -> None:
+    """The default recipe is that of the runtime; the object says the same as its name."""
+    x = torch.randn(1, 3, 16, 16)
+    rows = str(torchq.plan(Residual(), target=runtime.name, example=x))
+    copy = pickle.loads(pickle.dumps(dataclasses.replace(runtime)))
+    assert (
+        repr(copy) == repr(runtime) and str(torchq.plan(Residual(), target=copy, example=x)) == rows
+    )
+    model = Residual().eval()
+    assert str(torchq.quantize_(model, target=runtime, example=x)) == rows
+    other = "openvino" if runtime.name == "tensorrt" else "tensorrt"
+    torchq.calibrate(model, [x], progress=False)
+    if runtime.plans:
+        with pytest.raises(ConfigError, match=f"was quantized for '{runtime.name}'; .*restore_"):
+            torchq.export_onnx(model, x, "m.onnx", target=other)
+        with pytest.raises(ConfigError, match=rf"deploy: got target='{other}'"):
+            torchq.deploy(model, x, target=other)
+    torchq.restore_(model)
+    assert str(torchq.quantize_(model, target=other, example=x)).endswith("quantized")
+
+
+def test_a_runtime_without_kernels_here_is_refused_by_deploy() -> None:
+    with pytest.raises(ConfigError, match=r"target 'qnn', which has no kernels here; .*'torch'"):
+        torchq.deploy(nn.Linear(2, 2), target="qnn")
 
 
 @pytest.fixture(scope="module", params=sorted(CASES))

@@ -40,6 +40,8 @@ from torchq.runtimes.interface import Run, Shapes
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
+#: Products of weights of 8 bits overflow on CPUs without VNNI.
+SEVEN_BITS = torchq.recipes.int8(reduce_range=True)
 #: Engines by name, with the settings that the suite runs.
 ROWS: dict[str, tuple[Engine, ...]] = {
     "torch": (Torch(), Torch(quantized=False)),
@@ -185,7 +187,7 @@ class Casting(nn.Module):
 def test_openvino_finds_an_input_behind_an_idle_cast() -> None:
     available(OpenVino())
     model = Casting().eval()
-    torchq.quantize_(model)
+    torchq.quantize_(model, SEVEN_BITS)
     torchq.calibrate(model, [images(2)], progress=False)
     deployed = torchq.deploy(model, images(1), target="openvino")
     assert sqnr(deployed(images(2)), model(images(2))) > BOUND_DB
@@ -268,7 +270,7 @@ def test_opened_modules_keep_no_copy_of_their_file(engine: str) -> None:
     pytest.importorskip(engine)
     torch.manual_seed(0)
     x, model = torch.randn(1, 512), nn.Sequential(nn.Linear(512, 2048), nn.Linear(2048, 8)).eval()
-    torchq.quantize_(model, torchq.recipes.int8(reduce_range=True))
+    torchq.quantize_(model, SEVEN_BITS)
     torchq.calibrate(model, [x], progress=False)
     deployed = torchq.deploy(model, x, target=engine)
     deployed._reset()
@@ -292,7 +294,7 @@ def test_a_wrong_result_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(OnnxRuntime, "open", wrong)
     monkeypatch.setattr(graph_engine, "_file_agrees", lambda *_: False)
-    with pytest.raises(ExportError, match="engine 'onnxruntime quantized': result 0 has relative"):
+    with pytest.raises(ExportError, match="target 'onnxruntime quantized': result 0 has relative"):
         torchq.deploy(calibrated_detector(), images(1), target="onnxruntime")
 
 
@@ -303,7 +305,7 @@ def test_an_engine_that_computes_something_else_than_its_file_is_refused(
         OnnxRuntime, "open", spoiled(lambda run, feeds: [2 * y for y in run(feeds)])
     )
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)).eval()
-    torchq.quantize_(model)
+    torchq.quantize_(model, SEVEN_BITS)
     torchq.calibrate(model, [images(2)], progress=False)
     with pytest.raises(ExportError, match="computes something else than its file says"):
         torchq.deploy(model, images(1), target="onnxruntime")
@@ -333,7 +335,7 @@ def test_what_a_model_amplifies_is_no_fault_of_an_engine(
 ) -> None:
     x = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
     layers = nn.Sequential(model, nn.Linear(16, 4)).eval()
-    torchq.quantize_(layers)
+    torchq.quantize_(layers, SEVEN_BITS)
     torchq.calibrate(layers, [x], progress=False)
     module = OnnxRuntime().build(Task(layers, x))
     assert runs_as_written(module, layers, x)
@@ -357,7 +359,7 @@ class Counting(nn.Module):
 def test_numbers_that_depend_on_the_batch_keep_it_closed(quantized: bool) -> None:
     pytest.importorskip("onnxruntime")
     model, x = Counting().eval(), torch.randn(2, 8)
-    torchq.quantize_(model)
+    torchq.quantize_(model, SEVEN_BITS)
     torchq.calibrate(model, [x], progress=False)
     deployed = torchq.deploy(model, x, target=OnnxRuntime(quantized=quantized))
     assert deployed(x)[1] == 2
@@ -371,8 +373,44 @@ def test_an_export_that_torch_gives_up_prints_nothing(capfd: pytest.CaptureFixtu
         nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(5), nn.Flatten(), nn.Linear(200, 4)
     )
     x = torch.randn(2, 3, 12, 12)
-    torchq.quantize_(model.eval())
+    torchq.quantize_(model.eval(), SEVEN_BITS)
     torchq.calibrate(model, [x], progress=False)
     capfd.readouterr()
     torchq.deploy(model, x, target="onnxruntime")
     assert capfd.readouterr().out == ""
+
+
+GRAPH_ENGINES = pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
+
+
+def on_engine(model: nn.Module, x: Tensor, engine: str) -> tuple[nn.Module, nn.Module]:
+    """Return the simulation, and the model on the engine."""
+    pytest.importorskip(engine)
+    torchq.quantize_(model.eval(), SEVEN_BITS)
+    torchq.calibrate(model, [x], progress=False)
+    return model, torchq.deploy(model, x, target=engine, progress=False)
+
+
+@GRAPH_ENGINES
+@pytest.mark.parametrize("size", [(2, 2), (1, 9), (0, 0)], ids=str)
+def test_images_that_are_smaller_than_a_kernel(engine: str, size: tuple[int, int]) -> None:
+    layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
+    x = torch.randn(2, 3, 9, 9)
+    simulated, model = on_engine(nn.Sequential(*layers), x, engine)
+    model(x)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="Kernel size can't be greater"):
+            simulated(torch.randn(2, 3, *size))
+        with pytest.raises(ExportError, match=rf"{engine}: cannot run the model on inputs of sh"):
+            model(torch.randn(2, 3, *size))
+    other = torch.randn(3, 3, 4, 7)
+    torch.testing.assert_close(model(other), simulated(other), rtol=0.1, atol=0.1)
+
+
+@GRAPH_ENGINES
+@pytest.mark.parametrize("shape", [(2, 0, 8), (0, 5, 8), (0, 0, 8)], ids=str)
+def test_sequences_without_elements(engine: str, shape: tuple[int, ...]) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    simulated, model = on_engine(model, torch.randn(2, 5, 8), engine)
+    x = torch.randn(shape)
+    assert model(x).shape == simulated(x).shape

@@ -27,8 +27,6 @@ from torchq.graph.operators import (
     operator_of,
 )
 from torchq.nn import TensorQuantizer
-from torchq.nn.tensor_quantizer import Delegate
-from torchq.runtime import RUNTIMES
 from torchq.utils import short_repr
 
 # Operators that return codes for codes, one grid before and behind them, beside moves and max.
@@ -181,29 +179,15 @@ class Backend:
     and its ``call.default`` is the one before it. Nothing is shared between backends, so what is
     registered with one is unknown to all others.
 
-    Args:
-        platform: one of :func:`torchq.targets`, for reports; None is a backend of your own. It
-            selects no handlers.
-
-    Raises:
-        ConfigError: an unknown platform; the text lists the known ones.
-
     Example:
-        >>> backend = Backend("fpga")
-        >>> register_handler(lambda call, x: -call.default(x), "relu", backend)
+        >>> backend = Backend().register("relu", lambda call, x: -call.default(x))
         >>> model = torch.nn.Sequential(torch.nn.ReLU())
         >>> runner = torchq.graph.GraphRunner(torch.fx.symbolic_trace(model))
         >>> runner.run(torch.ones(2), backend=backend)
         tensor([-1., -1.])
     """
 
-    def __init__(self, platform: str | None = None) -> None:
-        if platform is not None and platform not in RUNTIMES:
-            raise ConfigError(
-                f"backend: got platform {short_repr(platform)}; "
-                f"expected one of {', '.join(RUNTIMES)}"
-            )
-        self.platform = platform
+    def __init__(self) -> None:
         self._handlers: dict[str, tuple[Handler, ...]] = {}
 
     def register(self, operation: str, handler: Handler) -> Backend:
@@ -220,12 +204,12 @@ class Backend:
         """
         if not isinstance(operation, str) or not operation:
             raise ConfigError(
-                f"register_handler: got the operation {short_repr(operation)}; expected its name, "
+                f"Backend.register: got the operation {short_repr(operation)}; expected its name, "
                 "such as 'leaky_relu'"
             )
         if not callable(handler):
             raise ConfigError(
-                f"register_handler: got the handler {short_repr(handler)} for {operation!r}; "
+                f"Backend.register: got the handler {short_repr(handler)} for {operation!r}; "
                 "expected a function handler(call, *args, **kwargs)"
             )
         self._handlers[operation] = (*self.handlers(operation), handler)
@@ -233,7 +217,7 @@ class Backend:
 
     def over(self, other: Backend) -> Backend:
         """Return a new backend with the handlers of both, these before those of ``other``."""
-        joined = Backend(self.platform)
+        joined = Backend()
         for source in (other, self):
             for operation in source.operations:
                 for handler in source.handlers(operation):
@@ -270,48 +254,7 @@ class Backend:
         return function(*args, **kwargs)
 
     def __repr__(self) -> str:
-        name = "" if self.platform is None else f"{self.platform}: "
-        return f"Backend({name}{', '.join(self._handlers) or 'no handlers'})"
-
-
-def register_handler(handler: Handler, operation: str, platform: Backend) -> None:
-    """Let a backend compute an operation by a function of your own.
-
-    Args:
-        handler: ``handler(call, *args, **kwargs) -> value``. ``call`` is a :class:`NodeCall`;
-            ``call.default(*args, **kwargs)`` is what would be computed without the handler.
-        operation: the name of the operation, such as ``"leaky_relu"``.
-        platform: the backend, such as ``Backend("fpga")``. A name alone would have to change all
-            users of a platform, so it is refused.
-
-    Raises:
-        ConfigError: an argument of the wrong type.
-    """
-    if not isinstance(platform, Backend):
-        raise ConfigError(
-            f"register_handler: got the platform {short_repr(platform)}; expected a Backend. "
-            "Make one with torchq.runtimes.emulation.Backend(name), and pass it to GraphRunner.run"
-        )
-    platform.register(operation, handler)
-
-
-def register_delegate(quantizer: TensorQuantizer, function: Delegate | None) -> None:
-    """Let a function compute what a quantizer computes.
-
-    Args:
-        quantizer: the quantizer.
-        function: ``function(x, quantizer) -> Tensor``, called while the quantizer quantizes; None
-            gives the quantizer its own function back.
-
-    Raises:
-        ConfigError: an argument of the wrong type.
-    """
-    if not isinstance(quantizer, TensorQuantizer):
-        raise ConfigError(
-            f"register_delegate: got {short_repr(quantizer)}; expected a TensorQuantizer. "
-            "torchq.workflow.quantizers(model) lists those of a model"
-        )
-    quantizer.delegate = function
+        return f"Backend({', '.join(self._handlers) or 'no handlers'})"
 
 
 # A multiplier that is shifted further is taken for 0.

@@ -1,4 +1,4 @@
-"""The engine "fastest": every engine that is there, measured on the example."""
+"""The target "fastest": every runtime that is there, measured on the example."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,16 +20,16 @@ from torchq.runtime import RUNTIMES
 from torchq.runtimes.engine import Engine, Task
 from torchq.runtimes.export import with_rows
 from torchq.utils import progress_bar, table
+from torchq.utils.timing import time_calls
 
 log = logging.getLogger(__name__)
 
-#: The least seconds of a sample, and about the seconds of all samples of one batch size.
-_SAMPLE, _BUDGET = 0.004, 3.0
-#: Samples of each candidate, where the budget allows, and where it does not.
-_MOST, _LEAST = 80, 7
-#: Samples of a candidate once it is built. One that takes more than this many times as long as
-#: another, at every batch size, is measured no further and gives its memory back.
-_LOOKS, _HEAVY = 3, 4.0
+#: How a candidate is timed once it is built, and all of them against each other.
+_LOOK = {"rounds": 3, "warmup": 2, "min_time": 0.0}
+_MEASUREMENT = {"rounds": 80, "warmup": 1, "min_time": 0.004, "budget": 3.0}
+#: One that takes more than this many times as long as another, with every batch, is measured no
+#: further and gives its memory back.
+_HEAVY = 4.0
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,7 @@ class Candidate:
 
     Attributes:
         engine: the engine and its settings.
-        seconds: for one call, by batch size: the lower quartile of the samples. Interruptions add
-            time to some of them, and the least one is a matter of luck. Empty where there is a
+        seconds: for one call, by batch size: the median of the samples. Empty where there is a
             problem.
         problem: why the model cannot run there, or what is wrong with the results; may be empty.
     """
@@ -80,88 +80,72 @@ def _milliseconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{1000 * seconds:.3g}"
 
 
-@dataclass
-class _Entry:
-    """A candidate while it is built and measured.
-
-    Attributes:
-        engine: the engine and its settings.
-        module: the model on that engine; None before it is built, and once it is far behind.
-        notes: the warnings of building it.
-        samples: seconds for one call, by batch size.
-        problem: see :class:`Candidate`.
-    """
-
-    engine: Engine
-    module: nn.Module | None = None
-    notes: list[str] = field(default_factory=list)
-    samples: dict[int, list[float]] = field(default_factory=dict)
-    problem: str = ""
-
-    def seconds(self) -> dict[int, float]:
-        return {} if self.problem else {rows: _quartile(s) for rows, s in self.samples.items()}
-
-
 def build_fastest(task: Task) -> tuple[nn.Module, FastestReport]:
-    """Return the model on the engine that runs the example fastest, and what was measured.
+    """Return the model on the runtime that runs the example fastest, and what was measured.
 
-    Every engine that is installed is a candidate, with the quantized model and with the float one.
-    One that cannot run the model, or whose results differ from the simulation, is left out.
+    Every runtime that is installed is a candidate, with the quantized model and with the float one.
+    One that cannot run the model, or whose results differ from the simulation, is left out. The
+    rule is the geometric mean of the median seconds over the batch sizes.
     """
-    entries = list(_entries())
-    batches = [_batch(task, rows) for rows in (None, *task.batch_sizes)]
-    shown = progress_bar(entries, description="engines", unit="engine", enabled=task.progress)
-    for entry in shown:
-        if not entry.problem:
-            _build(entry, task)
-        if not entry.problem:
-            _look(entry, batches)
-        if entry.problem:
-            log.debug("%s is no candidate: %s", entry.engine.label, entry.problem)
-        _release(entries)
-    for rows, batch in batches:
-        _measure([e for e in entries if e.module is not None], batch, rows)
-    running = [entry for entry in entries if not entry.problem]
-    if not running:
-        text = "; ".join(f"{entry.engine.label}: {entry.problem}" for entry in entries)
-        raise ExportError(f"deploy: no engine runs the model ({text}); expected one at least")
-    running = sorted(running, key=lambda entry: _cost(entry, running))
-    for text in running[0].notes:
+    batches = dict(_batch(task, rows) for rows in (None, *task.batch_sizes))
+    problems: dict[Engine, str] = {}
+    engines = list(_candidates(problems))
+    modules: dict[Engine, nn.Module] = {}
+    notes: dict[Engine, list[str]] = {}
+    seconds: dict[Engine, dict[int, float]] = {}
+    shown = progress_bar(engines, description="engines", unit="engine", enabled=task.progress)
+    for engine in shown:
+        where = ""
+        try:
+            modules[engine], notes[engine] = _built(engine, task)
+            looks = {}
+            for rows, batch in batches.items():
+                where = f"with {rows} rows: "
+                looks[rows] = _medians({engine: modules[engine]}, batch, _LOOK)[engine]
+            seconds[engine] = looks
+        except Exception as error:  # a runtime may fail in any way it likes; another one is taken
+            problems[engine] = f"{where}{error}" or type(error).__name__
+            modules.pop(engine, None)
+            log.debug("%s is no candidate: %s", engine.label, problems[engine])
+        for slow in _far_behind(seconds):
+            modules.pop(slow, None)
+    if not seconds:
+        text = "; ".join(f"{engine.label}: {problem}" for engine, problem in problems.items())
+        raise ExportError(f"deploy: no runtime runs the model ({text}); expected one at least")
+    for rows, batch in batches.items():
+        for engine, median in _medians(modules, batch, _MEASUREMENT).items():
+            seconds[engine][rows] = median
+    order = sorted(seconds, key=lambda engine: sum(map(math.log, seconds[engine].values())))
+    for text in notes[order[0]]:
         warnings.warn(text, stacklevel=3)
-    rest = [entry for entry in entries if entry.problem]
-    candidates = tuple(Candidate(e.engine, e.seconds(), e.problem) for e in (*running, *rest))
-    chosen = running[0].module
-    assert chosen is not None
-    return chosen, FastestReport(candidates[0].engine.label, candidates, torch.get_num_threads())
+    found = [Candidate(engine, seconds[engine]) for engine in order]
+    found += [Candidate(engine, {}, problem) for engine, problem in problems.items()]
+    report = FastestReport(order[0].label, tuple(found), torch.get_num_threads())
+    return modules[order[0]], report
 
 
-def _entries() -> Iterator[_Entry]:
-    """Yield every engine with the settings to measure, or the reason why it is not there."""
-    for engine in RUNTIMES.values():
-        if not isinstance(engine, Engine) or not engine.measured:
+def _candidates(problems: dict[Engine, str]) -> Iterator[Engine]:
+    """Yield every runtime with the settings to measure; note why one is not there."""
+    for runtime in RUNTIMES.values():
+        if not isinstance(runtime, Engine) or not runtime.measured:
             continue
         try:
-            engine.check()
+            runtime.check()
+            yield from runtime.candidates()
         except TorchqError as error:
-            yield _Entry(engine, problem=str(error))
-            continue
-        for candidate in engine.candidates():
-            yield _Entry(candidate)
+            problems[runtime] = str(error)
 
 
-def _build(entry: _Entry, task: Task) -> None:
-    """Build the module of a candidate, or note the problem."""
-    try:
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            entry.module = entry.engine.build(task)
-        # An engine compares quantized results itself, and knows when ties explain a difference.
-        if not entry.engine.quantized:
-            entry.problem = task.check.difference(entry.module)
-    except Exception as error:  # an engine may fail in any way it likes; another one is taken
-        entry.problem = str(error) or type(error).__name__
-        return
-    entry.notes = [str(w.message) for w in seen if w.category is UserWarning]
+def _built(engine: Engine, task: Task) -> tuple[nn.Module, list[str]]:
+    """Return the module of a candidate, and the warnings of building it."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        module = engine.build(task)
+    # A runtime compares quantized results itself, and knows when ties explain a difference.
+    problem = "" if engine.quantized else task.check.difference(module)
+    if problem:
+        raise ExportError(problem)
+    return module, [str(w.message) for w in seen if w.category is UserWarning]
 
 
 def _batch(task: Task, rows: int | None) -> tuple[int, Any]:
@@ -170,66 +154,25 @@ def _batch(task: Task, rows: int | None) -> tuple[int, Any]:
     return next((t.shape[0] for t in tensors_in(batch) if t.dim()), 1), batch
 
 
-def _look(entry: _Entry, batches: Sequence[tuple[int, Any]]) -> None:
-    """Time a new candidate a few times, or note the problem that it has with a batch."""
-    for rows, batch in batches:
-        try:
-            for _ in range(2):  # opening, packing, first pages
-                _seconds(entry, batch, 1)
-            entry.samples[rows] = [_seconds(entry, batch, 1) for _ in range(_LOOKS)]
-        except Exception as error:  # see _build
-            entry.problem = f"with {rows} rows: {error}"
-            return
+def _far_behind(seconds: Mapping[Engine, Mapping[int, float]]) -> list[Engine]:
+    """Return the candidates that another one leaves far behind with every batch."""
+    return [
+        engine
+        for engine, own in seconds.items()
+        if any(all(own[n] > _HEAVY * other[n] for n in own) for other in seconds.values())
+    ]
 
 
-def _release(entries: Sequence[_Entry]) -> None:
-    """Drop the modules that have a problem, or are far behind another one with every batch."""
-    timed = [entry.seconds() for entry in entries if entry.seconds()]
-    for entry in entries:
-        own = entry.seconds()
-        if entry.problem or any(
-            all(own[rows] > _HEAVY * other[rows] for rows in own) for other in timed if own
-        ):
-            entry.module = None
-
-
-def _measure(entries: list[_Entry], batch: Any, rows: int) -> None:
-    """Time the candidates on one batch, all of them in each round, in rotating order."""
-    repeats = {id(e): max(1, round(_SAMPLE / max(min(e.samples[rows]), 1e-7))) for e in entries}
-    started = time.perf_counter()
-    for number in range(_MOST if entries else 0):
-        if number >= _LEAST and time.perf_counter() - started > _BUDGET:
-            return
-        turn = number % len(entries)
-        for entry in entries[turn:] + entries[:turn]:
-            calls = repeats[id(entry)]
-            if calls > 1:
-                _seconds(entry, batch, 1)  # behind another candidate, caches are cold
-            entry.samples[rows].append(_seconds(entry, batch, calls))
-
-
-def _quartile(samples: Sequence[float]) -> float:
-    """Return the lower quartile."""
-    return sorted(samples)[len(samples) // 4]
-
-
-def _seconds(entry: _Entry, batch: Any, calls: int) -> float:
-    """Return the seconds that one call takes, on average over a few.
+def _medians(
+    modules: Mapping[Engine, nn.Module], batch: Any, options: Mapping[str, Any]
+) -> dict[Engine, float]:
+    """Return the median of the seconds that each candidate takes for a batch.
 
     Of one thread on the CPU they are the processor's, of which other programs take none.
     """
-    assert entry.module is not None
     alone = torch.get_num_threads() == 1 and all(t.is_cpu for t in tensors_in(batch))
     clock = time.process_time if alone else time.perf_counter
+    calls = {engine: partial(call_model, module, batch) for engine, module in modules.items()}
     with torch.no_grad():
-        started = clock()
-        for _ in range(calls):
-            call_model(entry.module, batch)
-        return (clock() - started) / calls
-
-
-def _cost(entry: _Entry, entries: Sequence[_Entry]) -> float:
-    """Return the geometric mean over batch sizes of how far a candidate is behind the best."""
-    own = entry.seconds()
-    best = {rows: min(other.seconds()[rows] for other in entries) for rows in own}
-    return sum(math.log(own[rows] / best[rows]) for rows in own) / len(own)
+        found = time_calls(calls, clock=clock, **options)
+    return {engine: samples.median for engine, samples in found.items()}

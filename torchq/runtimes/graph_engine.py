@@ -8,6 +8,7 @@ import threading
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,13 +29,20 @@ from torchq.runtimes.session import Session
 from torchq.utils import progress_stages
 
 
+@contextmanager
+def file_of(graph: bytes) -> Iterator[Path]:
+    """Yield a file with these bytes, which is removed afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.onnx")
+        path.write_bytes(graph)
+        yield path
+
+
 def runs_as_written(module: EngineModule, model: nn.Module, example: Any) -> bool:
     """Return True if an engine returns what its file does, as far as the model lets one tell."""
     args, kwargs = call_arguments(model, example)
     feeds = module.interface.signature.bind(args, kwargs, torch.device("cpu"))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "model.onnx")
-        path.write_bytes(module.graph_bytes())
+    with file_of(module.graph_bytes()) as path:
         session = Session(path, optimize=False)
 
     def run(feeds: Mapping[str, Tensor]) -> list[Tensor]:
@@ -134,9 +142,9 @@ class GraphEngine(Engine):
 
     def _accept(self, found: str, module: EngineModule, task: Task) -> None:
         """Warn about results that differ by more than is allowed, or raise an error."""
-        text = f"deploy: engine {self.label!r}: {found}"
+        text = f"deploy: target {self.label!r}: {found}"
         if not self.quantized or not _file_agrees(module, task):
-            raise ExportError(f"{text}. Use another engine")
+            raise ExportError(f"{text}. Use another target")
         if not runs_as_written(module, task.model, task.example):
             raise ExportError(
                 f"{text}, while the file agrees where it is run node by node: the engine computes "
@@ -163,7 +171,7 @@ class GraphEngine(Engine):
         structure = module.interface.structure
         if not all(structure.matches(other) for other in task.structures_of_other_lengths(lengths)):
             raise ExportError(
-                f"deploy: engine {self.label!r}: for an example of another shape the model returns "
+                f"deploy: target {self.label!r}: for an example of another shape the model returns "
                 "other numbers or another number of tensors beside its tensors; expected the same, "
                 "as a graph holds those of the example"
             )
@@ -171,7 +179,7 @@ class GraphEngine(Engine):
             problem = check.difference(module)
             if problem:
                 raise ExportError(
-                    f"deploy: engine {self.label!r}: for an example of another shape {problem}"
+                    f"deploy: target {self.label!r}: for an example of another shape {problem}"
                 )
 
 
@@ -182,7 +190,7 @@ def _advice() -> str:
             "This CPU has no VNNI instructions, so that products of 8-bit weights can overflow. "
             "Quantize with torchq.recipes.int8(reduce_range=True)"
         )
-    return "Use another engine"
+    return "Use another target"
 
 
 def _usual(task: Task) -> tuple[Shapes, ...]:
@@ -204,10 +212,8 @@ def _attempts(lengths: tuple[OpenLengths, ...]) -> Iterator[tuple[bool, OpenLeng
 
 def _file_agrees(module: EngineModule, task: Task) -> bool:
     """Return True if every layer of the file computes what the simulation does."""
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+    with file_of(module.graph_bytes()) as path, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        path = Path(folder, "model.onnx")
-        path.write_bytes(module.graph_bytes())
         try:
             report = verify_onnx(task.model, path, [task.example])
         except (ExportError, MissingExtraError) as error:

@@ -5,15 +5,9 @@ Sources: what versions 1.31 and 1.32 were seen to fuse, and measurements with th
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from torchq.errors import ConfigError, ExportError
 from torchq.onnx.ir import (
@@ -56,7 +50,7 @@ from torchq.runtimes.checks import (
     layer_name,
     weight_of,
 )
-from torchq.runtimes.graph_engine import GraphEngine, run_by_shape
+from torchq.runtimes.graph_engine import GraphEngine, file_of, run_by_shape
 from torchq.runtimes.inspect import inspect_onnx
 from torchq.runtimes.interface import ReadGraph, Run, Shapes
 from torchq.runtimes.session import Session
@@ -338,48 +332,16 @@ class OnnxRuntime(GraphEngine):
         return run_by_shape(open_for, own, any_batch=True)
 
     def _session(self, graph: bytes, threads: int) -> Run:
-        """Return a file as a function of its inputs."""
-        runtime = import_optional("onnxruntime", self._needed_by)
-        options = runtime.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.log_severity_level = 4  # errors are raised; the log would repeat them
-        # Of a file the session keeps the name; bytes it would keep beside what it makes of them.
-        with _file_of(graph) as path:
+        """Return a file as a function of its inputs; the session keeps no copy of its bytes."""
+        provider = _PROVIDERS[self.provider]
+        with file_of(graph) as path:
             try:
-                session = runtime.InferenceSession(
-                    str(path), options, providers=[_PROVIDERS[self.provider]]
-                )
-            except Exception as error:  # the exception classes of ONNX Runtime are private
-                raise ExportError(
-                    f"deploy: onnxruntime {runtime.__version__} cannot run the model ({error}); "
-                    "expected operators that it knows. Use another engine"
-                ) from error
-
-        def run(feeds: Mapping[str, Tensor]) -> list[Tensor]:
-            # ONNX Runtime reads the memory of the tensors, and returns arrays of its own.
-            arrays = {name: value.numpy() for name, value in feeds.items()}
-            try:
-                return [torch.from_numpy(array) for array in session.run(None, arrays)]
-            except Exception as error:  # see above
-                shapes = {name: array.shape for name, array in arrays.items()}
-                raise ExportError(
-                    f"onnxruntime: cannot run the model on inputs of shapes {shapes} ({error}); "
-                    "expected shapes like those of the example"
-                ) from error
-
-        return run
+                return Session(path, optimize=True, threads=threads, provider=provider).run
+            except ExportError as error:
+                raise ExportError(f"deploy: {error}. Use another target") from error
 
     def integer_share(self, graph: bytes) -> str:
         """See :meth:`GraphEngine.integer_share`."""
-        with _file_of(graph) as path:
+        with file_of(graph) as path:
             report = inspect_onnx(path)
         return f"{len(report.integer)} of {len(report.nodes)} computing nodes run on integers"
-
-
-@contextmanager
-def _file_of(graph: bytes) -> Iterator[Path]:
-    """Yield a file with these bytes, which is removed afterwards."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "model.onnx")
-        path.write_bytes(graph)
-        yield path

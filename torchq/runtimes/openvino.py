@@ -455,7 +455,7 @@ class OpenVino(GraphEngine):
         except RuntimeError as error:
             raise ExportError(
                 f"deploy: openvino {runtime.__version__} cannot run the model ({error}); expected "
-                "operators that it knows. Use another engine"
+                "operators that it knows. Use another target"
             ) from error
 
     def integer_share(self, graph: bytes) -> str:

@@ -49,7 +49,7 @@ def _check_input(tensor: Tensor, value: Any) -> None:
 
 
 class Session:
-    """A model in ONNX Runtime, on the CPU and on as many threads as torch uses."""
+    """A file in ONNX Runtime, by default on as many threads as torch uses. Threads may share it."""
 
     def __init__(
         self,
@@ -57,6 +57,8 @@ class Session:
         *,
         optimize: bool,
         save_optimized: Path | None = None,
+        threads: int | None = None,
+        provider: str = "CPUExecutionProvider",
     ) -> None:
         runtime = import_optional("onnxruntime", "torchq")
         options, levels = runtime.SessionOptions(), runtime.GraphOptimizationLevel
@@ -69,11 +71,11 @@ class Session:
                 f"{save_optimized.name}.data",
             )
         options.graph_optimization_level = level
-        options.intra_op_num_threads = torch.get_num_threads()
+        options.intra_op_num_threads = threads or torch.get_num_threads()
         options.log_severity_level = 4  # Errors are raised; the log would repeat them.
         try:
             self._session = runtime.InferenceSession(
-                os.fspath(source), options, providers=["CPUExecutionProvider"]
+                os.fspath(source), options, providers=[provider]
             )
         except Exception as error:  # The exception classes of ONNX Runtime are private.
             fix = ""
@@ -108,9 +110,10 @@ class Session:
         try:
             results = self._session.run(list(outputs or self.outputs), arrays)
         except Exception as error:  # The exception classes of ONNX Runtime are private.
-            shapes = {value.name: value.shape for value in self._session.get_inputs()}
+            shapes = {name: array.shape for name, array in arrays.items()}
+            wanted = {value.name: value.shape for value in self._session.get_inputs()}
             raise ExportError(
-                f"onnxruntime: cannot run the model on this batch ({error}); "
-                f"expected inputs like {shapes}"
+                f"onnxruntime: cannot run the model on inputs of shapes {shapes} ({error}); "
+                f"expected inputs like {wanted}"
             ) from error
-        return [torch.from_numpy(array.copy()) for array in results]
+        return [torch.from_numpy(array) for array in results]
