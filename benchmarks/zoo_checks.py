@@ -133,10 +133,12 @@ def check_quantize(subject: Subject) -> Fields:
     report = torchq.quantize_(model)
     torchq.calibrate(model, [subject.entry.example], progress=False, on_unseen="disable")
     left = count(model, lambda: call(model, subject.entry.example)).floating
+    modules = dict(model.named_modules())
     weighted = [
         decision
         for decision in report.skipped
-        if any(p.dim() > 1 for p in decision.module.parameters(recurse=False))
+        if decision.name in modules
+        and any(p.dim() > 1 for p in modules[decision.name].parameters(recurse=False))
     ]
     reasons = {decision.name: decision.reason for decision in weighted}
     found = outputs(model, subject.entry.example)

@@ -13,6 +13,7 @@ from torch import nn
 
 import torchq
 from torchq.nn import QuantModule, TensorQuantizer
+from torchq.swap import Plan, plan_of
 
 models = pytest.importorskip("torchvision.models")
 
@@ -83,9 +84,12 @@ def test_swap_and_restore(name: str) -> None:
         tensors = {n: id(t) for n, t in model.state_dict(keep_vars=True).items()}
         candidates = weighted(model)
 
+        planned = torchq.plan(model)
         report = torchq.quantize_(model)
-        assert {id(d.module) for d in report.decisions} >= candidates, "silently skipped"
-        assert {id(d.module) for d in report.replaced} == {
+        assert planned == report == plan_of(model) == Plan.from_dict(report.to_dict())
+        decided = {id(model.get_submodule(d.name)) for d in report.decisions}
+        assert decided >= candidates, "silently skipped"
+        assert {id(model.get_submodule(d.name)) for d in report.replaced} == {
             id(m) for m in model.modules() if isinstance(m, QuantModule)
         }
         assert all(d.reason for d in report.skipped)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import torchq
 from torchq.errors import QuantizationError
-from torchq.nn import QuantMatMul
 from torchq.nn.calls.functions import CallSite
 from torchq.nn.calls.routed import RoutedModule, route_calls_
 
@@ -81,16 +80,6 @@ def test_off_is_float_and_restoring_gives_everything_back() -> None:
     ]
     assert vars(model.block).keys() == vars(expected.block).keys()
     assert torch.equal(model(X), expected(X))
-
-
-def test_save_and_load(tmp_path: Path) -> None:
-    model = quantized()
-    torchq.save(model, tmp_path / "m.pt")
-    loaded = torchq.load(Net(Attention()), tmp_path / "m.pt").eval()
-    assert isinstance(loaded.block.quant_matmul, QuantMatMul)
-    assert torch.equal(loaded(X), model(X))
-    torchq.restore_(loaded)
-    assert type(loaded.block) is Attention
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

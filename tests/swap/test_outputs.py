@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -82,23 +79,6 @@ def test_what_is_left_of_a_fused_norm_does_not_hide_the_relu() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Identity(), nn.ReLU(), nn.GroupNorm(2, 8))
     quantized(model.append(nn.Conv2d(8, 4, 1)).eval(), torch.randn(2, 3, 9, 9))
     assert outputs(model) == {"0": True}
-
-
-def test_results_survive_saving_copies_and_are_removed_by_restore(
-    tmp_path: Path,
-) -> None:
-    torch.manual_seed(0)
-    x, model = torch.randn(2, 3, 9, 9), Readers().eval()
-    plain = copy.deepcopy(model)
-    quantized(model, x)
-    fresh = copy.deepcopy(plain)
-    torchq.save(model, tmp_path / "results.pt")
-    torchq.load(fresh, tmp_path / "results.pt")
-    assert torch.equal(fresh(x), model(x))
-    assert torch.equal(copy.deepcopy(model)(x), model(x))
-    torchq.restore_(model)
-    assert torch.equal(model(x), plain(x))
-    assert outputs(model) == {}
 
 
 def test_deployed_layers_quantize_their_results() -> None:

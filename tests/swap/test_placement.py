@@ -180,17 +180,6 @@ def test_a_tensor_changed_in_place_is_another_tensor() -> None:
     assert model.a.input_quantizer is not model.b.input_quantizer
 
 
-def test_save_and_load_bring_the_operators_back(tmp_path: Path) -> None:
-    model, x = Residual().eval(), torch.randn(2, 3, 16, 16)
-    torchq.quantize_(model, target="tensorrt", example=x)
-    torchq.calibrate(model, [x], progress=False)
-    torchq.save(model, tmp_path / "m.pt")
-    twin = torchq.load(Residual().eval(), tmp_path / "m.pt")
-    assert torch.equal(twin(x), model(x))
-    assert list(twin.state_dict()) == list(model.state_dict())
-    assert twin.blocks[0].first.input_quantizer is twin.blocks[0].quant_add.other_quantizer
-
-
 def test_exclude_and_include_reach_operators() -> None:
     model = Residual()
     report = torchq.quantize_(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 import torchq
 from torchq.errors import ConfigError
 from torchq.nn import Cat, QuantCat
-from torchq.nn.modules.operators import operator_name, operator_named
 from torchq.swap import Plan, plan_of
 
 
@@ -116,35 +114,12 @@ def test_other_targets_share_one_range(target: str) -> None:
     assert model.second.input_quantizer is model.quant_cat.input_quantizer
 
 
-def test_separate_ranges_survive_saving_copies_and_are_removed_by_restore(
-    tmp_path: Path,
-) -> None:
-    model, x = chain(0.01)
-    fresh = Chain(0.01).eval()
-    torchq.save(model, tmp_path / "cat.pt")
-    torchq.load(fresh, tmp_path / "cat.pt")
-    assert torch.equal(fresh(x), model(x))
-    assert torch.equal(copy.deepcopy(model)(x), model(x))
-    assert len(list(torchq.restore_(model))) and not hasattr(model, "quant_cat")
-
-
 def test_deployed_concatenations_have_their_own_ranges() -> None:
     model, x = chain(0.01)
     wanted = model(x)
     assert (
         torchq.deploy(model, x, target="torch")(x) - wanted
     ).abs().max() <= 0.02 * wanted.abs().max()
-
-
-@pytest.mark.parametrize("name", ["Cat:3", "Cat", "Add"])
-def test_names_of_operators_make_them_again(name: str) -> None:
-    made = operator_named(name)
-    assert made is not None and operator_name(made) == name
-
-
-@pytest.mark.parametrize("name", ["Cat:1", "Cat:999", "Cat:99999", "Cat:x", "Add:2", "Linear"])
-def test_other_names_make_nothing(name: str) -> None:
-    assert operator_named(name) is None
 
 
 def test_a_damaged_number_of_ranges_is_named() -> None:

@@ -3,8 +3,6 @@
 Objects that the model does not own are left alone.
 """
 
-import copy
-
 import torch
 from torch import nn
 
@@ -54,18 +52,3 @@ def test_a_shared_parent_is_one_place() -> None:
     torchq.quantize_(model, target="onnxruntime")
     assert model[0] is model[1] is block
     assert isinstance(block.act, QuantSiLU)
-
-
-def test_restore_saves_and_loads(tmp_path) -> None:
-    model = net()
-    torchq.quantize_(model, target="onnxruntime", example=X)
-    torchq.calibrate(model, [X], progress=False)
-    expected = model(X)
-    assert torch.equal(copy.deepcopy(model)(X), expected)
-    torchq.save(model, tmp_path / "model.pt")
-    loaded = torchq.load(net(), tmp_path / "model.pt")
-    assert torch.equal(loaded(X), expected)
-    assert loaded[0].act is not loaded[1][0].act and type(Block.default_act) is nn.SiLU
-    torchq.restore_(model)
-    assert torch.equal(model(X), net()(X))
-    assert type(model[0].act) is nn.SiLU

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import nn
 import torchq
 from torchq import QuantConfig, QuantDescriptor, Rule, TensorQuantizer
 from torchq.errors import ConfigError, QuantizationError
-from torchq.swap import Plan, apply_, plan_of
+from torchq.swap import plan_of
 from torchq.workflow import quantizers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,14 +108,6 @@ def test_an_uncalibrated_model_is_one_too(x: torch.Tensor, tmp_path: Path) -> No
     torchq.save(model, tmp_path / "m.pt")
     loaded = torchq.load(nn.Sequential(nn.Linear(8, 2)), str(tmp_path / "m.pt"))
     assert torch.equal(loaded(x), model(x)) and not loaded[0].input_quantizer.calibrated
-
-
-def test_records_are_json(model: Net) -> None:
-    record = plan_of(model).to_dict()
-    assert json.loads(json.dumps(record)) == record
-    twin = Net()
-    apply_(twin, Plan.from_dict(record))
-    assert plan_of(twin) == plan_of(model)
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,6 @@ from torchq.nn.convert import QuantModule, change_class
 from torchq.nn.modules.operators import (
     Tap,
     function_of,
-    operator_name,
-    operator_named,
 )
 from torchq.nn.operator_routes import MARK, Recorder, Route, base_name
 from torchq.utils import qualified_name
@@ -61,16 +59,6 @@ class OperatorOwner(QuantModule):
     is_container = True
 
     replacements: Mapping[str, str] = types.MappingProxyType({})
-
-    def replacement_record(self) -> dict[str, Any]:
-        """Return what :func:`replace_recorded_operators_` needs, as JSON data."""
-        children = dict.fromkeys(self.replacements.values())
-        kinds = {child: operator_name(self.get_submodule(child)) for child in children}
-        return {
-            "class": qualified_name(type(self).float_class),
-            "nodes": dict(self.replacements),
-            "children": kinds,
-        }
 
 
 class RewrittenForward(OperatorOwner):
@@ -344,33 +332,6 @@ def replace_operators_(module: nn.Module, replacements: Mapping[str, str]) -> nn
         change_class(module, cls)
         raise
     return module
-
-
-def replace_recorded_operators_(module: nn.Module, record: Mapping[str, Any]) -> nn.Module:
-    """Replace the operators that a record names by float children, in place, and return the module.
-
-    Args:
-        module: A float module.
-        record: What :meth:`OperatorOwner.replacement_record` returned.
-
-    Raises:
-        QuantizationError: The module has another class, or another forward.
-    """
-    add_recorded_children_(module, record)
-    return replace_operators_(module, record["nodes"])
-
-
-def add_recorded_children_(module: nn.Module, record: Mapping[str, Any]) -> None:
-    """Add the float children of a record, which stand for operators, in place."""
-    if qualified_name(type(module)) != record["class"]:
-        raise QuantizationError(
-            f"{qualified_name(type(module))}: got this class; expected {record['class']}"
-        )
-    for child, kind in record["children"].items():
-        operator = operator_named(kind)
-        if operator is None:
-            raise QuantizationError(f"{child}: got {kind!r}; expected the name of an operator")
-        module.add_module(child, operator.train(module.training))
 
 
 class RewrittenGraph(OperatorOwner):

@@ -22,7 +22,7 @@ from torchq.nn import (
 )
 from torchq.nn.calls.routed import RoutedModule, route_calls_
 from torchq.nn.convert import unchanged_on_error
-from torchq.nn.modules.operators import Cat, QuantCat, operator_named
+from torchq.nn.modules.operators import OPERATORS, QuantCat, stand_in
 from torchq.nn.operator_modules import OperatorOwner, replace_operators_
 from torchq.nn.subclasses import unparametrized
 from torchq.runtime import RUNTIMES, remember_target
@@ -107,7 +107,7 @@ def as_it_is(model: nn.Module) -> Plan:
     for names, module in modules_with_names(model):
         if not isinstance(module, QuantModule):
             continue
-        owned |= {id(child) for child in module.children()}
+        owned |= _own_children(module)
         if isinstance(module, OperatorOwner) and module.replacements:
             operators[names[0]] = Operators(class_name(module), dict(module.replacements))
         calls = module.calls if isinstance(module, RoutedModule) else ()
@@ -126,6 +126,12 @@ def as_it_is(model: nn.Module) -> Plan:
     shared = canonical_groups([map(public_path, group) for group in shared_groups(model)])
     fusions = tuple(fusion_record(model))
     return Plan(tuple(rows), operators, placed, shared, modes, fusions)
+
+
+def _own_children(module: nn.Module) -> set[int]:
+    """Return the ids of the children that conversion gave to a module, its quantizers."""
+    has_own = isinstance(module, QuantModule) and not module.is_container
+    return {id(child) for child in module.children()} if has_own else set()
 
 
 def quantizer_slots(model: nn.Module) -> Iterator[tuple[str, TensorQuantizer]]:
@@ -214,15 +220,15 @@ def _add_operators(model: nn.Module, plan: Plan) -> None:
         owner = _find(found, path, entry.cls)
         for child in entry.sites.values():
             decision = plan.decision(f"{path}.{child}" if path else child)
-            module = None if decision is None else operator_named(decision.class_name)
+            cls = None if decision is None else OPERATORS.get(decision.class_name)
             problem = f"there is no operator for {child}; expected a decision about it"
             if hasattr(owner, child):
                 problem = f"has an attribute {child} already; expected a module without it"
-            if module is None or hasattr(owner, child):
+            if cls is None or hasattr(owner, child):
                 raise QuantizationError(
                     f"{path or '(root)'}: {problem}. Load into the architecture that was saved"
                 )
-            owner.add_module(child, module.train(owner.training))
+            owner.add_module(child, stand_in(cls).train(owner.training))
         if not any(d.calls for d in plan.replaced if path in d.names):
             replace_operators_(owner, entry.sites)
     for decision in plan.replaced:
@@ -264,7 +270,7 @@ def convert_as(
         route_calls_(module, decision.calls, operators=operators, **slots)
         return
     convert_(module, **decision.descriptors)
-    if isinstance(module, Cat) and isinstance(module, QuantCat) and decision.ranges > 1:
+    if isinstance(module, QuantCat) and decision.ranges > 1:
         module.separate_ranges_(decision.ranges)
 
 
@@ -288,8 +294,7 @@ def _find(found: Mapping[str, nn.Module], path: str, expected: str) -> nn.Module
 
 
 def _check_placed(model: nn.Module, plan: Plan) -> None:
-    quantized = [module for module in model.modules() if isinstance(module, QuantModule)]
-    owned = {id(child) for module in quantized for child in module.children()}
+    owned = {key for module in model.modules() for key in _own_children(module)}
     for path, module in model.named_modules():
         if isinstance(module, TensorQuantizer) and id(module) not in owned:
             expected = plan.placed.get(public_path(path))

@@ -13,7 +13,7 @@ from typing import TypeAlias
 from torch import nn
 
 from torchq.formats import PerTensor
-from torchq.graph import Call, Flow, effects_of, operator_named
+from torchq.graph import OPERATORS, Call, Flow, effects_of, operator_named
 from torchq.nn import InputQuantized, QuantModule, TensorQuantizer, quantized_class
 from torchq.swap.facts import Facts, Value
 from torchq.swap.plan import ALREADY, Decision, Plan, canonical_groups
@@ -36,13 +36,8 @@ _FEW_RESULTS = 50_000
 #: Float kernels are slow for depthwise convolutions whose channels are no multiple of this.
 _ALIGNMENT = 4
 #: Class of an operator that is a module -> the function that its forward calls in float.
-_FUNCTIONS = {
-    "Add": "add",
-    "Mul": "mul",
-    "MatMul": "matmul",
-    "Cat": "cat",
-    "ScaledDotProductAttention": "scaled_dot_product_attention",
-}
+_ROWS = map(OPERATORS.__getitem__, OPERATORS)
+_FUNCTIONS = {row.module: row.name for row in _ROWS if row.module not in (None, "", "Tap")}
 
 
 def is_depthwise(module: nn.Module | None) -> bool:

@@ -27,7 +27,7 @@ from torchq.swap.find_operators import Operator
 from torchq.swap.passes import PASSES
 from torchq.swap.placement import decide_for_target
 from torchq.swap.plan import Operators, Plan
-from torchq.swap.share import measure_work, warn_if_small
+from torchq.swap.share import counting_products, warn_if_small, work_of
 from torchq.utils import Pattern, progress_stages, qualified_name, state_kept
 
 
@@ -153,7 +153,10 @@ def make_plan(
     config = config.with_rules(*(Rule(pattern, skip=True) for pattern in patterns(exclude)))
     operators: tuple[tuple[Operator, Draft], ...] = ()
     with state_kept(model):
-        calls = None if example is None else find_calls(model, example)
+        calls, products = None, None
+        if example is not None:
+            with counting_products(model) as products:
+                calls = find_calls(model, example)
         config = resolve_positions(model, config, calls)
         if runtime is None or placement is None:
             drafts = decide(model, config, wanted, found=calls)
@@ -170,7 +173,7 @@ def make_plan(
         modes=_open_branches(operators) if placement and placement.one_branch else {},
         target=None if runtime is None else runtime.name,
         recipe=config.name,
-        work=measure_work(model, example),
+        work=work_of(model, products),
     )
     facts = Facts.of(model, found, example, placement)
     for step in PASSES if example is not None else PASSES[:1]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torchq.graph import call_model, tensors_in
-from torchq.utils import plain_attention, untouched
+from torchq.graph import tensors_in
+from torchq.utils import plain_attention
 
 #: Below this share of what the user did not exclude, a warning says why.
 SMALL = 1 / 3
@@ -56,11 +56,11 @@ class Share:
         return f"{self.quantized:.1%} of the {self.unit} quantized"
 
 
-def measure_work(model: nn.Module, example: Any) -> Work:
-    """Return the multiply-adds of one run on ``example``; the sizes of weights without one."""
-    amounts = dict(_weights(model)) if example is None else _multiply_adds(model, example)
+def work_of(model: nn.Module, products: Mapping[str, float] | None) -> Work:
+    """Return the multiply-adds that a run showed; the sizes of weights without one."""
+    amounts = dict(_weights(model)) if products is None else dict(products)
     classes = {name: type(model.get_submodule(name)).__name__ for name in amounts}
-    return Work(example is not None, amounts, classes)
+    return Work(products is not None, amounts, classes)
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, float]]:
@@ -73,23 +73,25 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, float]]:
                 yield name, count
 
 
-def _multiply_adds(model: nn.Module, example: Any) -> dict[str, float]:
+@contextmanager
+def counting_products(model: nn.Module) -> Iterator[dict[str, float]]:
+    """Yield what becomes path -> multiply-adds of each module's own forward in the block."""
     # The module imports Triton, which `import torchq` must not do.
     from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415
 
     found: Counter[str] = Counter()
+    products: dict[str, float] = {}
     counter = FlopCounterMode(display=False)
     calls = _Calls(counter.get_total_flops, found)
     with ExitStack() as stack:
-        for context in (untouched(model), plain_attention()):
-            stack.enter_context(context)
+        stack.enter_context(plain_attention())
         for name, module in model.named_modules():
             before, after = calls.hooks(name)
             stack.callback(module.register_forward_pre_hook(before).remove)
             stack.callback(module.register_forward_hook(after).remove)
         with counter:
-            call_model(model, example)
-    return {name: flops / 2 for name, flops in found.items() if flops}
+            yield products
+    products.update({name: flops / 2 for name, flops in found.items() if flops})
 
 
 class _Calls:

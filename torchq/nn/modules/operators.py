@@ -105,35 +105,12 @@ class Tap(nn.Identity):
 
 #: The float modules of this file that rows of :mod:`torchq.graph.operators` name.
 OPERATORS: dict[str, type[nn.Module]] = {name: globals()[name] for name in KINDS.values()}
-#: The largest number of ranges of a concatenation that a name can ask for.
-_MOST_RANGES = 256
-
-
-def operator_name(module: nn.Module) -> str:
-    """Return the name under which :func:`operator_named` makes such a module.
-
-    Example:
-        >>> operator_name(Add()), operator_name(Cat(ranges=3))
-        ('Add', 'Cat:3')
-    """
-    cls = type(module).float_class if isinstance(module, QuantModule) else type(module)
-    ranges = f":{module.ranges}" if isinstance(module, Cat) and module.ranges > 1 else ""
-    return f"{cls.__name__}{ranges}"
-
-
-def operator_named(name: str) -> nn.Module | None:
-    """Return a new :func:`stand_in` of this name; None where the name is of no operator."""
-    kind, colon, ranges = name.partition(":")
-    if not colon:
-        return stand_in(OPERATORS[kind]) if kind in OPERATORS else None
-    count = int(ranges) if ranges.isdecimal() and len(ranges) < 4 else 0
-    return Cat(0, count) if kind == "Cat" and 1 < count <= _MOST_RANGES else None
 
 
 def function_of(module: nn.Module) -> Callable[..., Any]:
     """Return the function of torch that a module of this file computes, quantized or not."""
-    name = operator_name(module).partition(":")[0]
-    row = next(row for row in map(ROWS.__getitem__, ROWS) if row.module == name)
+    cls = type(module).float_class if isinstance(module, QuantModule) else type(module)
+    row = next(row for row in map(ROWS.__getitem__, ROWS) if row.module == cls.__name__)
     found = (f for f in row.functions if getattr(f, "__module__", None) != operator.__name__)
     return cast("Callable[..., Any]", next(found))
 

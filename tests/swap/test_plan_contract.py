@@ -1,0 +1,184 @@
+"""A plan is a value: what is planned, carried out, reported, stored and loaded is the same."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchq
+from tests.models import Conv1D, ConvNet, Projection, SamePadConv2d, StagedNet
+from torchq.nn import TensorQuantizer
+from torchq.swap import Plan, apply_, plan_of
+
+
+class Stem(nn.Module):
+    """First layers that some targets leave float, results read in float, and both kinds of ranges.
+
+    One activation stands in two places, one layer has two names.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act = nn.Conv2d(3, 16, 3, padding=1), nn.SiLU()
+        self.wise = nn.Conv2d(16, 16, 3, padding=1, groups=16)
+        self.left, self.right = nn.Conv2d(16, 8, 1), nn.Conv2d(16, 8, 1)
+        self.inner = nn.Sequential(nn.Conv2d(16, 8, 3, padding=1), self.act)
+        self.again, self.last = self.right, nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.wise(self.act(self.first(x))))
+        x = torch.cat([self.left(x).relu(), 40 * self.again(x)], 1)
+        x = self.inner(F.max_pool2d(x, 2))
+        return torch.tanh(self.last(x)) * torch.sigmoid(x.mean((2, 3), keepdim=True)[:, :4])
+
+
+class Branching(nn.Module):
+    """A forward that cannot be traced, with a weight of its own, and a quantizer of its author."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(8, 3, 3, 3) * 0.2)
+        self.conv, self.fc = nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8, 5)
+        self.own = TensorQuantizer(torchq.QuantDescriptor(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.own(F.relu(F.conv2d(x, self.kernel, padding=1)))
+        y = y + self.conv(y) if y.sum() > 0 else y - self.conv(y)
+        return F.linear(y.mean((2, 3)), self.fc.weight, self.fc.bias)
+
+
+def transformer() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    return nn.Sequential(encoder, Conv1D(5, 8), nn.Linear(5, 5), Projection())
+
+
+def fused() -> nn.Module:
+    model = ConvNet().eval()
+    torchq.fuse_(model, IMAGE)
+    return model
+
+
+IMAGE, ROWS = torch.randn(2, 3, 64, 64), torch.randn(2, 6, 8)
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "stem": (Stem, IMAGE),
+    "branching": (Branching, IMAGE),
+    "staged": (StagedNet, IMAGE),
+    "fused": (fused, IMAGE),
+    "own padding": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), SamePadConv2d(8, 8, 3)), IMAGE),
+    "transformer": (transformer, ROWS),
+    "recurrent": (lambda: nn.Sequential(nn.LSTM(8, 4, 2, bidirectional=True)), ROWS),
+}
+ZOO = ("resnet18", "mobilenet_v3_small", "squeezenet1_1", "shufflenet_v2_x0_5", "densenet121")
+
+
+def made(name: str) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    if name not in ZOO:
+        make, x = NETWORKS[name]
+        return make().eval(), x
+    models = pytest.importorskip("torchvision.models")
+    return models.get_model(name, weights=None, num_classes=4).eval(), torch.randn(1, 3, 64, 64)
+
+
+SMALL = [
+    pytest.param(name, target, has_example, id=f"{name}-{target}-{has_example}")
+    for name in NETWORKS
+    for target in (None, "onnxruntime", "openvino")
+    for has_example in (False, True)
+]
+LARGE = [pytest.param(name, "onnxruntime", True, id=name) for name in ZOO]
+
+
+@pytest.mark.filterwarnings("ignore:.*only .* quantized")
+@pytest.mark.parametrize(("name", "target", "has_example"), [*SMALL, *LARGE])
+def test_plan_report_copy_file_and_loaded_model_agree(
+    name: str, target: str | None, has_example: bool, tmp_path: Path
+) -> None:
+    model, x = made(name)
+    config = torchq.recipes.int8(recurrent=True)
+    options = {"target": target, "example": x if has_example else None}
+    before = {key: type(module) for key, module in model.named_modules()}
+    planned = torchq.plan(model, config, **options)
+    assert {key: type(module) for key, module in model.named_modules()} == before
+    fresh = copy.deepcopy(model)
+    report = torchq.quantize_(model, config, **options, progress=False)
+    assert planned == report == plan_of(model)
+    assert planned == Plan.from_dict(json.loads(json.dumps(planned.to_dict())))
+    assert planned == pickle.loads(pickle.dumps(planned)) == plan_of(copy.deepcopy(model))
+    torchq.save(model, tmp_path / "m.pt")
+    loaded = torchq.load(copy.deepcopy(fresh), tmp_path / "m.pt")
+    assert plan_of(loaded) == report
+    if name in NETWORKS:
+        apply_(fresh, planned)
+        with torch.no_grad():
+            results = [m(x) for m in (model, loaded, fresh)]
+        for other in results[1:]:
+            torch.testing.assert_close(other, results[0], rtol=0, atol=0, equal_nan=True)
+        assert torchq.restore_(fresh) and plan_of(fresh).decisions == ()
+
+
+def test_the_networks_show_every_kind_of_decision() -> None:
+    """Otherwise the plans above could agree on nothing."""
+    model, x = made("stem")
+    plan = torchq.plan(model, target="onnxruntime", example=x)
+    assert plan.decision("first").by == "float start" and plan.decision("last").output is not None
+    assert plan.decision("quant_cat").ranges == 2 and plan.shared
+    assert plan.decision("again").names == ("right", "again") and plan.operators[""].sites
+    assert {d.name for d in plan.replaced} >= {"inner.1"} and "act" not in plan.modes
+    assert "0.layers.0.self_attn.softmax_quantizer" in torchq.plan(made("transformer")[0]).modes
+    model, x = made("branching")
+    plan = torchq.plan(model, target="onnxruntime", example=x)
+    assert plan.decision("kernel_call").input is not None and set(plan.placed) == {"own"}
+    assert plan.share is not None and plan.work is not None and plan.work.measured
+
+
+@pytest.mark.parametrize(("name", "most"), [("stem", 2), ("branching", 3), ("transformer", 3)])
+def test_few_runs_decide_everything(name: str, most: int) -> None:
+    """A run more shows the operators of forwards that cannot be traced."""
+    model, x = made(name)
+    calls: list[nn.Module] = []
+    model.register_forward_pre_hook(lambda module, _: calls.append(module))
+    torchq.quantize_(model, target="onnxruntime", example=x, progress=False)
+    assert len(calls) <= most
+
+
+def test_a_model_that_was_changed_by_hand_has_the_plan_of_what_it_is(tmp_path: Path) -> None:
+    model, x = made("staged")
+    report = torchq.quantize_(model, exclude="head.0", example=x)
+    model.stem.input_quantizer.mode = "off"
+    torchq.nn.revert_(model.layer4.conv)
+    now = plan_of(model)
+    assert now.modes == {"stem.input_quantizer": "off"}
+    assert now.decision("layer4.conv") is None
+    assert now.decision("stem") == report.decision("stem")
+    assert now.decision("head.0").reason == "excluded"
+    torchq.save(model, tmp_path / "m.pt")
+    loaded = torchq.load(made("staged")[0], tmp_path / "m.pt")
+    assert plan_of(loaded) == now and torch.equal(loaded(x), model(x))
+
+
+def test_parts_that_were_quantized_one_by_one_keep_their_reasons() -> None:
+    model, _ = made("staged")
+    torchq.quantize_(model.layer4, exclude="downsample.0")
+    torchq.quantize_(model.head)
+    plan = plan_of(model)
+    assert plan.decision("layer4.downsample.0").reason == "excluded"
+    assert plan.decision("head.0").by == "type:torch.nn.modules.linear.Linear"
+
+
+def test_explain_says_who_decided_what_and_why() -> None:
+    model, x = made("stem")
+    plan = torchq.plan(model, target="onnxruntime", example=x, exclude="last")
+    assert "faster in float; decided by float start" in plan.explain("first")
+    assert "excluded; decided by last" in plan.explain("last")
+    assert "one range with" in plan.explain(plan.shared[0][0])
+    assert plan.explain("nobody") == "nobody: nothing is decided about it"
