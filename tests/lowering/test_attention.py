@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import torchq
-from tests.lowering.common import BITS, recipe, sqnr, stored_state
+from tests.lowering.common import BITS, recipe, sqnr
 from tests.nn.test_attention import MASKS, OPTIONS, Seq2Seq, attention, batch, tokens
 from torchq.lowering import (
     DeployedMultiheadAttention,
@@ -176,16 +175,6 @@ def test_it_is_one_node_of_a_trace() -> None:
         node.target for node in int8.graph.nodes
     }
     assert sqnr(int8(x), model(x)) > 40
-
-
-def test_copies_files_and_state() -> None:
-    x = torch.randn(2, 5, 12)
-    (_, int8), (_, other) = deployed(Block(), x), deployed(Block(), 2 * x)
-    expected = int8(x)
-    assert not torch.equal(other(x), expected)
-    other.load_state_dict(stored_state(int8))
-    for twin in (copy.deepcopy(int8), pickle.loads(pickle.dumps(int8)), other):
-        assert torch.equal(twin(x), expected)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")

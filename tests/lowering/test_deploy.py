@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 import threading
 from typing import Any
 
@@ -48,46 +47,6 @@ def test_a_network_agrees_with_its_simulation(
     assert type(model.stem) is torchq.nn.QuantConv2d
 
 
-def test_layers_pass_codes_and_leave_no_float_layer_between(images: Tensor) -> None:
-    int8 = deployed(Residual(), images)
-    assert kinds(int8, nn.BatchNorm2d) == kinds(int8, nn.ReLU) == 0
-    outputs = {
-        name: m.output_qparams for name, m in int8.named_modules() if isinstance(m, Int8Conv)
-    }
-    assert outputs["conv1"] is not None and outputs["conv1"].zero_point == 0
-    # These feed the residual addition, the two branches, and a mean: in floating point.
-    assert [name for name, qparams in outputs.items() if qparams is None] == [
-        "stem",
-        "conv2",
-        "left",
-        "right",
-    ]
-    assert str(torchq.summary(int8)).count("uint8 x int8") == 6
-
-
-class Quantizers(nn.Module):
-    """A block with a quantizer that the author placed on its residual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 3, 3, padding=1)
-        self.residual = torchq.TensorQuantizer()
-        self.next = nn.Linear(3 * 64, 7)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.relu(self.conv(x) + self.residual(x))
-        return self.next(torch.nn.functional.max_pool2d(y, 2).flatten(1))
-
-
-def test_quantized_residuals_are_added_as_codes(images: Tensor) -> None:
-    model = calibrated(Quantizers(), images)
-    int8 = torchq.deploy(model, images)
-    (conv,) = (m for m in int8.modules() if isinstance(m, Int8Conv))
-    assert conv.residual_qparams is not None and conv.output_qparams is not None
-    assert kinds(int8, Dequantize) == 0
-    assert sqnr(int8(images), model(images)) > 40
-
-
 class Aliased(nn.Module):
     """What a pass could get wrong.
 
@@ -125,30 +84,6 @@ def test_hooks_keep_layers_apart(images: Tensor) -> None:
 
 
 # --- living with the result ----------------------------------------------------------------------
-
-
-def test_copies_and_files(images: Tensor) -> None:
-    int8 = deployed(Residual(), images)
-    expected = int8(images)
-    file = io.BytesIO()
-    torch.save(int8, file)
-    file.seek(0)
-    for other in (
-        copy.deepcopy(int8),
-        pickle.loads(pickle.dumps(int8)),
-        torch.load(file, weights_only=False),
-    ):
-        assert torch.equal(other(images), expected)
-
-
-def test_state_dict(images: Tensor) -> None:
-    torch.manual_seed(1)
-    first, second = (deployed(Residual(), scale * images) for scale in (1.0, 2.0))
-    file = io.BytesIO()
-    torch.save(first.state_dict(), file)
-    file.seek(0)
-    second.load_state_dict(torch.load(file, weights_only=True))
-    assert torch.equal(second(images), first(images))
 
 
 def test_threads(images: Tensor) -> None:
@@ -239,21 +174,3 @@ def test_quantizers_placed_for_a_runtime(images: Tensor, target: str) -> None:
             == 1
         )
         assert kinds(int8, Dequantize) <= 1
-
-
-def test_products_of_quantized_operands(images: Tensor) -> None:
-    class Gate(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.mul, self.cat = nn.Conv2d(3, 3, 1), torchq.nn.Mul(), torchq.nn.Cat()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.cat([self.mul(self.conv(x), torch.sigmoid(x)), x])
-
-    config = recipe().with_rules(
-        *(torchq.Rule(c, input=torchq.QuantDescriptor()) for c in (torchq.nn.Mul, torchq.nn.Cat))
-    )
-    model = calibrated(Gate(), images, config)
-    int8 = torchq.deploy(model, images)
-    assert sqnr(int8(images), model(images)) > 40
-    assert kinds(int8, torchq.TensorQuantizer) == 0

@@ -165,17 +165,3 @@ def test_what_no_kernel_computes_stays_simulated(
     assert any(reason in row.note for row in rows.values())
     limit = 2 * float(model[6].input_quantizer.scale)
     assert float((deployed(x) - model(x)).detach().abs().max()) < limit
-
-
-@pytest.mark.filterwarnings("ignore:.* only .* quantized")
-def test_asymmetric_weights_stay_simulated(generator: torch.Generator) -> None:
-    model, x = net(), images(generator)
-    weight = QuantDescriptor(axis=0, symmetric=False)
-    torchq.quantize_(
-        model, QuantConfig((Rule("type:Linear", input=QuantDescriptor(), weight=weight),))
-    )
-    torchq.calibrate(model, [x], progress=False)
-    deployed = torchq.deploy(model, x)
-    notes = [row.note for row in torchq.summary(deployed).layers]
-    assert any("weight ranges are asymmetric" in note for note in notes)
-    assert torch.allclose(deployed(x), model(x), atol=1e-5)

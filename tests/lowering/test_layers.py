@@ -236,18 +236,6 @@ def test_layers_of_the_compatibility_package_are_lowered() -> None:
     assert sum(isinstance(m, Int8Layer) for m in int8.modules()) == 2
 
 
-def test_bound_kernels_follow_changes_of_the_layer() -> None:
-    x = torch.randn(2, 3, 8, 8)
-    layer = torchq.deploy(calibrated(nn.Conv2d(3, 4, 3, padding=1), x))
-    before = layer(x)
-    layer.weight_scale = layer.weight_scale * 2
-    assert isinstance(layer.bias, Tensor)
-    layer.bias = layer.bias * 2
-    torch.testing.assert_close(layer(x), 2 * before, rtol=1e-5, atol=1e-5)
-    layer.params = layer.params._replace(stride=(2, 2))
-    assert layer(x).shape == (2, 4, 4, 4)
-
-
 def test_residuals_of_several_kinds_reach_one_layer() -> None:
     x = torch.randn(2, 3, 8, 8)
     layer = torchq.deploy(calibrated(nn.Conv2d(3, 4, 3, padding=1), x))

@@ -141,6 +141,16 @@ CASES: dict[str, tuple[dict[str, nn.Module], Callable[..., Any], str]] = {
         lambda m, x: [m.n(z := m.a(x)), z],
         "[BatchNorm2d(Int8Conv(Quantize(x))), Int8Conv(Quantize(x))]",
     ),
+    "transposed": (
+        {"t": nn.ConvTranspose2d(4, 4, 4, 2, 1, groups=2), "n": norm(), "b": conv()},
+        lambda m, x: m.b(F.relu(m.n(m.t(x)))),
+        "Int8Conv(Int8ConvTranspose.clamp.u8(Quantize(x)))",
+    ),
+    "sum with a transposed one": (
+        {"t": nn.ConvTranspose2d(4, 4, 3, 1, 1)},
+        lambda m, x: m.t(x) + x,
+        "add(Int8ConvTranspose(Quantize(x)), x)",
+    ),
     "sum": (
         B,
         lambda m, x: m.b(F.relu(m.a(x) + x)),
