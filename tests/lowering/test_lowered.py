@@ -294,7 +294,11 @@ CASES: dict[str, tuple[dict[str, nn.Module], Callable[..., Any], str]] = {
         lambda m, x: m.q(m.a(x)),
         f"{torchq.TensorQuantizer.__name__}(Int8Conv(Quantize(x)))",
     ),
-    "dictionary": (A, lambda m, x: OrderedDict(a=m.a(x)), "BuildDict({a: Int8Conv(Quantize(x))})"),
+    "dictionary": (
+        A,
+        lambda m, x: OrderedDict(a=m.a(x)),
+        "OrderedDict({a: Int8Conv(Quantize(x))})",
+    ),
     "shared layer": (
         A,
         lambda m, x: m.a(F.relu(m.a(x))),

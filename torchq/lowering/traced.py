@@ -1,8 +1,4 @@
-"""Traced models that stay what the code around them expects.
-
-A :class:`torch.fx.GraphModule` is pickled as code that unpickling traces with torch's own tracer.
-That keeps calls of modules and of importable functions alone, so what else there is are such.
-"""
+"""Traced models that stay what the code around them expects."""
 
 from __future__ import annotations
 
@@ -13,6 +9,7 @@ from operator import is_
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
 
 from torchq.utils import calls_are_recorded
 
@@ -34,14 +31,17 @@ class TracedModel(fx.GraphModule):
 
         The result is in eval mode.
         """
-        # A graph of its own: the one that was traced names the tracer, and unpickling would look
-        # for that class.
-        graph = fx.Graph()
-        graph.output(graph.graph_copy(graph_module.graph, {}))
-        for node in graph.nodes:
-            # Annotations may be strings, which torch 2.9 cannot pickle.
-            node.type = None
-        result = cls(graph_module, graph, class_name=type(original).__name__)
+        return cls._from_rows(graph_module, _rows(graph_module.graph), original)
+
+    @classmethod
+    def _from_rows(cls, root: nn.Module, rows: Sequence[Any], original: nn.Module) -> TracedModel:
+        graph, nodes = fx.Graph(), dict[str, fx.Node]()
+        for op, name, target, args, kwargs in rows:
+            args, kwargs = map_aggregate((args, kwargs), lambda a: _node_of(a, nodes))
+            if dataclasses.is_dataclass(target) and args:  # a dictionary with fields
+                args, kwargs = (), args[0]
+            nodes[name] = graph.create_node(op, target, args, kwargs, name)
+        result = cls(root, graph, class_name=type(original).__name__)
         copy_plain_attributes(original, result)
         return result.eval()
 
@@ -62,8 +62,41 @@ class TracedModel(fx.GraphModule):
         return result
 
     def __reduce__(self) -> tuple[Any, ...]:
-        rebuild, arguments = super().__reduce__()
-        return _rebuild_traced_model, (rebuild, arguments)
+        # torch pickles the code, which its own tracer would have to trace again.
+        root = nn.Module()
+        for name in ("_modules", "_parameters", "_buffers"):
+            vars(root)[name] = vars(self)[name]
+        vars(root).update(_plain_attributes(self, nn.Module()))
+        return _rebuild, (root, _rows(self.graph), type(self).__name__)
+
+
+def _rebuild(root: nn.Module, rows: Sequence[Any], name: str) -> TracedModel:
+    original = type(name, (nn.Module,), {})()
+    vars(original).update(_plain_attributes(root, original))
+    return TracedModel._from_rows(root, rows, original)  # noqa: SLF001
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ref:
+    """Stands for the result of a node in rows."""
+
+    name: str
+
+
+def _rows(graph: fx.Graph) -> list[tuple[Any, ...]]:
+    """Return a graph as what can be pickled: operation, name, target and arguments of each node."""
+    return [
+        (node.op, node.name, node.target, *map_aggregate((node.args, node.kwargs), _ref_of))
+        for node in graph.nodes
+    ]
+
+
+def _ref_of(value: Any) -> Any:
+    return _Ref(value.name) if isinstance(value, fx.Node) else value
+
+
+def _node_of(value: Any, nodes: dict[str, fx.Node]) -> Any:
+    return nodes[value.name] if isinstance(value, _Ref) else value
 
 
 class _Flat:
@@ -156,31 +189,6 @@ def _plain_attributes(source: nn.Module, destination: nn.Module) -> dict[str, An
         for name, value in vars(source).items()
         if not name.startswith("_") and not hasattr(destination, name)
     }
-
-
-class AssertNone(nn.Module):
-    """Check that an argument is None, as it was when the graph was traced."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__()
-        self.message = message
-
-    def forward(self, value: object) -> None:
-        """Raise AssertionError unless ``value`` is None."""
-        if value is not None:
-            raise AssertionError(self.message)
-
-
-class BuildDict(nn.Module):
-    """Build a dictionary of the type that the original model returns."""
-
-    def __init__(self, kind: type[dict[str, Any]]) -> None:
-        super().__init__()
-        self.kind = kind
-
-    def forward(self, items: dict[str, Any]) -> dict[str, Any]:
-        """Return ``items`` as a dictionary of :attr:`kind`."""
-        return self.kind(**items) if dataclasses.is_dataclass(self.kind) else self.kind(items)
 
 
 def nth_chunk(x: Tensor, method: str, index: int, *args: Any, **kwargs: Any) -> Tensor:

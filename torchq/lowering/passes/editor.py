@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import fx, nn
 from torch.fx.node import Argument
@@ -9,7 +11,6 @@ from torch.fx.node import Argument
 from torchq.lowering.layer import Int8Layer
 from torchq.lowering.passes import match
 from torchq.lowering.qparams import QParams
-from torchq.lowering.traced import AssertNone
 
 
 class GraphEditor:
@@ -78,7 +79,6 @@ class GraphEditor:
                 or node.op in ("placeholder", "output")
                 or node.is_impure()
                 or match.is_none_check(node)
-                or isinstance(self.module(node), AssertNone)
             )
             if not kept:
                 self.graph.erase_node(node)
@@ -108,3 +108,17 @@ class GraphEditor:
 def base_name(node: fx.Node) -> str:
     """Return the name that new nodes in the place of ``node`` start with."""
     return str(node.target) if node.op == "call_module" else node.name
+
+
+def apply_pass(editor: GraphEditor, rewrite: NodePass) -> bool:
+    """Apply one pass to every node that is there now; return whether it changed anything."""
+    changed, present = False, set(editor.graph.nodes)
+    for node in list(editor.graph.nodes):
+        if node in present and rewrite(editor, node):
+            editor.prune()
+            changed, present = True, set(editor.graph.nodes)
+    return changed
+
+
+#: A pass; see :mod:`torchq.lowering.passes`.
+NodePass = Callable[[GraphEditor, fx.Node], bool]

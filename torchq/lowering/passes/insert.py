@@ -19,9 +19,9 @@ from torchq.lowering.codes import Dequantize, Quantize
 from torchq.lowering.eligible import active
 from torchq.lowering.layer import Int8Layer
 from torchq.lowering.passes import match
-from torchq.lowering.passes.editor import GraphEditor
+from torchq.lowering.passes.editor import GraphEditor, NodePass
 from torchq.lowering.qparams import QParams
-from torchq.lowering.traced import AssertNone, BuildDict, nth_chunk
+from torchq.lowering.traced import nth_chunk
 from torchq.nn import (
     InputQuantized,
     QuantCat,
@@ -33,32 +33,6 @@ from torchq.nn.modules.operators import QuantBinary, function_of
 from torchq.utils import copy_module
 
 _IDENTITIES = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-
-
-def check_none_by_module(editor: GraphEditor, node: fx.Node) -> bool:
-    """Let a module check that an argument is None: calls of modules survive pickling.
-
-    This pass comes first, because nothing reads the check and others would erase it.
-
-    Before: ``_assert_is_none(argument, message)``. After: ``AssertNone(argument)``.
-    """
-    source = match.input_node(node)
-    if source is None or not match.is_none_check(node):
-        return False
-    editor.replace(node, "absent", AssertNone(str(node.args[1])), source)
-    return True
-
-
-def build_dict_by_module(editor: GraphEditor, node: fx.Node) -> bool:
-    """Let a module build a dictionary of a special type: calls of modules survive pickling.
-
-    Before: ``OrderedDict({"logits": x})``. After: ``BuildDict({"logits": x})``.
-    """
-    kind = node.target
-    if node.op != "call_function" or not (isinstance(kind, type) and issubclass(kind, dict)):
-        return False
-    editor.replace(node, "made", BuildDict(kind), *node.args)
-    return True
 
 
 def drop_identity(editor: GraphEditor, node: fx.Node) -> bool:
@@ -257,3 +231,17 @@ def quantize_layer_input(editor: GraphEditor, node: fx.Node) -> bool:
     )
     node.replace_input_with(source, codes)
     return True
+
+
+#: Bring the trace into known forms and make every quantization a node. Each pass runs once, in
+#: the order of the graph.
+INSERT_QDQ: tuple[NodePass, ...] = (
+    drop_identity,
+    view_to_reshape,
+    select_chunk,
+    open_quantized_concat,
+    open_quantized_operator,
+    replace_quantizer,
+    expose_input_quantizer,
+    quantize_layer_input,
+)
