@@ -16,9 +16,7 @@ from torchq.onnx.ir import (
     add_node,
     are_constant,
     attribute,
-    computed_by,
     data_type,
-    is_constant,
     is_output,
     nodes_of,
     readers,
@@ -118,9 +116,6 @@ def _store(node: Node, weight: Node, codes: Tensor, groups: int) -> None:
 
 #: A value, and the indices of its channels before the shuffle.
 _Part: TypeAlias = tuple[Value, Tensor]
-#: The length of a dimension: a number, the name of one of an input, or the place of one in a value
-#: that has it when the file runs; None where nothing is known.
-_Length: TypeAlias = int | str | tuple[Value, int] | None
 
 
 def gather_shuffled(model: Model) -> None:
@@ -135,7 +130,7 @@ def gather_shuffled(model: Model) -> None:
     After: A Gather for each part that is read.
     """
     found = [node for node in nodes_of(model, "Transpose") if _exchanges_groups(node)]
-    shapes = known_shapes(model) if found else {}
+    shapes = known_shapes(model, open_names=True) if found else {}
     for node in found:
         part = _shuffled(node, shapes)
         if part is None:
@@ -161,59 +156,26 @@ def _exchanges_groups(node: Node) -> bool:
 def _shuffled(node: Node, shapes: dict[str, Shape]) -> _Part | None:
     """Return the shuffled value and its channels, if the Reshapes change channels alone."""
     before, (behind,) = node.inputs[0].producer(), readers(node.outputs[0])
-    source = _lengths(before.inputs[0], shapes)
-    middle, last = _target(before, source, shapes), _target(behind, source[:1], shapes)
+    values = (before.inputs[0], before.outputs[0], behind.outputs[0])
+    source, middle, last = (shapes.get(str(value.name), ()) for value in values)
     if len(source) != 4 or len(middle) != 5:
         return None
     groups, channels = middle[1:3]
     if not isinstance(groups, int) or not isinstance(channels, int):
         return None
-    if source[1] != groups * channels:
+    if source[1] != groups * channels or not _equal(last, source):
         return None
-    if not _equal(middle, (source[0], groups, channels, *source[2:])) or not _equal(last, source):
+    if not _equal(middle, (source[0], groups, channels, *source[2:])):
         return None
     order = torch.arange(groups * channels, device="cpu").reshape(groups, channels).T.reshape(-1)
     return behind.outputs[0], order
 
 
-def _lengths(value: Value, shapes: dict[str, Shape]) -> tuple[_Length, ...]:
-    """Return the lengths of a value, as a value and a place where only a run of the file tells."""
-    while (moved := computed_by(value, "QuantizeLinear", "DequantizeLinear")) is not None:
-        value = moved.inputs[0]
-    shape = shapes.get(str(value.name), ())
-    return tuple((value, place) if n is None else n for place, n in enumerate(shape))
-
-
-def _target(
-    reshape: Node, source: tuple[_Length, ...], shapes: dict[str, Shape]
-) -> tuple[_Length, ...]:
-    """Return the lengths that a Reshape gives, -1 for one that follows from the others."""
-    concat = computed_by(reshape.inputs[1], "Concat")
-    lengths: list[_Length] = []
-    for part in concat.inputs if concat is not None else reshape.inputs[1:2]:
-        lengths += value_of(part).tolist() if is_constant(part) else [_length(part, shapes)]
-    if attribute(reshape, "allowzero", 0):
-        return tuple(lengths)
-    kept = [*source, *[None] * len(lengths)]  # A length of 0 stands for that of the source.
-    return tuple(kept[place] if n == 0 else n for place, n in enumerate(lengths))
-
-
-def _length(part: Value, shapes: dict[str, Shape]) -> _Length:
-    """Return one length of a value that the file looks up; None for other numbers."""
-    inserted = computed_by(part, "Unsqueeze")
-    gather = computed_by(part if inserted is None else inserted.inputs[0], "Gather")
-    shape = None if gather is None else computed_by(gather.inputs[0], "Shape")
-    if gather is None or shape is None or {"start", "end"} & set(shape.attributes):
-        return None
-    lengths = _lengths(shape.inputs[0], shapes)
-    places = value_of(gather.inputs[1]).flatten().tolist() if is_constant(gather.inputs[1]) else []
-    return lengths[places[0]] if lengths and len(places) == 1 else None
-
-
-def _equal(found: tuple[_Length, ...], wanted: tuple[_Length, ...]) -> bool:
-    """Return True if lengths are equal; one of them may follow from the others."""
-    different = [n for n, other in zip(found, wanted, strict=False) if n != other]
-    return len(found) == len(wanted) and None not in found and different in ([], [-1])
+def _equal(found: Shape, wanted: Shape) -> bool:
+    """Return True if two shapes of as many elements are equal: one length follows from the rest."""
+    if len(found) != len(wanted):
+        return False
+    return sum(n is None or n != other for n, other in zip(found, wanted, strict=True)) < 2
 
 
 def _read_parts(value: Value, channels: Tensor) -> list[_Part]:

@@ -43,9 +43,10 @@ _ARITHMETIC = names(
 _NUMERIC = frozenset(["FLOAT", "DOUBLE", "INT32", "INT64", "BOOL"])
 
 
-def known_shapes(model: Model) -> dict[str, Shape]:
+def known_shapes(model: Model, open_names: bool = False) -> dict[str, Shape]:
     """Return the shapes that follow from those of inputs and stored tensors, by name of the value.
 
+    With ``open_names`` open lengths that are equal have one name, also where no input has it.
     Shapes that the exporter noted elsewhere are not used: the TorchScript exporter notes the batch
     size of the example there.
     """
@@ -68,7 +69,10 @@ def known_shapes(model: Model) -> dict[str, Shape]:
     for value in (*found.input, *found.value_info, *found.output):
         kind = value.type.tensor_type
         if kind.HasField("shape"):
-            shapes[value.name] = tuple(_length(dim, names) for dim in kind.shape.dim)
+            lengths = (_length(dim) for dim in kind.shape.dim)
+            shapes[value.name] = tuple(
+                n if open_names or isinstance(n, int) or n in names else None for n in lengths
+            )
     return shapes
 
 
@@ -100,10 +104,8 @@ def _without_shape(value: Value) -> Any:
     return _onnx.helper.make_tensor_value_info(value.name, dtype, None)
 
 
-def _length(dim: Any, names: set[str]) -> int | str | None:
-    if dim.HasField("dim_value"):
-        return int(dim.dim_value)
-    return str(dim.dim_param) if dim.dim_param and dim.dim_param in names else None
+def _length(dim: Any) -> int | str | None:
+    return int(dim.dim_value) if dim.HasField("dim_value") else str(dim.dim_param) or None
 
 
 def fold_shapes(model: Model) -> None:
