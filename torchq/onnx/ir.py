@@ -59,6 +59,8 @@ def undo_passes(model: Model, passes: Iterable[Pass]) -> dict[str, str]:
 
 onnx_ir: Any = OptionalModule("onnx_ir", "torchq.onnx")
 _passes: Any = OptionalModule("onnx_ir.passes.common", "torchq.onnx")
+#: Its functions for one class each; ``onnx_ir.to_proto`` asks for every protocol, which is slow.
+serde: Any = OptionalModule("onnx_ir.serde", "torchq.onnx")
 _adapters: Any = OptionalModule("onnx_ir.tensor_adapters", "torchq.onnx")
 
 _EXTERNAL_ABOVE = 1_800_000_000  # Bytes; a protobuf message ends at 2 GiB.
@@ -207,6 +209,13 @@ def value_of(value: Value) -> Tensor:
     if bits is None:
         return torch.from_numpy(array.copy())
     return torch.from_numpy(array.copy().view(bits)).view(_adapters.to_torch_dtype(dtype))
+
+
+def stored_proto(value: Value) -> Any:
+    """Return a stored value as a TensorProto under its name."""
+    proto = serde.serialize_tensor(value.const_value)
+    proto.name = value.name
+    return proto
 
 
 def attribute(node: Node, name: str, default: Any = None) -> Any:

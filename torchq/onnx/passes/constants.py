@@ -25,6 +25,8 @@ from torchq.onnx.ir import (
     readers,
     remove_unused,
     replace_value,
+    serde,
+    stored_proto,
     value_of,
 )
 from torchq.onnx.qdq import (
@@ -121,23 +123,17 @@ def evaluate(
         nodes = [node for node in model.graph if node in chosen]
     constants = {v for node in nodes for v in node.inputs if is_constant(v) and v not in given}
     graph = _helper.make_graph(
-        [onnx_ir.to_proto(node) for node in nodes],
+        [*map(serde.serialize_node, nodes)],
         "constants",
         [_helper.make_empty_tensor_value_info(v.name) for v in given],
         [_helper.make_empty_tensor_value_info(value.name)],
-        initializer=[_as_proto(v) for v in constants],
+        initializer=[*map(stored_proto, constants)],
     )
     imports = [_helper.make_opsetid(d, v) for d, v in model.graph.opset_imports.items()]
     evaluator = _reference.ReferenceEvaluator(_helper.make_model(graph, opset_imports=imports))
     (result,) = evaluator.run(None, {v.name: tensor.numpy() for v, tensor in given.items()})
     # The result may be a number without dimensions, or an expanded view.
     return torch.from_numpy(result.reshape(-1).copy()).reshape(result.shape)
-
-
-def _as_proto(value: Value) -> Any:
-    proto = onnx_ir.to_proto(value.const_value)
-    proto.name = value.name
-    return proto
 
 
 _FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}

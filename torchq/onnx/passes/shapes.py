@@ -25,6 +25,8 @@ from torchq.onnx.ir import (
     onnx_ir,
     remove_unused,
     replace_value,
+    serde,
+    stored_proto,
     value_of,
 )
 from torchq.onnx.passes.constants import evaluate
@@ -57,9 +59,11 @@ def known_shapes(model: Model, open_names: bool = False) -> dict[str, Shape]:
         _onnx.helper.make_opsetid(domain, version)
         for domain, version in {**graph.opset_imports, _UNKNOWN: 1}.items()
     )
-    slim.functions.extend(onnx_ir.to_proto(function) for function in model.functions.values())
+    slim.functions.extend(
+        serde.serialize_function(function) for function in model.functions.values()
+    )
     slim.graph.node.extend(_to_infer(node) for node in graph)
-    slim.graph.input.extend(onnx_ir.to_proto(value) for value in graph.inputs)
+    slim.graph.input.extend(map(serde.serialize_value, graph.inputs))
     slim.graph.output.extend(_without_shape(value) for value in graph.outputs)
     _add_stored(slim, graph.initializers.values(), {value.name for value in graph.inputs})
     # Inference makes up names for dimensions that it does not know.
@@ -78,7 +82,7 @@ def known_shapes(model: Model, open_names: bool = False) -> dict[str, Shape]:
 
 def _to_infer(node: Node) -> Any:
     """Return a node for shape inference; one that it gets wrong as an operator it does not know."""
-    proto = onnx_ir.to_proto(node)
+    proto = serde.serialize_node(node)
     if node.op_type == "SplitToSequence" and not attribute(node, "keepdims", 1):
         proto.domain = _UNKNOWN  # onnx 1.23 says that the parts keep the dimension.
     return proto
@@ -88,9 +92,7 @@ def _add_stored(slim: Any, values: Any, inputs: set[str]) -> None:
     """Add small stored tensors with their contents, and the shape alone of larger ones."""
     for value in values:
         if value.const_value.size <= _SMALL:
-            tensor = onnx_ir.to_proto(value.const_value)
-            tensor.name = value.name
-            slim.graph.initializer.append(tensor)
+            slim.graph.initializer.append(stored_proto(value))
         elif value.name not in inputs:
             slim.graph.input.append(
                 _onnx.helper.make_tensor_value_info(
