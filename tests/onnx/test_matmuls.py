@@ -17,7 +17,7 @@ from tests.onnx.exported import calibrated, ends, run_file
 from torchq import QuantDescriptor, Rule
 from torchq.errors import ExportError
 from torchq.onnx.ir import nodes_of, onnx_ir, value_of
-from torchq.onnx.passes.shapes import fold_shapes
+from torchq.onnx.passes.constants import fold_shapes
 from torchq.workflow import quantizers
 
 onnx = pytest.importorskip("onnx")

@@ -23,7 +23,7 @@ from torchq.onnx.ir import (
     save_model,
     value_of,
 )
-from torchq.onnx.passes.channels import merge_groups
+from torchq.onnx.passes.convolutions import merge_groups
 from torchq.onnx.qdq import stored_weight, write_record
 
 pytest.importorskip("onnx")

@@ -17,8 +17,8 @@ from tests.lowering.common import sqnr
 from tests.onnx.exported import activation_qparams, calibrated, run_file
 from torchq.errors import ExportError
 from torchq.onnx.ir import attribute, load_model, nodes_of, onnx_ir, save_model
-from torchq.onnx.passes.pads import fold_pads, with_lengths
-from torchq.onnx.passes.shapes import fold_shapes
+from torchq.onnx.passes.constants import fold_shapes
+from torchq.onnx.passes.convolutions import fold_pads, with_lengths
 from torchq.onnx.qdq import read_record, write_record
 
 onnx = pytest.importorskip("onnx")

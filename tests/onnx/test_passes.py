@@ -19,12 +19,14 @@ from torchq.onnx.ir import (
 from torchq.onnx.passes.constants import (
     fold_scales,
     fold_slices,
-    fold_weights,
+    known_shapes,
     lift_constants,
-    merge_duplicates,
 )
 from torchq.onnx.passes.matmuls import keep_integer_matmuls, split_gemms, store_transposed
-from torchq.onnx.passes.shapes import known_shapes
+from torchq.onnx.passes.pairs import (
+    fold_weights,
+    merge_duplicates,
+)
 from torchq.onnx.qdq import read_record
 
 onnx = pytest.importorskip("onnx")

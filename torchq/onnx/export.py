@@ -20,7 +20,7 @@ from torchq.onnx.interface import ExampleCall, fixes_batch, named_calls
 from torchq.onnx.ir import Model, run_passes, save_model, set_opset, undo_passes
 from torchq.onnx.passes import EXPORT_PASSES
 from torchq.onnx.passes.activations import retype_activations
-from torchq.onnx.passes.constants import merge_duplicates
+from torchq.onnx.passes.pairs import merge_duplicates
 from torchq.onnx.preflight import check_dtypes, check_quantizers, choose_exporter, default_opset
 from torchq.onnx.qdq import read_record, write_record
 from torchq.onnx.report import ExportReport, report_on

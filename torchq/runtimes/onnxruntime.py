@@ -27,11 +27,16 @@ from torchq.onnx.ir import (
     replace_stored,
     value_of,
 )
-from torchq.onnx.passes.averages import convolve_averages, separate_float8
-from torchq.onnx.passes.biases import fit_biases
-from torchq.onnx.passes.channels import gather_shuffled, merge_groups
+from torchq.onnx.passes.convolutions import (
+    constant_fill,
+    convolve_averages,
+    fit_biases,
+    gather_shuffled,
+    merge_groups,
+    with_lengths,
+)
 from torchq.onnx.passes.matmuls import split_gemms
-from torchq.onnx.passes.pads import constant_fill, with_lengths
+from torchq.onnx.passes.pairs import separate_float8
 from torchq.onnx.qdq import (
     FLOAT_WEIGHT,
     leads_only_to_quantizers,

@@ -34,9 +34,9 @@ from torchq.onnx.ir import (
     value_of,
 )
 from torchq.onnx.passes.activations import retype_activations
-from torchq.onnx.passes.averages import separate
-from torchq.onnx.passes.pads import with_lengths
-from torchq.onnx.passes.shapes import Shape, known_shapes
+from torchq.onnx.passes.constants import Shape, known_shapes
+from torchq.onnx.passes.convolutions import with_lengths
+from torchq.onnx.passes.pairs import separate
 from torchq.onnx.qdq import (
     leads_only_to_quantizers,
     pair_name,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from torchq.config import QuantConfig
 from torchq.descriptor import QuantDescriptor
 from torchq.onnx.ir import Model, data_type, is_constant, nodes_of
-from torchq.onnx.passes.biases import fit_biases
+from torchq.onnx.passes.convolutions import fit_biases
 from torchq.onnx.qdq import (
     element_type,
     format_of,

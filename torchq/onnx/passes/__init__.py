@@ -6,15 +6,18 @@ A pass is a function that changes a model in place; its docstring states the gra
 from torchq.onnx.ir import Pass
 from torchq.onnx.passes.constants import (
     fold_scales,
+    fold_shapes,
     fold_slices,
-    fold_weights,
     lift_constants,
-    merge_duplicates,
 )
+from torchq.onnx.passes.convolutions import fold_pads
 from torchq.onnx.passes.matmuls import keep_integer_matmuls, store_transposed
-from torchq.onnx.passes.names import name_quantizers, remove_debug_metadata
-from torchq.onnx.passes.pads import fold_pads
-from torchq.onnx.passes.shapes import fold_shapes
+from torchq.onnx.passes.pairs import (
+    fold_weights,
+    merge_duplicates,
+    name_quantizers,
+    remove_debug_metadata,
+)
 
 __all__ = ["EXPORT_PASSES"]
 

@@ -20,7 +20,7 @@ from torchq.onnx.ir import (
     nodes_of,
     value_of,
 )
-from torchq.onnx.passes.pads import constant_fill
+from torchq.onnx.passes.convolutions import constant_fill
 from torchq.onnx.qdq import qparams_of, set_qparams, shared_name
 from torchq.runtime import ActivationTypes
 

@@ -1,47 +1,51 @@
-"""Stored tensors: what follows from them, the codes of weights, and equal ones."""
+"""Stored tensors and known lengths: what follows from them is computed."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from torchq.formats import format_by_name
 from torchq.onnx.ir import (
-    DataType,
     Model,
     Node,
     Value,
     add_initializer,
+    add_numbers,
     are_constant,
-    input_at,
+    attribute,
+    computed_by,
+    data_type,
     is_constant,
     is_output,
+    names,
     nodes_of,
     onnx_ir,
-    opset_of,
-    readers,
     remove_unused,
     replace_value,
     serde,
     stored_proto,
     value_of,
 )
-from torchq.onnx.qdq import (
-    add_to_record,
-    element_type,
-    format_of,
-    pair_name,
-    qparams_of,
-    write_record,
-)
 from torchq.utils.optional import OptionalModule
 
+_onnx: Any = OptionalModule("onnx", "torchq.onnx")
 _helper: Any = OptionalModule("onnx.helper", "torchq.onnx")
 _reference: Any = OptionalModule("onnx.reference", "torchq.onnx")
 _passes: Any = OptionalModule("onnx_ir.passes.common", "torchq.onnx")
+#: The length of each dimension; a name, or None, where it is only known when the file runs.
+Shape: TypeAlias = tuple[int | str | None, ...]
+#: A domain whose operators shape inference leaves alone.
+_UNKNOWN = "torchq.unknown"
+_SMALL = 64  # Elements. Shapes, indexes and factors are smaller; weights are not.
+_ARITHMETIC = names(
+    "Cast Sqrt Div Mul Add Sub Mod Reshape Unsqueeze Squeeze Concat Slice Gather Pow Reciprocal "
+    "Abs Neg Ceil Floor Clip Max Min Transpose"
+)
+_NUMERIC = frozenset(["FLOAT", "DOUBLE", "INT32", "INT64", "BOOL"])
 
 
 def lift_constants(model: Model) -> None:
@@ -136,90 +140,172 @@ def evaluate(
     return torch.from_numpy(result.reshape(-1).copy()).reshape(result.shape)
 
 
-_FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-_FOUR_BITS_SINCE = 21  # The first opset with int4 and uint4.
+def known_shapes(model: Model, open_names: bool = False) -> dict[str, Shape]:
+    """Return the shapes that follow from those of inputs and stored tensors, by name of the value.
 
-
-def fold_weights(model: Model) -> None:
-    """Replace each QuantizeLinear of a constant by its codes.
-
-    Before: QuantizeLinear(clip, cast or reshape of a stored tensor) -> DequantizeLinear.
-    After: Stored codes -> DequantizeLinear. The codes are ``snap(weight / scale)``, the arithmetic
-    of :mod:`torchq.functional.fake_quant`, or ``round(weight / scale) + zero_point``, bounded, that
-    of :mod:`torchq.functional.fake_quant`. Where the quantizer has 4 bits and the exporter wrote 8,
-    they are stored in 4 bits from opset 21 on. The record names quantizers that only other stored
-    codes followed from, as behind a table of positions; no node is left of them.
+    With ``open_names`` open lengths that are equal have one name, also where no input has it.
+    Shapes that the exporter noted elsewhere are not used: the TorchScript exporter notes the batch
+    size of the example there.
     """
-    stored = []
-    for node in nodes_of(model, "QuantizeLinear"):
-        if not are_constant(node.inputs[1:]):
+    graph = model.graph
+    slim = _onnx.ModelProto(ir_version=model.ir_version)
+    slim.graph.name = "shapes"
+    slim.opset_import.extend(
+        _onnx.helper.make_opsetid(domain, version)
+        for domain, version in {**graph.opset_imports, _UNKNOWN: 1}.items()
+    )
+    slim.functions.extend(
+        serde.serialize_function(function) for function in model.functions.values()
+    )
+    slim.graph.node.extend(_to_infer(node) for node in graph)
+    slim.graph.input.extend(map(serde.serialize_value, graph.inputs))
+    slim.graph.output.extend(_without_shape(value) for value in graph.outputs)
+    _add_stored(slim, graph.initializers.values(), {value.name for value in graph.inputs})
+    # Inference makes up names for dimensions that it does not know.
+    names = {d.dim_param for value in slim.graph.input for d in value.type.tensor_type.shape.dim}
+    found = _onnx.shape_inference.infer_shapes(slim, data_prop=True).graph
+    shapes = {value.name: tuple(value.shape.numpy()) for value in graph.initializers.values()}
+    for value in (*found.input, *found.value_info, *found.output):
+        kind = value.type.tensor_type
+        if kind.HasField("shape"):
+            lengths = (_length(dim) for dim in kind.shape.dim)
+            shapes[value.name] = tuple(
+                n if open_names or isinstance(n, int) or n in names else None for n in lengths
+            )
+    return shapes
+
+
+def _to_infer(node: Node) -> Any:
+    """Return a node for shape inference; one that it gets wrong as an operator it does not know."""
+    proto = serde.serialize_node(node)
+    if node.op_type == "SplitToSequence" and not attribute(node, "keepdims", 1):
+        proto.domain = _UNKNOWN  # onnx 1.23 says that the parts keep the dimension.
+    return proto
+
+
+def _add_stored(slim: Any, values: Any, inputs: set[str]) -> None:
+    """Add small stored tensors with their contents, and the shape alone of larger ones."""
+    for value in values:
+        if value.const_value.size <= _SMALL:
+            slim.graph.initializer.append(stored_proto(value))
+        elif value.name not in inputs:
+            slim.graph.input.append(
+                _onnx.helper.make_tensor_value_info(
+                    value.name, data_type(value).value, list(value.const_value.shape.numpy())
+                )
+            )
+
+
+def _without_shape(value: Value) -> Any:
+    dtype = 0 if value.dtype is None else value.dtype.value
+    return _onnx.helper.make_tensor_value_info(value.name, dtype, None)
+
+
+def _length(dim: Any) -> int | str | None:
+    return int(dim.dim_value) if dim.HasField("dim_value") else str(dim.dim_param) or None
+
+
+def fold_shapes(model: Model) -> None:
+    """Compute what follows from known lengths.
+
+    Before: The target shape of a Reshape, and the scale of attention, are arithmetic on Shape
+    nodes.
+    After: Both are stored tensors where the lengths are known. A Reshape with one unknown length
+    has -1 there (or 0, where the length is kept), so a dynamic batch stays dynamic.
+    """
+    _fold_once(model, {})  # Shape inference follows no arithmetic on indexes.
+    while nodes_of(model, "Shape", "Reshape") and _fold_once(model, known_shapes(model)):
+        pass
+
+
+def _fold_once(model: Model, shapes: dict[str, Shape]) -> bool:
+    """Fold all that ``shapes`` allows; return True if there was anything."""
+    found = False
+    for node in list(model.graph):
+        if node.op_type == "Reshape" and not is_constant(node.inputs[1]):
+            found |= _reshape_to_known(node, shapes)
+        if len(node.outputs) != 1 or is_output(node.outputs[0]):
             continue
-        weight = constant_value(model, node.inputs[0])
-        if weight is not None:
-            _store_codes(model, node, weight)
-            stored.append(pair_name(node))
+        value = _from_shape(model, node, shapes)
+        if value is None and _is_small_arithmetic(node):
+            value = evaluate(model, node.outputs[0], [node])
+        if value is not None:
+            name = str(node.outputs[0].name)
+            replace_value(node.outputs[0], add_initializer(model.graph, name, value))
+            found = True
     remove_unused(model)
-    left = {pair_name(node) for node in nodes_of(model, "DequantizeLinear")}
-    folded = [name for name in stored if name not in left]
-    if folded:
-        write_record(model, folded=folded)
+    return found
 
 
-def _store_codes(model: Model, node: Node, weight: Tensor) -> None:
-    qparams, dtype = qparams_of(node), _stored_type(model, node)
-    codes = qparams.codes(qparams.scaled(weight))
-    if dtype is not element_type(node):
-        _retype_zero_points(node, dtype)
-    stored = _FLOAT8.get(qparams.format.name)
-    if stored is None and qparams.format.bits > 8:
-        stored = torch.int16 if qparams.quant_min else torch.uint16
-    elif stored is None:
-        stored = torch.int8 if qparams.quant_min else torch.uint8
-    name = pair_name(node) or str(node.name)
-    value = add_initializer(model.graph, f"{name}/weight", codes.to(stored), dtype)
-    node.outputs[0].replace_all_uses_with(value, replace_graph_outputs=True)
+def _is_small_arithmetic(node: Node) -> bool:
+    """Return True for arithmetic on small stored tensors whose result numpy can hold."""
+    if node.op_type == "ConstantOfShape":
+        lengths = node.inputs[0]
+        return is_constant(lengths) and int(value_of(lengths).prod()) <= _SMALL
+    if node.op_type not in _ARITHMETIC or node.domain:
+        return False
+    if node.op_type == "Cast" and onnx_ir.DataType(attribute(node, "to")).name not in _NUMERIC:
+        return False
+    return are_constant(node.inputs) and all(
+        data_type(value).name in _NUMERIC and value.const_value.size <= _SMALL
+        for value in node.inputs
+        if value is not None
+    )
 
 
-def _stored_type(model: Model, node: Node) -> DataType:
-    """Return the type to store: 4 bits for a quantizer of 4 bits, where the opset has them."""
-    written = element_type(node)
-    wanted = format_by_name(node.meta["format"]) if "format" in node.meta else format_of(written)
-    narrow = wanted.is_integer and wanted.bits <= 4 and format_of(written).bits == 8
-    if not narrow or opset_of(model) < _FOUR_BITS_SINCE:
-        return written
-    return onnx_ir.DataType.INT4 if format_of(written).quant_min else onnx_ir.DataType.UINT4
+def _from_shape(model: Model, node: Node, shapes: dict[str, Shape]) -> Tensor | None:
+    """Return the value of a Shape, or of lengths picked from one, where these are known."""
+    picks = node.op_type in ("Gather", "Slice") and are_constant(node.inputs[1:])
+    source = computed_by(node.inputs[0], "Shape") if picks else node
+    if source is None or source.op_type != "Shape" or source.attributes:
+        return None
+    shape = shapes.get(source.inputs[0].name)
+    if shape is None:
+        return None
+    lengths = torch.tensor(
+        [n if isinstance(n, int) else -1 for n in shape], dtype=torch.int64, device="cpu"
+    )
+    if picks:
+        lengths = evaluate(model, node.outputs[0], [node], {node.inputs[0]: lengths})
+    return None if bool((lengths < 0).any()) else lengths
 
 
-def _retype_zero_points(node: Node, dtype: DataType) -> None:
-    """Give the readers of the codes a zero point of the type that the codes are stored in."""
-    for reader in readers(node.outputs[0]):
-        old = input_at(reader, 2)
-        if old is not None:
-            new = add_initializer(node.graph, str(old.name), value_of(old), dtype)
-            reader.replace_input_with(2, new)
+def _reshape_to_known(node: Node, shapes: dict[str, Shape]) -> bool:
+    """Store the target shape of a Reshape if at most one of its lengths is unknown."""
+    before = shapes.get(node.inputs[0].name, ())
+    after = shapes.get(node.outputs[0].name)
+    if after is None or 0 in after:
+        return False
+    missing = _what_is_left(before, after)
+    if missing is not None:
+        after = tuple(missing if length is None else length for length in after)
+    if sum(not isinstance(length, int) for length in after) > 1:
+        return False
+    may_keep = not attribute(node, "allowzero", 0)
+    lengths = []
+    for i, length in enumerate(after):
+        # 0 keeps a length and its name, for those who infer shapes; -1 is what is left.
+        if isinstance(length, int):
+            lengths.append(length)
+        elif may_keep and isinstance(length, str) and before[i : i + 1] == (length,):
+            lengths.append(0)
+        else:
+            lengths.append(-1)
+    name = f"{node.outputs[0].name}/shape"
+    node.replace_input_with(1, add_numbers(node.graph, name, lengths))
+    return True
 
 
-#: The comparison keeps a copy of every tensor, so larger ones (in elements) are left alone.
-_LARGEST = 2**26
+def _what_is_left(before: Shape, after: Shape) -> int | None:
+    """Return the one unknown length of a reshaped tensor whose open lengths stay the same."""
+    if None in before or after.count(None) != 1 or _names(before) != _names(after):
+        return None
+    whole, part = (
+        math.prod(length for length in shape if isinstance(length, int))
+        for shape in (before, after)
+    )
+    return whole // part if part else None
 
 
-def merge_duplicates(model: Model) -> None:
-    """Keep one of equal stored tensors, and one of Q/DQ nodes that do the same to one tensor.
-
-    Before: Each quantizer has a scale, a zero point and a Q/DQ pair of its own.
-    After: A tensor is quantized once with one set of parameters. The record has under ``merged``
-    each quantizer that was removed, with the one that does its work.
-    """
-    _passes.DeduplicateInitializersPass(size_limit=_LARGEST)(model)
-    merged: dict[str, str] = {}
-    kept: dict[tuple[Any, ...], Any] = {}
-    for node in nodes_of(model, "QuantizeLinear", "DequantizeLinear"):
-        settings = tuple(sorted((a.name, repr(a.value)) for a in node.attributes.values()))
-        key = (node.op_type, *node.inputs, settings)
-        if key not in kept:
-            kept[key] = node
-        elif not is_output(node.outputs[0]):
-            node.outputs[0].replace_all_uses_with(kept[key].outputs[0])
-            model.graph.remove(node, safe=True)
-            merged[pair_name(node)] = pair_name(kept[key])
-    add_to_record(model, "merged", merged)
+def _names(shape: Shape) -> list[str]:
+    return sorted(length for length in shape if isinstance(length, str))

@@ -25,7 +25,7 @@ from torchq.onnx.ir import (
     set_attribute,
     value_of,
 )
-from torchq.onnx.passes.shapes import known_shapes
+from torchq.onnx.passes.constants import known_shapes
 from torchq.onnx.qdq import axis_of, leads_only_to_quantizers, stored_weight
 
 #: Ends the names of weights that are stored transposed.

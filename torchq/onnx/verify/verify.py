@@ -26,7 +26,7 @@ from torchq.onnx.ir import (
     readers,
     value_of,
 )
-from torchq.onnx.passes.pads import without_pads
+from torchq.onnx.passes.convolutions import without_pads
 from torchq.onnx.qdq import (
     float_weights,
     path_of,

@@ -1,0 +1,553 @@
+"""Convolutions: zeros around images, groups, shuffled channels, averages, and biases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from torchq.functional import QParams
+from torchq.onnx.ir import (
+    Model,
+    Node,
+    Rewrite,
+    Value,
+    add_initializer,
+    add_node,
+    are_constant,
+    attribute,
+    bypass,
+    computed_by,
+    data_type,
+    input_at,
+    is_constant,
+    is_output,
+    nodes_of,
+    onnx_ir,
+    readers,
+    replace_stored,
+    replace_value,
+    run_passes,
+    set_attribute,
+    value_of,
+)
+from torchq.onnx.passes.constants import Shape, fold_shapes, known_shapes
+from torchq.onnx.passes.pairs import separate
+from torchq.onnx.qdq import (
+    add_to_record,
+    axis_of,
+    leads_only_to_quantizers,
+    pair_name,
+    qparams_of,
+    quantizer_nodes,
+    read_record,
+    stored_weight,
+    weight_nodes,
+    write_record,
+)
+from torchq.utils.optional import import_optional
+
+_FOLDED = "folded pads"
+#: Elements added to each dimension: in front of all of them, then behind all, as ONNX has them.
+Amounts: TypeAlias = tuple[int, ...]
+
+
+def _fold_pads(model: Model) -> None:
+    """Let convolutions add the zeros that a Pad adds in front of them.
+
+    Runtimes do this where nothing stands between the two. Where a quantizer does, the convolution
+    in front of the Pad returns floats, which are copied and then quantized.
+
+    Before: Pad with zeros around images, and convolutions or Q/DQ pairs in front of such as its
+    only readers.
+    After: The convolutions have larger pads, and the pairs, for which 0 is 0, read what Pad read.
+    The record has under ``folded pads`` what was added in front of each quantizer.
+    """
+    folded: dict[str, list[int]] = dict(read_record(model).get(_FOLDED, {}))
+    for node in reversed(nodes_of(model, "Pad")):  # Of two in a row, the second one comes first.
+        behind = _Readers.of(node.outputs[0])
+        amounts = None if behind is None else _zeros_around(node, behind.dims)
+        if behind is None or amounts is None:
+            continue
+        bypass(node)
+        for convolution in behind.convolutions:
+            pads = zip(_pads(convolution), _spatial(amounts), strict=True)
+            set_attribute(convolution, "pads", [a + b for a, b in pads])
+            convolution.attributes.pop("auto_pad", None)
+        for pair in behind.pairs:
+            pair.outputs[0].shape = None
+            if pair.op_type == "QuantizeLinear":
+                before = folded.get(pair_name(pair), [0] * len(amounts))
+                folded[pair_name(pair)] = [a + b for a, b in zip(before, amounts, strict=True)]
+    if folded:
+        write_record(model, **{_FOLDED: folded})
+
+
+def _note_folded(model: Model) -> dict[str, str]:
+    """Note at each quantizer, under ``meta["pads"]``, what a Pad in front of it added."""
+    record = read_record(model).get(_FOLDED, {})
+    for name, node in quantizer_nodes(model).items():
+        node.meta["pads"] = tuple(record.get(name, ()))
+    return {}
+
+
+fold_pads = Rewrite(_fold_pads, undo=_note_folded)
+
+
+def without_pads(x: Tensor, amounts: Amounts) -> Tensor:
+    """Return ``x`` without what a Pad has added; ``x`` itself for no amounts."""
+    for dim in range(len(amounts) // 2):
+        behind = amounts[len(amounts) // 2 + dim]
+        x = x.narrow(dim, amounts[dim], x.shape[dim] - amounts[dim] - behind)
+    return x
+
+
+def constant_fill(pad: Node) -> float | None:
+    """Return the number that a Pad adds; None where it is not stored, or repeats elements."""
+    fill = input_at(pad, 2)
+    if attribute(pad, "mode", "constant") != "constant" or not (fill is None or is_constant(fill)):
+        return None
+    return float(attribute(pad, "value", 0) if fill is None else value_of(fill).item())
+
+
+def with_lengths(graph: bytes, shapes: Iterable[tuple[str, Sequence[int]]]) -> bytes:
+    """Return an ONNX file for inputs of known lengths, where it has fewer Pad nodes.
+
+    How many zeros "same" padding adds in front of a layer with strides depends on the lengths of
+    the image. Where these are open, the file computes the number and pads in a node of its own,
+    which :func:`fold_pads` has to leave. The first dimension, that of the batch, stays as it is. It
+    is ``graph`` itself where these lengths would remove no Pad.
+    """
+    if b"Pad" not in graph:
+        return graph
+    onnx = import_optional("onnx", "torchq.onnx")
+    model = onnx_ir.from_proto(onnx.load_model_from_string(graph))
+    known = dict(shapes)
+    for value in model.graph.inputs:
+        if value.name in known and value.shape is not None:
+            value.shape = onnx_ir.Shape([*value.shape[:1], *known[value.name][1:]])
+    before = len(nodes_of(model, "Pad"))
+    run_passes(model, (fold_shapes, fold_pads))
+    if len(nodes_of(model, "Pad")) == before:
+        return graph
+    changed: bytes = onnx_ir.to_proto(model).SerializeToString()
+    return changed
+
+
+class _Readers:
+    """What reads a value, through Q/DQ pairs."""
+
+    def __init__(self) -> None:
+        self.pairs: list[Node] = []
+        self.convolutions: list[Node] = []
+
+    @classmethod
+    def of(cls, value: Value) -> _Readers | None:
+        """Return what reads ``value``; None where that is not convolutions alone."""
+        found = cls()
+        return found if found._add(value) and found.dims else None
+
+    def _add(self, value: Value) -> bool:
+        if is_output(value):
+            return False
+        for node in readers(value):
+            if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+                self.pairs.append(node)
+                if not _is_same_at_each_pixel(node) or not self._add(node.outputs[0]):
+                    return False
+            elif node.op_type == "Conv" and attribute(node, "auto_pad", "NOTSET") in _EXPLICIT:
+                self.convolutions.append(node)
+            else:
+                return False
+        return True
+
+    @property
+    def dims(self) -> int:
+        """The number of dimensions of the value; 0 where no stored weight shows it."""
+        return min(map(_dims, self.convolutions), default=0)
+
+
+#: Values of ``auto_pad`` with which the attribute ``pads`` counts.
+_EXPLICIT = ("NOTSET", "VALID")
+
+
+def _is_same_at_each_pixel(node: Node) -> bool:
+    """Return True for a quantizer with one scale, or one for each channel."""
+    if attribute(node, "block_size", 0) or not is_constant(node.inputs[1]):
+        return False
+    return node.inputs[1].const_value.size == 1 or axis_of(node) == 1
+
+
+def _zeros_around(pad: Node, dims: int) -> Amounts | None:
+    """Return what a Pad adds to all dimensions; None if it does not add zeros around images."""
+    counts, chosen = input_at(pad, 1), input_at(pad, 3)
+    if constant_fill(pad) != 0 or not are_constant([counts, chosen]):
+        return None
+    given = attribute(pad, "pads", ()) if counts is None else value_of(counts).tolist()
+    axes = range(dims) if chosen is None else value_of(chosen).tolist()
+    if len(given) != 2 * len(axes):
+        return None
+    amounts = [0] * (2 * dims)
+    for number, axis in enumerate(axes):
+        amounts[axis % dims] = given[number]
+        amounts[axis % dims + dims] = given[number + len(axes)]
+    others = (*amounts[:2], *amounts[dims : dims + 2])
+    return None if any(others) or min(amounts) < 0 else tuple(amounts)
+
+
+def _spatial(amounts: Amounts) -> list[int]:
+    """Return amounts without those of the batch and the channels."""
+    dims = len(amounts) // 2
+    return [*amounts[2:dims], *amounts[dims + 2 :]]
+
+
+def _dims(convolution: Node) -> int:
+    """Return the number of dimensions of a stored weight; 0 for one that is computed."""
+    weight = stored_weight(convolution.inputs[1])
+    stored = convolution.inputs[1] if weight is None else weight.inputs[0]
+    return len(stored.const_value.shape) if is_constant(stored) else 0
+
+
+def _pads(convolution: Node) -> list[int]:
+    return list(attribute(convolution, "pads", ())) or [0] * (2 * (_dims(convolution) - 2))
+
+
+#: The channels that a merged group should have at least, and the most that it may have. In ResNeXt
+#: 32 were faster than 16 and 64; in RegNetY, with 8, 16 or 104 to choose from, 104.
+_LEAST, _MOST = 32, 128
+_MERGED = "merged groups"
+
+
+def _merge_groups(model: Model) -> None:
+    """Put several groups of integer convolutions into one, with weights of 0 between them.
+
+    ONNX Runtime computes codes group by group, each with copies of its inputs; groups of 8 channels
+    take longer than in float. Depthwise convolutions have a kernel of their own, and stay.
+
+    Before: Conv with 26 groups of 8 channels, whose weights are codes with the zero point 0.
+    After: Conv with 2 groups of 104 channels. The additional weights are 0, so no code changes. The
+    record has under ``merged groups`` the number of groups before.
+    """
+    merged: dict[str, int] = {}
+    for node in nodes_of(model, "Conv"):
+        groups, weight = int(attribute(node, "group", 1)), stored_weight(node.inputs[1])
+        if groups == 1 or weight is None or len(readers(weight.outputs[0])) != 1:
+            continue
+        codes = value_of(weight.inputs[0])
+        count = _count(groups, codes.shape[1])
+        if count > 1 and qparams_of(weight).has_zero_point(0):
+            merged[pair_name(weight)] = groups
+            _store(node, weight, _spread(codes, groups, count), groups // count)
+    if merged:
+        add_to_record(model, _MERGED, merged)
+
+
+def _split_groups(model: Model) -> dict[str, str]:
+    """Give layers the groups that they were exported with; name weights that are not 0 between."""
+    record, wrong = read_record(model).get(_MERGED, {}), {}
+    for node in nodes_of(model, "Conv"):
+        weight = stored_weight(node.inputs[1])
+        groups = None if weight is None else record.get(pair_name(weight))
+        if weight is None or not isinstance(groups, int):
+            continue
+        codes, now = value_of(weight.inputs[0]), int(attribute(node, "group", 1))
+        out, channels = codes.shape[:2]
+        if groups < now or groups % now or out % groups or channels % (groups // now):
+            continue  # The record is damaged, and the shape of the weight stays wrong.
+        own = _gathered(codes, groups, groups // now)
+        if int((codes != 0).sum()) != int((own != 0).sum()):
+            wrong[pair_name(weight)] = "added channels are not 0"
+        _store(node, weight, own, groups)
+    return wrong
+
+
+merge_groups = Rewrite(_merge_groups, undo=_split_groups)
+
+
+def _count(groups: int, channels: int) -> int:
+    """Return how many groups of ``channels`` channels become one."""
+    counts = [n for n in range(1, groups + 1) if groups % n == 0 and n * channels <= _MOST]
+    enough = [n for n in counts if n * channels >= _LEAST]
+    return min(enough, default=max(counts, default=1)) if channels > 1 else 1
+
+
+def _spread(codes: Tensor, groups: int, count: int) -> Tensor:
+    """Return weights of shape (out, count * channels, ...) that are 0 outside their own group."""
+    out, channels = codes.shape[:2]
+    spread = torch.zeros(out, count, *codes.shape[1:], dtype=codes.dtype, device="cpu")
+    spread[torch.arange(out, device="cpu"), _places(out, groups, count)] = codes
+    return spread.reshape(out, count * channels, *codes.shape[2:])
+
+
+def _gathered(codes: Tensor, groups: int, count: int) -> Tensor:
+    """Return what :func:`_spread` was given."""
+    out = codes.shape[0]
+    parts = codes.reshape(out, count, codes.shape[1] // count, *codes.shape[2:])
+    return parts[torch.arange(out, device="cpu"), _places(out, groups, count)]
+
+
+def _places(out: int, groups: int, count: int) -> Tensor:
+    """Return which of the merged groups each output channel belongs to."""
+    return torch.arange(out, device="cpu") // (out // groups) % count
+
+
+def _store(node: Node, weight: Node, codes: Tensor, groups: int) -> None:
+    """Give a convolution other weights and another number of groups."""
+    replace_stored(weight.inputs[0], codes, data_type(weight.inputs[0]))
+    weight.outputs[0].shape = None
+    set_attribute(node, "group", groups)
+
+
+#: A value, and the indices of its channels before the shuffle.
+_Part: TypeAlias = tuple[Value, Tensor]
+
+
+def gather_shuffled(model: Model) -> None:
+    """Write the channel shuffle of ShuffleNet as a Gather, together with the split behind it.
+
+    ONNX Runtime computes integer convolutions with their channels last in memory, and does the same
+    with a shuffle between them, which then transposes single bytes. It leaves a Gather as it is,
+    which copies whole channels.
+
+    Before: Reshape to (N, groups, channels, H, W) -> Transpose of groups and channels -> Reshape to
+    (N, groups * channels, H, W) -> Slice or Split of the channels.
+    After: A Gather for each part that is read.
+    """
+    found = [node for node in nodes_of(model, "Transpose") if _exchanges_groups(node)]
+    shapes = known_shapes(model, open_names=True) if found else {}
+    for node in found:
+        part = _shuffled(node, shapes)
+        if part is None:
+            continue
+        source = node.inputs[0].producer().inputs[0]
+        for value, channels in _read_parts(*part):
+            name = f"{value.name}/channels"
+            indices = add_initializer(model.graph, name, channels)
+            inputs = [source, indices]
+            replace_value(value, add_node(value.producer(), "Gather", inputs, name, {"axis": 1}))
+
+
+def _exchanges_groups(node: Node) -> bool:
+    """Return True for the Transpose between two Reshapes that nothing else reads."""
+    behind, before = readers(node.outputs[0]), node.inputs[0].producer()
+    if list(attribute(node, "perm", ())) != [0, 2, 1, 3, 4] or before is None or len(behind) != 1:
+        return False
+    if len(readers(before.outputs[0])) != 1 or is_output(before.outputs[0]):
+        return False
+    return before.op_type == behind[0].op_type == "Reshape" and not is_output(node.outputs[0])
+
+
+def _shuffled(node: Node, shapes: dict[str, Shape]) -> _Part | None:
+    """Return the shuffled value and its channels, if the Reshapes change channels alone."""
+    before, (behind,) = node.inputs[0].producer(), readers(node.outputs[0])
+    values = (before.inputs[0], before.outputs[0], behind.outputs[0])
+    source, middle, last = (shapes.get(str(value.name), ()) for value in values)
+    if len(source) != 4 or len(middle) != 5:
+        return None
+    groups, channels = middle[1:3]
+    if not isinstance(groups, int) or not isinstance(channels, int):
+        return None
+    if source[1] != groups * channels or not _equal(last, source):
+        return None
+    if not _equal(middle, (source[0], groups, channels, *source[2:])):
+        return None
+    order = torch.arange(groups * channels, device="cpu").reshape(groups, channels).T.reshape(-1)
+    return behind.outputs[0], order
+
+
+def _equal(found: Shape, wanted: Shape) -> bool:
+    """Return True if two shapes of as many elements are equal: one length follows from the rest."""
+    if len(found) != len(wanted):
+        return False
+    return sum(n is None or n != other for n, other in zip(found, wanted, strict=True)) < 2
+
+
+def _read_parts(value: Value, channels: Tensor) -> list[_Part]:
+    """Return the slices of a value if nothing else reads it, or else the value itself."""
+    parts: list[_Part] = []
+    for reader in readers(value):
+        found = _parts_of(reader, channels)
+        if not found:
+            return [(value, channels)]
+        parts += found
+    return [(value, channels)] if is_output(value) else parts
+
+
+def _parts_of(node: Node, channels: Tensor) -> list[_Part]:
+    """Return what a Slice or Split of channels gives; nothing for other nodes."""
+    if not are_constant(node.inputs[1:]):
+        return []
+    if node.op_type == "Split" and attribute(node, "axis", 0) == 1:
+        lengths = value_of(node.inputs[1]).tolist() if len(node.inputs) > 1 else None
+        count = len(node.outputs)
+        pieces = channels.split(lengths) if lengths else channels.tensor_split(count)
+        return list(zip(node.outputs, pieces, strict=True))
+    if node.op_type == "Slice" and len(node.inputs) > 3:
+        start, end, axis = (value_of(value).tolist() for value in node.inputs[1:4])
+        stride = value_of(node.inputs[4]).tolist() if len(node.inputs) > 4 else [1]
+        if axis == [1] and stride == [1]:
+            return [(node.outputs[0], channels[start[0] : end[0]])]
+    return []
+
+
+_KEPT = ("strides", "pads", "dilations")
+
+
+def convolve_averages(model: Model) -> None:
+    """Write average pooling between Q/DQ pairs as a depthwise convolution whose codes are all 1.
+
+    ONNX Runtime's kernel for average pooling of codes takes about five times as long as its
+    depthwise convolution, and longer than pooling in float. A mean over whole images has a fast
+    one. Where the last window stands over the edge of the image (``ceil_mode``), that kernel
+    divides by the area of a whole one, and a convolution would too.
+
+    Before: DequantizeLinear -> AveragePool of images -> QuantizeLinear.
+    After: DequantizeLinear -> Conv of each channel by itself, with the codes 1 and the scale 1 /
+    (height * width) of the kernel -> QuantizeLinear. Or the pooling in float, behind Max(x, x),
+    where a window may stand over the edge.
+    """
+    pools = [node for node in nodes_of(model, "AveragePool") if _is_between_codes(node)]
+    shapes = known_shapes(model) if pools else {}
+    for node in pools:
+        shape = shapes.get(str(node.inputs[0].name), ())
+        if len(shape) == 4 and isinstance(shape[1], int) and _is_regular(node, shape[2:]):
+            replace_value(node.outputs[0], _convolution(node, shape[1]))
+        elif attribute(node, "ceil_mode", 0):
+            separate(node.inputs[0], node)
+
+
+def _is_between_codes(node: Node) -> bool:
+    """Return True for pooling of codes to codes, the pattern of an integer kernel."""
+    from_codes = computed_by(node.inputs[0], "DequantizeLinear") is not None
+    return from_codes and leads_only_to_quantizers(node.outputs[0])
+
+
+def _is_regular(node: Node, lengths: Shape) -> bool:
+    """Return True if every result is the sum over a whole kernel, divided by its area."""
+    pads = attribute(node, "pads", (0, 0, 0, 0))
+    if any(pads) and not attribute(node, "count_include_pad", 0):
+        return False
+    if attribute(node, "auto_pad", "NOTSET") != "NOTSET":
+        return False
+    if not attribute(node, "ceil_mode", 0):
+        return True
+    # The last kernel may stand over the edge, unless the others fill the image.
+    strides, kernel = attribute(node, "strides", (1, 1)), attribute(node, "kernel_shape")
+    dilated = any(n != 1 for n in attribute(node, "dilations", (1, 1)))
+    return not dilated and all(
+        isinstance(length, int) and (length + before + after - size) % stride == 0
+        for length, before, after, size, stride in zip(
+            lengths, pads[:2], pads[2:], kernel, strides, strict=True
+        )
+    )
+
+
+def _convolution(node: Node, channels: int) -> Any:
+    """Insert the convolution behind the pooling, and return its result."""
+    kernel = list(attribute(node, "kernel_shape"))
+    name = f"{node.name or node.outputs[0].name}/average"
+    area = torch.Size(kernel).numel()
+    parts = {
+        "codes": torch.ones(channels, 1, *kernel, dtype=torch.int8, device="cpu"),
+        "scale": torch.tensor(1 / area, dtype=torch.float32, device="cpu"),
+        "zero_point": torch.tensor(0, dtype=torch.int8, device="cpu"),
+    }
+    stored = [add_initializer(node.graph, f"{name}/{part}", t) for part, t in parts.items()]
+    before = node.inputs[0].producer()
+    weight = add_node(before, "DequantizeLinear", stored, f"{name}/DequantizeLinear")
+    kept = {key: attribute(node, key) for key in _KEPT if key in node.attributes}
+    settings = {**kept, "kernel_shape": kernel, "group": channels}
+    return add_node(node, "Conv", [node.inputs[0], weight], f"{name}/Conv", settings)
+
+
+_RAISED = "raised scales"
+# A bias takes at most half of int32; the other half is for the sum of products.
+_LARGEST = 2.0**30
+
+
+def _fit_biases(model: Model) -> None:
+    """Raise the scales of weights whose bias would not fit into 32 bits.
+
+    A runtime rounds the bias of an integer convolution to int32, in units of the scale of the input
+    times that of the weight, and saturates without a word. Trained networks have such channels:
+    their weights have died, at 1e-10, say, and the bias is all that they return.
+
+    Before: Conv, ConvTranspose or Gemm of codes, with a stored bias that is too large for these
+    units.
+    After: The weights of these channels have the scale that the bias needs, and their codes are
+    rounded to it. The record has under ``raised scales`` the scale by channel.
+    """
+    raised: dict[str, dict[str, float]] = {}
+    for node in nodes_of(model, "Conv", "ConvTranspose", "Gemm"):
+        weight, least = stored_weight(node.inputs[1]), _least_scales(node)
+        if weight is None or least is None or attribute(weight, "block_size", 0):
+            continue
+        old = qparams_of(weight)
+        if old.scale.numel() not in (1, len(least)):
+            continue
+        if node.op_type != "Conv" and old.scale.numel() == 1:
+            least = least.max().reshape(1)  # Not every runtime takes several scales here.
+        scale = old.scale.double().reshape(-1).expand(len(least))
+        channels = (least > scale).nonzero().flatten().tolist()
+        if channels:
+            new = torch.maximum(least, scale).float()
+            _requantize(weight, old, new)
+            found = raised.setdefault(pair_name(weight), {})
+            found.update({str(channel): float(new[channel]) for channel in channels})
+    if raised:
+        add_to_record(model, _RAISED, raised)
+
+
+def _note_raised(model: Model) -> dict[str, str]:
+    """Note at each weight, under ``meta["raised"]``, the channels whose scales are the file's own.
+
+    They count along the first dimension; one scale is that of all channels. Where a scale is
+    another one than the record says, its channel is left out.
+    """
+    record = read_record(model).get(_RAISED, {})
+    for name, node in weight_nodes(model).items():
+        scales = record.get(name)
+        if scales is None:
+            continue
+        found = value_of(node.inputs[1]).reshape(-1).tolist()
+        same = [int(key) for key, scale in scales.items() if found[int(key)] == scale]
+        count = node.inputs[0].const_value.shape.numpy()[0]
+        node.meta["raised"] = list(range(count)) if same and len(found) == 1 else same
+    return {}
+
+
+fit_biases = Rewrite(_fit_biases, undo=_note_raised)
+
+
+def _least_scales(node: Node) -> Tensor | None:
+    """Return the least scale of the weight for each number of a stored bias, in float64."""
+    before = computed_by(node.inputs[0], "DequantizeLinear")
+    bias = input_at(node, 2)
+    if before is None or not is_constant(bias) or not is_constant(before.inputs[1]):
+        return None
+    of_input = value_of(before.inputs[1]).double()
+    if of_input.numel() != 1 or not bool(of_input > 0):
+        return None
+    return value_of(bias).double().flatten().abs() / (of_input.reshape(()) * _LARGEST)
+
+
+def _requantize(weight: Node, old: QParams, scale: Tensor) -> None:
+    """Give a stored weight new scales, (channels,) or (1,), and round its codes to them."""
+    codes, dtype = value_of(weight.inputs[0]), data_type(weight.inputs[0])
+    axis = old.axis if old.scale.numel() > 1 else 0
+    zero_point = old.zero_point.reshape(-1).expand(len(scale)).contiguous()
+    if not old.scale.dim():
+        scale, zero_point = (t.reshape(()) if len(t) == 1 else t for t in (scale, zero_point))
+    new = QParams(scale, zero_point, old.format, axis)
+    values = old.dequantize(old.centered(codes)).double()
+    rounded = new.codes(new.scaled(values))
+    name, graph = str(weight.name), weight.graph
+    stored = [rounded.to(codes.dtype), scale.float(), zero_point.to(codes.dtype)]
+    for index, (tensor, what) in enumerate(zip(stored, ("codes", "scales", "zeros"), strict=True)):
+        if input_at(weight, index) is not None:
+            kind = None if index == 1 else dtype
+            value = add_initializer(graph, f"{name}/fitted {what}", tensor, kind)
+            weight.replace_input_with(index, value)
+    set_attribute(weight, "axis", axis)

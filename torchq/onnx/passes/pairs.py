@@ -1,0 +1,236 @@
+"""Q/DQ pairs: their names, the codes of weights, equal ones, and those to keep apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchq.formats import format_by_name
+from torchq.functional.onnx_ops import MARK
+from torchq.onnx.ir import (
+    DataType,
+    Model,
+    Node,
+    Value,
+    add_initializer,
+    add_node,
+    are_constant,
+    attribute,
+    bypass,
+    computed_by,
+    fresh_name,
+    input_at,
+    is_constant,
+    is_output,
+    nodes_of,
+    onnx_ir,
+    opset_of,
+    readers,
+    remove_unused,
+    value_of,
+)
+from torchq.onnx.passes.constants import constant_value
+from torchq.onnx.qdq import (
+    add_to_record,
+    element_type,
+    format_of,
+    pair_name,
+    qparams_of,
+    write_record,
+)
+from torchq.utils.optional import OptionalModule
+
+_passes: Any = OptionalModule("onnx_ir.passes.common", "torchq.onnx")
+
+
+def name_quantizers(model: Model) -> None:
+    """Name each Q/DQ pair after its quantizer, and remove the marks that carried the names.
+
+    Before: The output of each quantizer passes through a mark with its dotted path; the second call
+    of one quantizer is marked ``path#2``, and so on.
+    After: No mark is left. The nodes of a pair are ``path/QuantizeLinear`` and
+    ``path/DequantizeLinear``, their outputs ``path/codes`` and ``path/value``. The record has under
+    ``merged`` the quantizers whose pair the exporter had merged with another's. A node's
+    ``meta["format"]`` is the name of the format of its quantizer.
+    """
+    marks = [node for node in model.graph if (node.domain, node.op_type) == MARK]
+    merged: dict[str, str] = {}
+    named: dict[Node, str] = {}
+    for mark in marks:
+        pair = _pair_behind(mark.inputs[0])
+        if pair is None:
+            continue
+        name = attribute(mark, "name")
+        first = named.setdefault(pair[0], name)
+        if first != name:
+            merged[name] = first
+        else:
+            _name_pair(pair, name, attribute(mark, "format"))
+    for mark in marks:
+        bypass(mark)
+    model.graph.opset_imports.pop(MARK[0], None)
+    add_to_record(model, "merged", merged)
+
+
+def _name_pair(pair: tuple[Node, Node], name: str, format: str) -> None:
+    """Name the nodes, their outputs and a scale that no other node reads."""
+    scale = pair[0].inputs[1]
+    if is_constant(scale) and {use.node for use in scale.uses()} == {*pair}:
+        scale.name = fresh_name(pair[0].graph, f"{name}/scale")
+    for node, role in zip(pair, ("codes", "value"), strict=True):
+        node.name = f"{name}/{node.op_type}"
+        node.meta["format"] = format
+        if not is_output(node.outputs[0]):
+            node.outputs[0].name = fresh_name(node.graph, f"{name}/{role}")
+
+
+def _pair_behind(value: Value) -> tuple[Node, Node] | None:
+    """Return the Q/DQ pair that computes ``value``, through a Cast; None where there is none."""
+    cast = computed_by(value, "Cast")
+    dequantize = computed_by(value if cast is None else cast.inputs[0], "DequantizeLinear")
+    quantize = computed_by(dequantize.inputs[0], "QuantizeLinear") if dequantize else None
+    return (quantize, dequantize) if quantize is not None else None
+
+
+_MODULE_NAMES = "name_scopes"
+
+
+def remove_debug_metadata(model: Model) -> None:
+    """Remove stack traces and comments, and keep the names of modules.
+
+    ``onnx_ir`` has a pass that removes all metadata; it would also remove the names of modules,
+    which tell the readers of a file where a node comes from.
+
+    Before: Nodes carry stack traces, which hold paths of the machine and are most of a small file.
+    After: The only metadata of a node is the list of the modules that it comes from.
+    """
+    model.graph.metadata_props.clear()
+    for node in model.graph:
+        for key in [key for key in node.metadata_props if not key.endswith(_MODULE_NAMES)]:
+            del node.metadata_props[key]
+        node.doc_string = None
+        for value in node.outputs:
+            value.metadata_props.clear()
+            value.doc_string = None
+    for value in (*model.graph.inputs, *model.graph.initializers.values()):
+        value.metadata_props.clear()
+        value.doc_string = None
+
+
+_FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_FOUR_BITS_SINCE = 21  # The first opset with int4 and uint4.
+
+
+def fold_weights(model: Model) -> None:
+    """Replace each QuantizeLinear of a constant by its codes.
+
+    Before: QuantizeLinear(clip, cast or reshape of a stored tensor) -> DequantizeLinear.
+    After: Stored codes -> DequantizeLinear. The codes are ``snap(weight / scale)``, the arithmetic
+    of :mod:`torchq.functional.fake_quant`, or ``round(weight / scale) + zero_point``, bounded, that
+    of :mod:`torchq.functional.fake_quant`. Where the quantizer has 4 bits and the exporter wrote 8,
+    they are stored in 4 bits from opset 21 on. The record names quantizers that only other stored
+    codes followed from, as behind a table of positions; no node is left of them.
+    """
+    stored = []
+    for node in nodes_of(model, "QuantizeLinear"):
+        if not are_constant(node.inputs[1:]):
+            continue
+        weight = constant_value(model, node.inputs[0])
+        if weight is not None:
+            _store_codes(model, node, weight)
+            stored.append(pair_name(node))
+    remove_unused(model)
+    left = {pair_name(node) for node in nodes_of(model, "DequantizeLinear")}
+    folded = [name for name in stored if name not in left]
+    if folded:
+        write_record(model, folded=folded)
+
+
+def _store_codes(model: Model, node: Node, weight: Tensor) -> None:
+    qparams, dtype = qparams_of(node), _stored_type(model, node)
+    codes = qparams.codes(qparams.scaled(weight))
+    if dtype is not element_type(node):
+        _retype_zero_points(node, dtype)
+    stored = _FLOAT8.get(qparams.format.name)
+    if stored is None and qparams.format.bits > 8:
+        stored = torch.int16 if qparams.quant_min else torch.uint16
+    elif stored is None:
+        stored = torch.int8 if qparams.quant_min else torch.uint8
+    name = pair_name(node) or str(node.name)
+    value = add_initializer(model.graph, f"{name}/weight", codes.to(stored), dtype)
+    node.outputs[0].replace_all_uses_with(value, replace_graph_outputs=True)
+
+
+def _stored_type(model: Model, node: Node) -> DataType:
+    """Return the type to store: 4 bits for a quantizer of 4 bits, where the opset has them."""
+    written = element_type(node)
+    wanted = format_by_name(node.meta["format"]) if "format" in node.meta else format_of(written)
+    narrow = wanted.is_integer and wanted.bits <= 4 and format_of(written).bits == 8
+    if not narrow or opset_of(model) < _FOUR_BITS_SINCE:
+        return written
+    return onnx_ir.DataType.INT4 if format_of(written).quant_min else onnx_ir.DataType.UINT4
+
+
+def _retype_zero_points(node: Node, dtype: DataType) -> None:
+    """Give the readers of the codes a zero point of the type that the codes are stored in."""
+    for reader in readers(node.outputs[0]):
+        old = input_at(reader, 2)
+        if old is not None:
+            new = add_initializer(node.graph, str(old.name), value_of(old), dtype)
+            reader.replace_input_with(2, new)
+
+
+#: The comparison keeps a copy of every tensor, so larger ones (in elements) are left alone.
+_LARGEST = 2**26
+
+
+def merge_duplicates(model: Model) -> None:
+    """Keep one of equal stored tensors, and one of Q/DQ nodes that do the same to one tensor.
+
+    Before: Each quantizer has a scale, a zero point and a Q/DQ pair of its own.
+    After: A tensor is quantized once with one set of parameters. The record has under ``merged``
+    each quantizer that was removed, with the one that does its work.
+    """
+    _passes.DeduplicateInitializersPass(size_limit=_LARGEST)(model)
+    merged: dict[str, str] = {}
+    kept: dict[tuple[Any, ...], Any] = {}
+    for node in nodes_of(model, "QuantizeLinear", "DequantizeLinear"):
+        settings = tuple(sorted((a.name, repr(a.value)) for a in node.attributes.values()))
+        key = (node.op_type, *node.inputs, settings)
+        if key not in kept:
+            kept[key] = node
+        elif not is_output(node.outputs[0]):
+            node.outputs[0].replace_all_uses_with(kept[key].outputs[0])
+            model.graph.remove(node, safe=True)
+            merged[pair_name(node)] = pair_name(kept[key])
+    add_to_record(model, "merged", merged)
+
+
+def separate(value: Value, reader: Node | None = None) -> None:
+    """Let all readers of a computed value, or one of them, read the larger one of it and itself.
+
+    That is the value, and no runtime has a kernel for Max that a quantizer becomes a part of.
+    """
+    producer, uses = value.producer(), [use for use in value.uses() if reader in (None, use[0])]
+    assert producer is not None
+    name = fresh_name(producer.graph, f"{value.name}/larger")
+    larger = add_node(producer, "Max", [value, value], name)
+    for user, index in uses:
+        user.replace_input_with(index, larger)
+
+
+def separate_float8(model: Model) -> None:
+    """Keep the activations in front of FP8 codes.
+
+    ONNX Runtime 1.32 removes a ReLU in front of codes whose zero point is 0, as if they were
+    unsigned integers; FP8 codes have a sign.
+
+    Before: Relu or Clip -> QuantizeLinear to FP8.
+    After: Max(x, x), which is x, stands between them.
+    """
+    for node in nodes_of(model, "QuantizeLinear"):
+        behind = computed_by(node.inputs[0], "Relu", "Clip")
+        if behind is not None and not format_of(element_type(node)).is_integer:
+            separate(node.inputs[0], node)
