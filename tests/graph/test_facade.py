@@ -59,7 +59,7 @@ def test_what_each_pass_leaves(model: Net) -> None:
     assert "Identity" not in kinds(graph.apply("remove_identity"))
     simple = graph.apply("simplify_inference")
     assert not {"Dropout", "BatchNorm2d"} & kinds(simple) and "mul(" in simple.ir()
-    assert torchq.fusion.graph_passes.fold_bn is PASSES["fold_bn"].function
+    assert torchq.fusion.api.fold_bn is PASSES["fold_bn"].function
     assert "BatchNorm2d" not in kinds(graph.apply(["fold_bn", "remove_identity"]))
     assert "BatchNorm2d" in kinds(graph)
 

@@ -46,13 +46,9 @@ def magnitude(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the largest magnitude of every group, and what a format would lose.
 
-    An unsigned format turns negative values into 0, so only positive values count for it. ``parts``
-    is a :func:`~torchq.functional.kernels.group_view` with at least one element. Returned on its
-    device, without waiting for it:
-
-    * the largest magnitudes, (groups,) float32; all 0 if any value is NaN or infinite;
-    * 0-d bool, True if no value is;
-    * 0-d bool, True if any value is negative; None if nobody looked for one.
+    Only positive values count for an unsigned format. ``parts`` is a group view with an element.
+    Returned on its device are the largest magnitudes, (groups,) float32, all 0 if any value is NaN
+    or infinite; whether none is; and whether any is negative, None if nobody looked.
     """
     negative = None
     find_negative = find_negative or not signed

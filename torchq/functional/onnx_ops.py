@@ -27,12 +27,9 @@ MARK = ("torchq", "Quantizer")
 
 @dataclass(frozen=True)
 class OnnxType:
-    """An ONNX element type that QuantizeLinear writes.
+    """An element type by its name in ``onnx_ir``, and the first opset whose QuantizeLinear has it.
 
-    Attributes:
-        name: The name in ``onnx_ir.DataType``.
-        opset: The first opset whose QuantizeLinear writes it.
-        dtype: The torch dtype of its codes. int4 has none: its codes fit int8.
+    ``dtype`` holds its codes in torch, which has no int4.
     """
 
     name: str
@@ -170,12 +167,10 @@ def quantize_dequantize_affine(
 def constant_grid(
     scale: Tensor, zero_point: Tensor, symmetric: bool, format: Format, granularity: Granularity
 ) -> tuple[Tensor, Tensor] | None:
-    """Return a scale and a zero point as an ONNX file holds them; None where more is needed.
+    """Return a scale and a zero point as an ONNX file holds them, of no dimension or one.
 
     An exporter that follows the arithmetic from amax to them traces ten operators for each
-    quantizer, three times. As constants they cost nothing. Scale and zero point have one element
-    for each index of the axis; the result has no dimension, or one. None for blocks, for formats
-    narrower than their type and for those that ONNX has no type for.
+    quantizer, three times. None for blocks, formats narrower than their type and without one.
     """
     if isinstance(granularity, PerBlock):
         return None

@@ -91,14 +91,8 @@ def widened_to_power_of_two(amax: Tensor, format: Format) -> Tensor:
     """Return the amax that a scale rounded up to a power of two stands for.
 
     The gradient is that of TQT: rounding the exponent up passes it straight through, so a relative
-    change of ``amax`` is the same relative change of the result.
-
-    Reference: Jain et al., Trained Quantization Thresholds (MLSys 2020), section 3.2.
-
-    Example:
-        >>> from torchq.formats import INT8
-        >>> widened_to_power_of_two(torch.tensor([1.0, 127.0, 0.0]), INT8)
-        tensor([  1.9844, 127.0000,   0.0000])
+    change of ``amax`` is the same relative change of the result (Jain et al., Trained Quantization
+    Thresholds, MLSys 2020, section 3.2).
     """
     known = amax.detach()
     dead = is_dead(known, format)

@@ -3,7 +3,6 @@
 See docs/fuse.md.
 """
 
-from torchq.fusion import graph_passes
 from torchq.fusion.api import fuse_
 from torchq.fusion.blocks import BlockRule, register_block
 from torchq.fusion.families import FAMILIES
@@ -23,6 +22,5 @@ __all__ = [
     "apply_fusion_record_",
     "fuse_",
     "fusion_record",
-    "graph_passes",
     "register_block",
 ]

@@ -18,7 +18,7 @@ from torchq.fusion.passes import PASSES, Trial, fold_batchnorms, run_passes
 from torchq.fusion.quantized import QUANTIZED_MODEL_TOLERANCE, holds_quantizers
 from torchq.fusion.record import recording
 from torchq.fusion.report import FuseReport
-from torchq.graph import call_model, tensors_in
+from torchq.graph import Graph, call_model, graph_pass, tensors_in
 from torchq.utils import copy_module, evaluating, progress_stages, undone_on_error
 
 #: Limits for the whole model by dtype, relative to the largest output. Each fold is exact to
@@ -203,3 +203,23 @@ def _finish(model: nn.Module, trial: Trial, report: FuseReport, dry_run: bool) -
         for edit in trial.edits:
             edit.apply(model)
     return replace(report, applied=True)
+
+
+def _fused(graph: Graph, reparameterize: bool) -> Graph:
+    """Return a graph whose model is a fused copy."""
+    module = copy.deepcopy(graph.module)
+    example = graph.attributes.get("example")
+    fuse_(module, example, reparameterize=reparameterize, progress=False)
+    return graph.with_module(module)
+
+
+@graph_pass()
+def fold_bn(graph: Graph) -> Graph:
+    """Fold each BatchNorm into the layer before it, or behind it, where that is exact."""
+    return _fused(graph, reparameterize=False)
+
+
+@graph_pass()
+def merge_branches(graph: Graph) -> Graph:
+    """Merge parallel linear branches into one layer, and fold BatchNorms."""
+    return _fused(graph, reparameterize=True)

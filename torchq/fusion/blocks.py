@@ -48,13 +48,7 @@ def geometry_of(layer: Any) -> Geometry | None:
 
 @dataclass(frozen=True)
 class MergedLayer:
-    """One convolution or linear layer that replaces a whole linear part.
-
-    Attributes:
-        geometry: a geometry of symmetric padding.
-        value: float64 kernel and bias.
-        dtype, device, trainable, training, channels_last: what the module made of it is like.
-    """
+    """One layer of symmetric padding that replaces a whole linear part; its value is float64."""
 
     geometry: Geometry
     value: KernelBias
@@ -326,13 +320,9 @@ def _write(block: Any, name: str, layer: MergedLayer) -> None:
 
 @dataclass(frozen=True)
 class BlockEdit:
-    """A planned merge of one block, applicable to the model and to copies of it.
+    """A planned merge of one block; ``layers`` are in the order in which the rule asks for them.
 
-    Attributes:
-        path: where the block is.
-        rule: the block's family.
-        layers: the merged layers, in the order in which the rule asks for them.
-        fusion: the merge's row in the report; None where a record is replayed.
+    ``fusion`` is None where a record is replayed.
     """
 
     path: str

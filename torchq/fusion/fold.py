@@ -63,12 +63,7 @@ class ConstantPad(nn.Module):
 
 @dataclass(frozen=True)
 class LayerNumbers:
-    """New weight and bias of a layer, in the layer's dtype.
-
-    Attributes:
-        weight, bias: what replaces the layer's parameters.
-        scale: what the layer's output channels were multiplied by; None if nothing was.
-    """
+    """New parameters of a layer in its dtype, and what its output channels were multiplied by."""
 
     weight: Tensor
     bias: Tensor
@@ -113,13 +108,10 @@ def replace_parameter(layer: nn.Module, name: str, value: Tensor) -> None:
 
 @dataclass(frozen=True)
 class FoldEdit:
-    """A planned fold, applicable to the model and to copies of it.
+    """A planned fold: new numbers by the path of a layer, and all paths of the BatchNorm.
 
-    Attributes:
-        numbers: path of a layer -> its new numbers.
-        norms: all paths of the BatchNorm that disappears.
-        pad: what takes its place in front of a padded layer (opt-in), else None.
-        fusion: the fold's row in the report; None where a record is replayed.
+    ``pad`` takes its place in front of a padded layer. ``fusion`` is None where a record is
+    replayed.
     """
 
     numbers: dict[str, LayerNumbers]

@@ -47,14 +47,9 @@ class NotAffine(Exception):
 class Geometry:
     """The positions that a map reads, with one number per spatial axis.
 
-    Output ``o`` reads ``o * stride - before + tap`` for each tap of the window.
-
-    Attributes:
-        in_channels, out_channels: input and output channels.
-        groups: groups of the kernel ``(out_channels, in_channels / groups, *window)``.
-        window: the extent of the dense kernel (dilation written out).
-        before, after: implicit zeros at either end; negative for a crop.
-        stride: the step on the input.
+    Output ``o`` reads ``o * stride - before + tap`` for each tap of the window of the dense kernel
+    ``(out_channels, in_channels / groups, *window)``; ``before`` and ``after`` are implicit zeros,
+    negative for a crop.
     """
 
     in_channels: int
@@ -88,10 +83,7 @@ class Affine:
     A block's own ``forward`` is run on it: its Python control flow is followed for real, and torch
     functions and methods are looked up by name in ``_OPERATORS``, so ``a + b``, ``torch.add(a, b)``
     and ``a.add_(b)`` are one. Kernels are computed when they are asked for, in float64.
-
-    Attributes:
-        geometry: see :class:`Geometry`.
-        is_identity: it is the source itself.
+    ``is_identity`` says that it is the source itself.
     """
 
     def __init__(

@@ -178,15 +178,10 @@ _READ_ELSEWHERE = "has parameters that are also read outside its own forward"
 
 @dataclass(frozen=True)
 class Pair:
-    """A BatchNorm and the layers that it is folded into: the one before it, or all behind it.
+    """The paths of a BatchNorm and of the layers that it is folded into.
 
-    Attributes:
-        norm: path of the BatchNorm.
-        layers: paths of the layers; one for ``before=False``.
-        before: the BatchNorm comes before the layers.
-        pads: the border has to be padded explicitly with the value that the BatchNorm maps to
-            zero (opt-in).
-        found_by: ``"fx"`` or ``"recorder"``.
+    These are the one before it or, with ``before``, all behind it. ``pads`` says that the border
+    has to be padded explicitly with the value that the BatchNorm maps to zero.
     """
 
     norm: str

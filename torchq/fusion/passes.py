@@ -42,17 +42,9 @@ class Edit(Protocol):
 
 @dataclass
 class Trial:
-    """A copy of the model on which the passes work, and what they found.
+    """A copy of the model that the passes change, the options of ``fuse_``, and what was found.
 
-    Attributes:
-        model: the copy; passes change it.
-        example: one input of the model, or None.
-        verify: compare each merge with what it replaces.
-        constant_pad: fold a BatchNorm in front of a padded convolution, by explicit padding.
-        progress: show a bar where a pass takes longer than a second.
-        edits: what was changed, in order.
-        refused: what was not merged, by path.
-        notes: remarks for the report.
+    ``edits`` are in order; ``refused`` is by path.
     """
 
     model: nn.Module

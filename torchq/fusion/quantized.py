@@ -36,17 +36,12 @@ class RescalesOutput(Protocol):
     def output_scale_obstacle(self, scale: Tensor) -> str | None:
         """Return why the codes could not stay the same under ``scale``, or None if they can.
 
-        Args:
-            scale: ``(out_channels,)``, any sign.
+        ``scale`` is ``(out_channels,)``, of any sign.
         """
         ...
 
     def rescale_output_(self, scale: Tensor) -> None:
-        """Multiply the weight's ranges by ``|scale|``.
-
-        Args:
-            scale: ``(out_channels,)``, any sign.
-        """
+        """Multiply the weight's ranges by ``|scale|``."""
         ...
 
 
