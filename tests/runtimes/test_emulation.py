@@ -17,20 +17,16 @@ import torchq
 from tests.reference import rounded
 from torchq import QuantConfig, QuantDescriptor, Rule
 from torchq.errors import ConfigError, GraphError
-from torchq.formats import ROUNDINGS
 from torchq.graph import GraphRunner, trace
 from torchq.nn import TensorQuantizer
 from torchq.runtimes.emulation import (
-    GEMMLOWP,
-    SINGLE_ROUNDING,
     Backend,
-    FixedPoint,
     NodeCall,
     fixed_point,
     integer_average_pooling,
+    multiply,
     quantize_multiplier,
     shift_leaky_relu,
-    shift_right,
 )
 
 AFFINE = QuantDescriptor(symmetric=False)
@@ -371,10 +367,6 @@ def test_multipliers(generator: torch.Generator) -> None:
         tflite_multiplier(value) for value in real.tolist()
     ]
     assert quantize_multiplier(torch.tensor(0.0, dtype=torch.float64))[0] == 0
-    few, places = quantize_multiplier(real, bits=7)
-    assert ((few >= 64) & (few <= 127)).all()
-    nearest = few * 2.0 ** (places - 7)
-    assert ((nearest - real).abs() <= real / 128).all()
 
 
 def test_doubling_is_that_of_gemmlowp(generator: torch.Generator) -> None:
@@ -383,48 +375,7 @@ def test_doubling_is_that_of_gemmlowp(generator: torch.Generator) -> None:
         tflite_multiply(x, value)
         for x, value in zip(accumulators.tolist(), real.tolist(), strict=True)
     ]
-    assert GEMMLOWP.multiply(accumulators, real).tolist() == expected
-
-
-def test_single_rounding(generator: torch.Generator) -> None:
-    accumulators, real = sample(generator)
-    found = SINGLE_ROUNDING.multiply(accumulators, real).tolist()
-    for x, value, result in zip(accumulators.tolist(), real.tolist(), found, strict=True):
-        multiplier, shift = tflite_multiplier(value)
-        exact = Fraction(x * multiplier, 2**31) * Fraction(2) ** shift
-        assert result == math.floor(exact + Fraction(1, 2))
-    # The two ways differ, or there would be no choice.
-    assert found != GEMMLOWP.multiply(accumulators, real).tolist()
-
-
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_shifts(rounding: str, generator: torch.Generator) -> None:
-    numbers = torch.cat([torch.arange(-40, 41), torch.tensor([2**40 + 4, -(2**40) - 4, 2**61])])
-    for bits in (0, 1, 3, 5):
-        expected = [_shifted(int(n), bits, rounding) for n in numbers]
-        assert shift_right(numbers, bits, rounding).tolist() == expected
-    assert shift_right(torch.tensor([3]), -2, rounding).tolist() == [12]
-    tiny = shift_right(torch.tensor([1, -1]), 63, rounding).tolist()
-    assert tiny == [int(rounding == "up"), -int(rounding == "down")]
-
-
-def _shifted(number: int, bits: int, rounding: str) -> int:
-    """Round exactly; float64 holds these numbers."""
-    exact = Fraction(number, 2**bits)
-    if exact.denominator <= 2 or abs(exact) < 2**50:
-        return rounded(float(exact), rounding)
-    return number >> bits
-
-
-def test_errors() -> None:
-    with pytest.raises(ConfigError, match="got scheme 'triple'; expected 'doubling' or"):
-        FixedPoint("triple")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="got bits=32; expected 1 to 31"):
-        FixedPoint("single", 32)
-    with pytest.raises(ConfigError, match="for 'doubling'; expected 31 bits and 'half_away'"):
-        FixedPoint("doubling", 15)
-    with pytest.raises(ConfigError, match="rounding: got 'nearest'"):
-        FixedPoint("single", 15, "nearest")
+    assert multiply(accumulators, real).tolist() == expected
 
 
 class Between(nn.Module):

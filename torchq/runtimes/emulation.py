@@ -12,13 +12,13 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from torchq.errors import ConfigError, QuantizationError
-from torchq.formats import IntFormat, check_rounding, round_
+from torchq.formats import IntFormat, round_
 from torchq.graph.operators import (
     ASSIGNING,
     effects_of,
@@ -261,79 +261,47 @@ class Backend:
 _LARGEST_SHIFT = 31
 
 
-@dataclass(frozen=True)
-class FixedPoint:
-    """How a chip multiplies an int32 accumulator by a real number.
+def multiply(accumulator: Tensor, real: Tensor) -> Tensor:
+    """Return ``accumulator * real`` as gemmlowp and the kernels of TensorFlow Lite round it.
 
-    Attributes:
-        scheme: "doubling": the product with a multiplier of 31 bits is rounded to its high half,
-            half away from zero, and shifted right, half away from zero again. "single": the exact
-            product is rounded once.
-        bits: the bits of the multiplier without its sign, 1 to 31; "doubling" has 31.
-        rounding: the policy of "single", one of :data:`torchq.formats.ROUNDINGS`.
+    The product with a multiplier of 31 bits is rounded to its high half, half away from zero, and
+    shifted right, half away from zero again.
 
-    Raises:
-        ConfigError: values outside these rules.
+    Args:
+        accumulator: int64 with values of int32, any shape.
+        real: float64 > 0 that broadcasts against it.
+
+    Returns:
+        int64, the shape of ``accumulator``.
+
+    Example:
+        >>> scale = torch.tensor(0.0049, dtype=torch.float64)
+        >>> multiply(torch.tensor([1000, -12345]), scale)
+        tensor([  5, -60])
     """
-
-    scheme: Literal["doubling", "single"] = "doubling"
-    bits: int = 31
-    rounding: str = "half_away"
-
-    def __post_init__(self) -> None:
-        check_rounding(self.rounding)
-        if self.scheme not in ("doubling", "single"):
-            raise ConfigError(
-                f"FixedPoint: got scheme {self.scheme!r}; expected 'doubling' or 'single'"
-            )
-        if type(self.bits) is not int or not 1 <= self.bits <= 31:
-            raise ConfigError(f"FixedPoint: got bits={self.bits!r}; expected 1 to 31")
-        if self.scheme == "doubling" and (self.bits, self.rounding) != (31, "half_away"):
-            raise ConfigError(
-                f"FixedPoint: got bits={self.bits}, rounding={self.rounding!r} for 'doubling'; "
-                "expected 31 bits and 'half_away'. Use scheme='single' for others"
-            )
-
-    def multiply(self, accumulator: Tensor, real: Tensor) -> Tensor:
-        """Return ``accumulator * real`` as the chip rounds it.
-
-        Args:
-            accumulator: int64 with values of int32, any shape.
-            real: float64 > 0 that broadcasts against it.
-
-        Returns:
-            int64, the shape of ``accumulator``.
-
-        Example:
-            >>> scale = torch.tensor(0.0049, dtype=torch.float64)
-            >>> GEMMLOWP.multiply(torch.tensor([1000, -12345]), scale)
-            tensor([  5, -60])
-        """
-        multiplier, shift = quantize_multiplier(real, self.bits)
-        if self.scheme == "single":
-            return shift_right(accumulator * multiplier, self.bits - shift, self.rounding)
-        left, right = shift.clamp(min=0), (-shift).clamp(min=0)
-        high = _doubling_high_multiply(accumulator << left, multiplier)
-        return shift_right(high, right, "half_away")
+    multiplier, shift = quantize_multiplier(real)
+    product = (accumulator << shift.clamp(min=0)) * multiplier
+    # ``SaturatingRoundingDoublingHighMul`` and ``RoundingDivideByPOT`` of gemmlowp.
+    nudge = torch.where(product >= 0, 1 << 30, 1 - (1 << 30))
+    high = torch.div(product + nudge, 1 << 31, rounding_mode="trunc")
+    right = (-shift).clamp(min=0)
+    floor = high >> right
+    rest = high - (floor << right)
+    half = torch.where(right > 0, 1 << (right - 1).clamp(min=0), 1)  # Without a shift rest is 0.
+    up = (rest > half) | ((rest == half) & (high >= 0))
+    return floor + up.to(torch.int64)
 
 
-#: gemmlowp, and the reference kernels of TensorFlow Lite.
-GEMMLOWP = FixedPoint()
-#: TensorFlow Lite built with single rounding: one shift, half up.
-SINGLE_ROUNDING = FixedPoint("single", 31, "half_up")
+def quantize_multiplier(real: Tensor) -> tuple[Tensor, Tensor]:
+    """Return integers with ``real = multiplier * 2**(shift - 31)``, as near as 31 bits allow.
 
-
-def quantize_multiplier(real: Tensor, bits: int = 31) -> tuple[Tensor, Tensor]:
-    """Return integers with ``real = multiplier * 2**(shift - bits)``, as near as the bits allow.
-
-    Reference: ``QuantizeMultiplier`` of TensorFlow Lite, for 31 bits.
+    Reference: ``QuantizeMultiplier`` of TensorFlow Lite.
 
     Args:
         real: float64, >= 0 and finite, any shape.
-        bits: 1 to 31.
 
     Returns:
-        multiplier: int64 from ``2**(bits - 1)`` to ``2**bits - 1``; 0 for numbers below ``2**-32``.
+        multiplier: int64 from ``2**30`` to ``2**31 - 1``; 0 for numbers below ``2**-32``.
         shift: int64, at least -31.
 
     Example:
@@ -342,54 +310,12 @@ def quantize_multiplier(real: Tensor, bits: int = 31) -> tuple[Tensor, Tensor]:
     """
     mantissa, exponent = torch.frexp(real)
     exponent = exponent.to(torch.int64)
-    multiplier = (mantissa * 2.0**bits + 0.5).floor().to(torch.int64)  # Exact: 53 bits suffice.
-    carried = multiplier == 1 << bits
+    multiplier = (mantissa * 2.0**31 + 0.5).floor().to(torch.int64)  # Exact: 53 bits suffice.
+    carried = multiplier == 1 << 31
     multiplier = torch.where(carried, multiplier >> 1, multiplier)
     exponent = exponent + carried.to(torch.int64)
     lost = exponent < -_LARGEST_SHIFT
     return torch.where(lost, 0, multiplier), torch.where(lost, 0, exponent)
-
-
-def _doubling_high_multiply(a: Tensor, b: Tensor) -> Tensor:
-    """Return the high half of twice the product of int32 numbers, rounded half away from zero.
-
-    Reference: ``SaturatingRoundingDoublingHighMul`` of gemmlowp, for b >= 0.
-    """
-    product = a * b
-    nudge = torch.where(product >= 0, 1 << 30, 1 - (1 << 30))
-    return torch.div(product + nudge, 1 << 31, rounding_mode="trunc")
-
-
-def shift_right(number: Tensor, bits: Tensor | int, rounding: str) -> Tensor:
-    """Return ``number / 2**bits`` rounded to integers; fewer than 0 bits shift left.
-
-    Args:
-        number: int64, any shape.
-        bits: int64 that broadcasts against it.
-        rounding: one of :data:`torchq.formats.ROUNDINGS`.
-
-    Example:
-        >>> shift_right(torch.tensor([-12, -4, 4, 12]), 3, "half_up")
-        tensor([-1,  0,  1,  2])
-    """
-    check_rounding(rounding)
-    bits = torch.as_tensor(bits, dtype=torch.int64)
-    # A shift by 63 bits or more is undefined; the result is the same from 62 on.
-    right = bits.clamp(0, 62)
-    floor = number >> right
-    rest = number - (floor << right)
-    half = torch.where(right > 0, 1 << (right - 1).clamp(min=0), 1)  # Without a shift rest is 0.
-    above, tie = rest > half, rest == half
-    up = {
-        "down": torch.zeros_like(above),
-        "up": rest > 0,
-        "half_up": above | tie,
-        "half_down": above,
-        "half_even": above | (tie & (floor % 2 == 1)),
-        "half_away": above | (tie & (number >= 0)),
-        "half_toward_zero": above | (tie & (number < 0)),
-    }[rounding]
-    return torch.where(bits < 0, number << (-bits).clamp(0, 62), floor + up.to(torch.int64))
 
 
 _INT32 = (-(2**31), 2**31 - 1)
@@ -444,8 +370,8 @@ def integer_average_pooling() -> Backend:
     return backend
 
 
-def fixed_point(arithmetic: FixedPoint = GEMMLOWP) -> Backend:
-    """Return a backend that computes layers, products and additions as integer chips do.
+def fixed_point() -> Backend:
+    """Return a backend that computes layers, products and additions as TensorFlow Lite does.
 
     Sums of products of codes are int32, the bias is rounded to the product of the scales of input
     and weight, and the result is brought to the codes of the next quantizer by an integer
@@ -458,19 +384,15 @@ def fixed_point(arithmetic: FixedPoint = GEMMLOWP) -> Backend:
     result, it is the int32 sum times the scales, in floating point. An addition is treated if both
     operands and its result have one range.
 
-    Args:
-        arithmetic: multiplier and rounding; :data:`GEMMLOWP` is that of TensorFlow
-            Lite.
-
     Raises:
         QuantizationError: while running: a sum leaves int32.
     """
     backend = Backend()
     for operation in _LAYERS:
-        backend.register(operation, partial(_layer, arithmetic))
+        backend.register(operation, _layer)
     for operation in ("matmul", "bmm"):
-        backend.register(operation, partial(_matmul, arithmetic))
-    return backend.register("add", partial(_add, arithmetic))
+        backend.register(operation, _matmul)
+    return backend.register("add", _add)
 
 
 _LAYERS = (
@@ -479,7 +401,7 @@ _LAYERS = (
 )
 
 
-def _layer(arithmetic: FixedPoint, call: NodeCall, *args: Any, **kwargs: Any) -> Tensor:
+def _layer(call: NodeCall, *args: Any, **kwargs: Any) -> Tensor:
     """Return the result of a convolution or linear layer; see :func:`fixed_point`."""
     quantizers = call.quantizer_of(0), call.quantizer_of(1, "weight")
     if len(args) < 2 or call.module is not None or None in quantizers:
@@ -499,7 +421,7 @@ def _layer(arithmetic: FixedPoint, call: NodeCall, *args: Any, **kwargs: Any) ->
     if bias is not None:
         sums = sums + round_(bias.double() / scales, "half_away").view(channels)
     scales = scales.view(channels) if scales.numel() > 1 else scales
-    return _scaled(call, sums, scales, arithmetic).to(given.dtype)
+    return _scaled(call, sums, scales).to(given.dtype)
 
 
 def _channel_scales(x_scale: Tensor, w_scale: Tensor, channels: int) -> Tensor | None:
@@ -514,17 +436,17 @@ def _channel_scales(x_scale: Tensor, w_scale: Tensor, channels: int) -> Tensor |
     return scales if own == 1 else scales.repeat(channels // own)
 
 
-def _matmul(arithmetic: FixedPoint, call: NodeCall, *args: Any, **kwargs: Any) -> Tensor:
+def _matmul(call: NodeCall, *args: Any, **kwargs: Any) -> Tensor:
     """Return a product of two quantized tensors; see :func:`fixed_point`."""
     quantizers = call.quantizer_of(0), call.quantizer_of(1, "other")
     if len(args) != 2 or kwargs or any(q is None or q.amax.numel() != 1 for q in quantizers):
         return call.default(*args, **kwargs)
     (a, a_scale), (b, b_scale) = map(_centered, args, quantizers)  # type: ignore[arg-type]
     scale = (a_scale * b_scale).reshape(())
-    return _scaled(call, call.default(a.double(), b.double()), scale, arithmetic).to(args[0].dtype)
+    return _scaled(call, call.default(a.double(), b.double()), scale).to(args[0].dtype)
 
 
-def _add(arithmetic: FixedPoint, call: NodeCall, *args: Any, **kwargs: Any) -> Tensor:
+def _add(call: NodeCall, *args: Any, **kwargs: Any) -> Tensor:
     """Return a sum of two quantized tensors in the codes of the next quantizer.
 
     Reference: ``AddElementwise`` of TensorFlow Lite (kernels/internal/reference/add.h).
@@ -537,19 +459,16 @@ def _add(arithmetic: FixedPoint, call: NodeCall, *args: Any, **kwargs: Any) -> T
     pairs = zip(args, quantizers, strict=True)
     parts = [_centered(x, q) for x, q in pairs]  # type: ignore[arg-type]
     widest = 2 * torch.maximum(*(scale.reshape(()) for _, scale in parts))
-    shifted = [
-        arithmetic.multiply(codes << _HEADROOM, scale.reshape(()) / widest)
-        for codes, scale in parts
-    ]
+    shifted = [multiply(codes << _HEADROOM, scale.reshape(()) / widest) for codes, scale in parts]
     total = shifted[0] + shifted[1]
-    return _requantized(total, widest / 2**_HEADROOM, reader, arithmetic).to(args[0].dtype)
+    return _requantized(total, widest / 2**_HEADROOM, reader).to(args[0].dtype)
 
 
 #: Bits below the codes that the kernel ADD of TensorFlow Lite computes with.
 _HEADROOM = 20
 
 
-def _scaled(call: NodeCall, sums: Tensor, scales: Tensor, arithmetic: FixedPoint) -> Tensor:
+def _scaled(call: NodeCall, sums: Tensor, scales: Tensor) -> Tensor:
     """Return sums of products of codes as the next quantizer reads them."""
     accumulator = sums.to(torch.int64)
     if accumulator.numel() and not _INT32[0] <= accumulator.min() <= accumulator.max() <= _INT32[1]:
@@ -560,15 +479,13 @@ def _scaled(call: NodeCall, sums: Tensor, scales: Tensor, arithmetic: FixedPoint
     reader = call.output_quantizer()
     if reader is None:
         return accumulator * scales
-    return _requantized(accumulator, scales, reader, arithmetic)
+    return _requantized(accumulator, scales, reader)
 
 
-def _requantized(
-    accumulator: Tensor, scales: Tensor, reader: TensorQuantizer, arithmetic: FixedPoint
-) -> Tensor:
+def _requantized(accumulator: Tensor, scales: Tensor, reader: TensorQuantizer) -> Tensor:
     """Return the values of the codes that a quantizer would read; ``scales`` are of the sums."""
     scale, zero_point = (t.double().reshape(()) for t in reader.calculate_qparams())
-    codes = arithmetic.multiply(accumulator, scales / scale) + zero_point.to(torch.int64)
+    codes = multiply(accumulator, scales / scale) + zero_point.to(torch.int64)
     format = reader.descriptor.format
     codes = codes.clamp(int(format.quant_min), int(format.quant_max))
     # One rounding in float32, as the quantizer computes its own values.
