@@ -151,7 +151,7 @@ def _shape_for(runtime: Runtime | None, graph: Model) -> tuple[str, ...]:
 
 def undo_export(graph: Model) -> dict[str, str]:
     """Undo what the passes of a file changed in layers; return what is wrong, by quantizer."""
-    runtime = RUNTIMES.get(read_record(graph).get("target"))
+    runtime = RUNTIMES.get(str(read_record(graph).get("target")))
     own = () if runtime is None or runtime.file is None else runtime.file.passes
     return undo_passes(graph, (*EXPORT_PASSES, *own))
 

@@ -116,8 +116,9 @@ def _engine(model: nn.Module, example: Any, target: str | Runtime | None) -> Eng
     """Return the runtime that runs a model here: the wanted one, or else the one of its plan."""
     if target is None:
         planned = RUNTIMES.get(planned_target(model) or "")
-        usable = isinstance(planned, Engine) and planned.measured and example is not None
-        return planned if usable else Torch()
+        if isinstance(planned, Engine) and planned.measured and example is not None:
+            return planned
+        return Torch()
     runtime = runtime_of(target)
     if not isinstance(runtime, Engine):
         known = ", ".join(repr(n) for n in targets() if isinstance(RUNTIMES[n], Engine))
