@@ -20,7 +20,7 @@ from torchq import QuantDescriptor
 from torchq.errors import ConfigError, QuantizationError
 from torchq.functional import fake_quantize
 from torchq.nn import QuantModule, convert_, revert_, share_quantizers_
-from torchq.nn.operator_modules import RewrittenForward, replace_operators_, trace_forward
+from torchq.nn.operator_modules import RoutedModule, replace_operators_, trace_forward
 
 BINARY = [
     (torchq.nn.QuantAdd, torch.add),
@@ -93,19 +93,18 @@ class Gate(nn.Module):
         return y * self.scale if mask is None else y + mask
 
 
-def wired(module: nn.Module, **children: nn.Module) -> nn.Module:
-    """Wire nodes to children of the same name with ``q_`` in front."""
-    for node, child in children.items():
-        module.add_module(f"q_{node}", child)
-    return replace_operators_(module, {node: f"q_{node}" for node in children})
+def wired(module: nn.Module, child: nn.Module, site: str = "@0") -> nn.Module:
+    """Let a child named ``q`` stand for the operator at a site."""
+    module.add_module("q", child)
+    return replace_operators_(module, {site: "q"})
 
 
 def test_wiring_changes_the_forward_alone() -> None:
     module, x = Gate(), torch.randn(3, 4)
     expected = module.eval()(x)
     before = dict(module.named_parameters())
-    wired(module, add=torchq.nn.Add())
-    assert isinstance(module, RewrittenForward) and isinstance(module, Gate)
+    wired(module, torchq.nn.Add())
+    assert isinstance(module, RoutedModule) and isinstance(module, Gate)
     assert (
         torch.equal(module(x), expected)
         and torch.equal(module(x=x), expected)
@@ -113,7 +112,7 @@ def test_wiring_changes_the_forward_alone() -> None:
     )
     assert all(value is before[name] for name, value in module.named_parameters())
     seen: list[Tensor] = []
-    handle = module.q_add.register_forward_hook(lambda m, args, out: seen.append(out))
+    handle = module.q.register_forward_hook(lambda m, args, out: seen.append(out))
     module(x)
     handle.remove()
     assert torch.equal(seen[0], module.linear(x) + x)
@@ -125,7 +124,7 @@ def test_wiring_changes_the_forward_alone() -> None:
 
 
 def test_wired_modules_follow_the_training_mode() -> None:
-    module, x = wired(Gate(), add=torchq.nn.Add()), torch.ones(64, 4)
+    module, x = wired(Gate(), torchq.nn.Add()), torch.ones(64, 4)
     assert (module.train()(x) == 0).any()
     assert not (module.eval()(x) == 0).any()
 
@@ -134,30 +133,33 @@ def test_wired_modules_follow_the_training_mode() -> None:
     "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
 )
 def test_wired_modules_copy(copied: Any) -> None:
-    module, x = wired(Gate(), add=torchq.nn.QuantAdd()).eval(), torch.randn(3, 4)
+    module, x = wired(Gate(), torchq.nn.QuantAdd()).eval(), torch.randn(3, 4)
     twin = copied(module)
     assert type(twin) is type(module)
     assert torch.equal(twin(x), module(x))
-    twin.q_add.input_quantizer.set_amax(0.01)
+    twin.q.input_quantizer.set_amax(0.01)
     assert not torch.equal(twin(x), module(x))
 
 
-def test_an_argument_that_the_trace_did_not_see_runs_the_float_forward() -> None:
+def test_an_argument_may_choose_another_branch() -> None:
     x, mask = torch.randn(3, 4), torch.ones(3, 4)
-    module = wired(Gate(), add=torchq.nn.Add()).eval()
-    with pytest.warns(UserWarning, match="Gate: is called with mask, which its trace took"):
-        result = module(x, mask)
+    module = wired(Gate(), torchq.nn.QuantAdd()).eval()
+    result = module(x, mask)
+    expected = module.q(module.linear(x), x) + mask
+    assert torch.equal(result, expected)
     torchq.restore_(module)
-    assert torch.equal(result, module(x, mask))
+    assert not torch.equal(result, module(x, mask))
 
 
 def test_wiring_needs_the_operator() -> None:
     module = Gate()
     with pytest.raises(
         QuantizationError,
-        match=r"Gate: its forward has no operator sub; expected the code that was quantized",
+        match=r"Gate: its forward has no operator @7; expected the code that was quantized",
     ):
-        wired(module, sub=torchq.nn.Add())
+        wired(module, torchq.nn.Add(), "@7")
+    with pytest.raises(QuantizationError, match=r"no operator add; expected a place in its source"):
+        wired(module, torchq.nn.Add(), "add")
     assert type(module) is Gate
     module.forward = module.forward  # type: ignore[method-assign]
     with pytest.raises(QuantizationError, match="forward was replaced on the instance"):
@@ -177,7 +179,7 @@ class Growing(nn.ModuleDict):
 def test_a_forward_that_iterates_over_its_children_does_not_meet_the_new_ones() -> None:
     module, x = Growing({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)}), torch.randn(2, 3)
     expected = module(x)
-    wired(module, cat=torchq.nn.Cat())
+    wired(module, torchq.nn.Cat())
     for candidate in (module, copy.deepcopy(module)):
         assert torch.equal(candidate(x), expected)
 
@@ -194,7 +196,7 @@ def test_traces_are_the_modules_own() -> None:
 )  # torch 2.9
 def test_wired_modules_compile_whole() -> None:
     torch._dynamo.reset()
-    module, x = wired(Gate(), add=torchq.nn.QuantAdd()).eval(), torch.randn(3, 4)
+    module, x = wired(Gate(), torchq.nn.QuantAdd()).eval(), torch.randn(3, 4)
     assert torch.equal(torch.compile(module, backend="eager", fullgraph=True)(x), module(x))
 
 

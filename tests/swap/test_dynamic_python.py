@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import warnings
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchq
 from torchq.nn import QuantAdd
-from torchq.nn.operator_modules import RewrittenForward
+from torchq.nn.operator_modules import RoutedModule
 from torchq.workflow import quantizers
 
 X = torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(0))
@@ -110,7 +111,7 @@ def test_everything_that_a_call_can_change_changes_it(name: str, training: bool)
 def test_the_operators_of_functions_and_loops_are_found() -> None:
     model = quantized()
     kinds = [name for name, m in model.named_children() if name.startswith("quant_")]
-    assert isinstance(model, RewrittenForward)
+    assert isinstance(model, RoutedModule)
     assert kinds == [
         *("quant_add", "quant_add_1", "quant_add_2", "quant_add_3", "quant_cat"),
         *("quant_activation", "quant_mul", "quant_add_4", "quant_pool", "quant_mul_1"),
@@ -298,31 +299,49 @@ def test_children_that_are_iterated_over_stay_the_same() -> None:
         assert torch.equal(model(X), expected)
 
 
-def test_without_source_a_trace_is_made_again_when_an_attribute_is_set() -> None:
+def test_operators_without_source_stay_float_with_a_reason() -> None:
     model = sourceless()
-    torchq.quantize_(model, target="openvino")
-    torchq.calibrate(model, [X], progress=False)
-    assert isinstance(model.quant_add, QuantAdd)
+    report = torchq.quantize_(model, target="openvino", example=X)
+    reasons = [d.reason for d in report.skipped]
+    assert any("its source does not show 1 of its operators" in reason for reason in reasons)
     plain = floats_of(model)
     for gain in (1.0, 5.0):
         model.gain = plain.gain = gain
         with torchq.disabled(model):
-            assert torch.equal(model(X), plain(X))
-    with pytest.warns(UserWarning, match="is called with shortcut, which its trace took"):
-        assert torch.equal(model(X, X), model.float_forward(X, X))
+            assert torch.equal(model(X, X), plain(X, X))
 
 
-def test_without_source_a_forward_that_makes_tensors_keeps_its_operators_float() -> None:
-    """A trace would keep the tensor of its own run; timm's EVA divides by one so."""
-    made = SOURCELESS.replace("* self.gain", "/ torch.tensor(self.gain)")
-    namespace: dict[str, Any] = {"nn": nn, "torch": torch, "__name__": __name__}
-    exec(made, namespace)
-    model = namespace["Sourceless"]().eval()
-    report = torchq.quantize_(model, target="openvino", example=X)
-    assert "it makes tensors of its own" in str(report).replace("\n", " ")
-    model.gain = 5.0
+def doubled(forward: Any) -> Any:
+    """A decorator that does something of its own."""
+
+    @functools.wraps(forward)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return 2 * forward(self, *args, **kwargs)
+
+    return wrapper
+
+
+class Decorated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.kernel = nn.Conv2d(4, 4, 1), nn.Parameter(torch.randn(4, 4, 1, 1))
+
+    @torch.autocast("cpu", enabled=False)
+    @doubled
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(self.conv(x) + x, self.kernel)
+
+
+def test_decorators_run_around_the_routes() -> None:
+    torch.manual_seed(0)
+    model: Any = Decorated().eval()
+    assert not torchq.quantize_(model, target="openvino", example=X).skipped
+    torchq.calibrate(model, [X], progress=False)
+    plain, call = floats_of(model), model.kernel_call
     with torchq.disabled(model):
-        assert torch.equal(model(X), X + model.conv(X) / 5.0)
+        assert torch.equal(model(X), plain(X))
+    y = call.input_quantizer(model.quant_add(model.conv(X), X))
+    assert torch.equal(model(X), 2 * F.conv2d(y, call.weight_quantizer(model.kernel)))
 
 
 class Caching(nn.Module):

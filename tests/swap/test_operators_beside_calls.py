@@ -59,7 +59,7 @@ def test_calls_and_operators_of_one_forward_are_quantized() -> None:
     assert not [d for d in report.skipped if d.class_name == "MatMul"]
     model = quantized()
     block: Any = model.block
-    assert isinstance(block, RoutedModule) and len(block.calls) == 2
+    assert isinstance(block, RoutedModule) and len(block.torchq_calls) == 2
     before = model(X)
     for quantizer in (block.quant_matmul.other_quantizer, block.qkv_call.weight_quantizer):
         assert quantizer.calibrated
@@ -112,19 +112,24 @@ class Computed(nn.Module):
         return torch.matmul(x, 2 * self.weight) @ x.transpose(1, 2)
 
 
-def test_products_beside_a_computed_weight_stay_float_with_a_reason() -> None:
+def test_a_product_with_a_computed_weight_is_one_of_a_layer_and_others_are_operators() -> None:
     torch.manual_seed(0)
     report = torchq.plan(Net(Computed()), target=TARGET, example=X)
     reasons = {d.name: d.reason for d in report.skipped}
-    reason = "its forward computes the weight of a matmul, which is quantized"
-    assert reasons["block.quant_matmul"] == reason
-    assert quantized(Computed())(X).isfinite().all()
+    assert reasons == {
+        "block.quant_matmul": "its operand is a weight, and the call is quantized as that of a "
+        "layer"
+    }
+    block: Any = quantized(Computed()).block
+    x = torch.randn(2, 5, 8)
+    y = block.input_quantizer(x) @ block.weight_quantizer(2 * block.weight)
+    assert torch.equal(block(x), block.quant_matmul_1(y, x.transpose(1, 2)))
 
 
 def test_operators_are_places_in_the_source() -> None:
     block = Attention()
     sites = [CallSite("linear", "qkv", "qkv_call")]
-    with pytest.raises(QuantizationError, match="got the operators matmul; expected places"):
+    with pytest.raises(QuantizationError, match="no operator matmul; expected a place"):
         route_calls_(block, sites, operators={"matmul": "quant_matmul"})
     assert type(block) is Attention
 
@@ -140,10 +145,12 @@ class Generated(nn.Module):
 """
 
 
-def test_without_source_code_operators_beside_calls_stay_float_with_a_reason() -> None:
+@pytest.mark.filterwarnings("ignore:.* only .* quantized")
+def test_calls_and_operators_without_source_code_stay_float_with_a_reason() -> None:
     names: dict[str, Any] = {"nn": nn, "torch": torch, "F": F, "__name__": "generated"}
     exec(SOURCE, names)
     report = torchq.plan(Net(names["Generated"]()), target=TARGET, example=X)
-    (reason,) = {d.reason for d in report.skipped if d.name.startswith("block")}
-    assert reason.endswith("the source of that cannot be rewritten")
-    assert {d.name for d in report.replaced} >= {"block.query_call", "block.key_call"}
+    reasons = [d.reason for d in report.skipped if d.name == "block"]
+    assert any("its source does not show 1 of its operators" in reason for reason in reasons)
+    assert any("linear with a weight in code whose source does not" in text for text in reasons)
+    assert {d.name for d in report.replaced} == {"stem"}

@@ -27,7 +27,7 @@ from torchq.graph.operators import (
     writes,
 )
 from torchq.graph.runner import GraphRunner, NodeMeta
-from torchq.graph.source import Router, rewrite_forward
+from torchq.graph.source import Rewritten, Router, SourceSite, rewrite_forward
 from torchq.graph.tracing import (
     ForwardTracer,
     Trace,
@@ -46,7 +46,9 @@ __all__ = [
     "effects_of",
     "operator_named",
     "operator_of",
+    "Rewritten",
     "Router",
+    "SourceSite",
     "operator_kind",
     "rewrite_forward",
     "Call",

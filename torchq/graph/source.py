@@ -21,22 +21,28 @@ import inspect
 import textwrap
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import nn
 
-from torchq.graph.operators import OPERATORS, operator_kind
+from torchq.graph.operators import OPERATORS, Operator, operator_of
 
 _ROUTE, _START, _FUNCTION = "__torchq_route__", "__torchq_start__", "__torchq_function__"
 _ROWS = [OPERATORS[name] for name in OPERATORS]
 _BINARY = {getattr(ast, row.syntax): row.name for row in _ROWS if row.syntax}
-#: The kinds of sites that share one count, as in files of torchq 0.2; other kinds have their own,
-#: so that a new row of the table renames no site. The empty one is a call of a function with such.
-_NUMBERED = frozenset(["", "add", "mul", "matmul", "cat", "pool", "activation", "attention"])
+#: The kinds of sites that share one count, as in files of torchq 0.2; other operators have their
+#: own, so that a new row of the table renames no site.
+_NUMBERED = frozenset(["add", "mul", "matmul", "cat", "pool", "activation", "attention"])
+#: Classes of torch whose methods are followed from those of subclasses.
+_FOLLOWED = frozenset(["Sequential", "_ConvNd", *(row.layer for row in _ROWS)])
 _STATIC = ast.dump(ast.Name("staticmethod", ast.Load()))
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_CHILDREN = ("children", "named_children", "modules", "named_modules", "_modules")
+_OWN = ("children", "named_children")
+_LISTING = ("enumerate", "zip", "list", "tuple", "reversed", "iter", "len", "map")
+_ITEMS = ("items", "values", "keys")
+_CHILDREN = ("modules", "named_modules", "_modules")
 _DEEPEST = 8
 
 
@@ -55,10 +61,39 @@ class Router(Protocol):
     def method(self, site: str, name: str, owner: Any, *args: Any, **kwargs: Any) -> Any:
         """Carry out ``owner.<name>(*args, **kwargs)``."""
 
+    def own(self, how: str) -> Any:
+        """Return the children that the author gave the module.
 
-def rewrite_forward(
-    cls: type[nn.Module], start: Callable[[Any], Router]
-) -> Callable[..., Any] | None:
+        ``how`` is the name of a method, ``"iterated"`` or, for a dictionary, ``"mapping"``.
+        """
+
+
+@dataclass(frozen=True)
+class SourceSite:
+    """A place in the code of a forward where an operator or a product with a weight stands.
+
+    Attributes:
+        name: the places of the calls that lead there and its own, joined by dots.
+        operator: the name of the row.
+        left, right: the dotted path of the attribute of the module that each operand of a product
+            is, as ``fc.weight``; "" where the code does not show one.
+    """
+
+    name: str
+    operator: str
+    left: str = ""
+    right: str = ""
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A forward whose operators are handed to a router, and their places in the order of code."""
+
+    forward: Callable[..., Any]
+    sites: tuple[SourceSite, ...]
+
+
+def rewrite_forward(cls: type[nn.Module], start: Callable[[Any], Router]) -> Rewritten | None:
     """Return the forward of ``cls`` with its operators handed to a router, or None.
 
     ``start`` is called with the module at the beginning of each call and returns the router.
@@ -66,13 +101,27 @@ def rewrite_forward(
     Functions and methods that the forward calls by name are followed. The signature stays.
     """
     function = inspect.getattr_static(cls, "forward", None)
-    if not isinstance(function, types.FunctionType) or issubclass(cls, _CONTAINERS):
+    if not isinstance(function, types.FunctionType):
         return None
     try:
         found = _Rewriting(cls, ()).rewrite(function, start)
-    except (SyntaxError, RecursionError):  # code that cannot stand outside of its class
+    except (SyntaxError, RecursionError, _Opaque):  # code that cannot stand outside of its class
         return None
-    return None if found is None else found[0]
+    return None if found is None else Rewritten(found.function, found.sites)
+
+
+class _Opaque(Exception):
+    """The code does something with its module that another object in its place would change."""
+
+
+@dataclass(frozen=True)
+class _Function:
+    """A rewritten function, its sites, and whether some of them are numbered."""
+
+    function: Callable[..., Any]
+    sites: tuple[SourceSite, ...]
+    is_numbered: bool
+    lists_children: bool
 
 
 class _Rewriting:
@@ -83,15 +132,23 @@ class _Rewriting:
         self.callers = callers
 
     def rewrite(
-        self, function: types.FunctionType, start: Callable[[Any], Router] | None = None
-    ) -> tuple[Callable[..., Any], bool] | None:
-        """Return ``function`` rewritten, and whether it has numbered sites; or None."""
+        self,
+        function: types.FunctionType,
+        start: Callable[[Any], Router] | None = None,
+        paths: Mapping[str, str] = types.MappingProxyType({}),
+    ) -> _Function | None:
+        """Return ``function`` rewritten, or None; ``paths`` are its arguments that are known."""
+        inner = getattr(function, "__wrapped__", None)
+        if inner is not None:  # The code of a decorator runs around the rewritten function.
+            found = self.rewrite(inner, start, paths) if _is_function(inner) else None
+            around = None if found is None else _rewrapped(function, inner, found.function)
+            return None if found is None or around is None else replace(found, function=around)
         tree = _parse(function)
         if tree is None:
             return None
-        sites = _Sites(self.cls, function, tree, self.callers)
+        sites = _Sites(self.cls, function, tree, self.callers, paths)
         body = [sites.visit(statement) for statement in tree.body]
-        if not sites.counts:
+        if not sites.found and (start is not None or not sites.lists_children):
             return None
         hidden: dict[str, Any] = dict(sites.helpers)
         if start is None:
@@ -103,12 +160,38 @@ class _Rewriting:
             begin = ast.Call(ast.Name(_START, ast.Load()), [first], [])
             body.insert(0, ast.Assign([ast.Name(_ROUTE, ast.Store())], begin))
         tree.body = body
-        return _compile(function, tree, hidden), "" in sites.counts
+        new = _compile(function, tree, hidden)
+        return _Function(new, tuple(sites.found), "" in sites.counts, sites.lists_children)
+
+
+def _is_function(value: Any) -> bool:
+    return isinstance(value, types.FunctionType)
+
+
+def _rewrapped(
+    wrapper: types.FunctionType, inner: types.FunctionType, new: Callable[..., Any]
+) -> Callable[..., Any] | None:
+    """Return what a decorator made of ``inner``, around ``new`` instead; None if that is hidden."""
+    cells = wrapper.__closure__ or ()
+    try:
+        held = [cell.cell_contents is inner for cell in cells]
+    except ValueError:  # a name that is not bound yet
+        return None
+    if not any(held):
+        return None
+    closure = tuple(
+        types.CellType(new) if is_inner else cell
+        for cell, is_inner in zip(cells, held, strict=True)
+    )
+    copy = types.FunctionType(
+        wrapper.__code__, wrapper.__globals__, wrapper.__name__, wrapper.__defaults__, closure
+    )
+    copy.__kwdefaults__ = wrapper.__kwdefaults__
+    vars(copy).update({**vars(wrapper), "__wrapped__": new})
+    return copy
 
 
 def _parse(function: types.FunctionType) -> ast.FunctionDef | None:
-    if hasattr(function, "__wrapped__"):
-        return None
     try:
         source = textwrap.dedent(inspect.getsource(function))
         module = ast.parse(source)
@@ -117,9 +200,7 @@ def _parse(function: types.FunctionType) -> ast.FunctionDef | None:
     tree = module.body[0] if len(module.body) == 1 else None
     if not isinstance(tree, ast.FunctionDef) or not tree.args.args:
         return None
-    if [ast.dump(d) for d in tree.decorator_list] not in ([], [_STATIC]):
-        return None
-    tree.decorator_list = []
+    tree.decorator_list = []  # Those that wrap the function were taken off by the caller.
     for node in ast.walk(tree):
         if isinstance(node, (ast.Yield, ast.YieldFrom, ast.Await)):
             return None
@@ -185,8 +266,10 @@ class _Sites(ast.NodeTransformer):
 
     Attributes:
         counts: how many sites there are, by the groups of their names: a number in the order of the
-            code, alone for the kinds that are :data:`_NUMBERED`, behind the kind for others.
+            code, alone for the kinds that are :data:`_NUMBERED`, behind a word for others.
+        found: the sites, with those of functions that are called.
         helpers: hidden name -> rewritten function that the code calls.
+        lists_children: True if the code iterates over the children of the module.
     """
 
     def __init__(
@@ -195,23 +278,52 @@ class _Sites(ast.NodeTransformer):
         function: types.FunctionType,
         tree: ast.FunctionDef,
         callers: tuple[types.FunctionType, ...],
+        paths: Mapping[str, str],
     ) -> None:
         self.cls, self.function = cls, function
         self.callers = (*callers, function)
         self.counts: Counter[str] = Counter()
+        self.found: list[SourceSite] = []
         self.helpers: dict[str, Any] = {}
-        is_method = any(function in vars(c).values() for c in cls.__mro__)
+        self.lists_children = False
+        is_method = any(_defines(c, function) for c in cls.__mro__)
         self._self = tree.args.args[0].arg if is_method else None
+        self._is_container = issubclass(cls, _CONTAINERS)
         self._depth = 0
-        self._local = {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)} | {
-            n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and not _is_load(n)
-        }
+        stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and not _is_load(n)}
+        self._local = {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)} | stored
+        self._paths = {name: path for name, path in paths.items() if name not in stored}
 
-    def _name(self, kind: str) -> str:
-        """Return the name of the next site of a kind; it ends in ``f`` in a nested function."""
-        group = "" if kind in _NUMBERED else kind
+    def _name(self, group: str) -> str:
+        """Return the name of the next site of a group; it ends in ``f`` in a nested function."""
         self.counts[group] += 1
         return f"{group}{self.counts[group] - 1}{'f' if self._depth else ''}"
+
+    def _site(
+        self, row: Operator, args: Sequence[ast.expr], keywords: Sequence[ast.keyword] = ()
+    ) -> str:
+        """Return the name of the next site of an operator, and note it."""
+        name = self._name("" if row.module and row.word in _NUMBERED else row.name)
+        named = {keyword.arg: keyword.value for keyword in keywords}
+        operands = [
+            args[place] if place < len(args) else named.get(word)
+            for place, word in (row.left, row.right)
+        ]
+        paths = ["" if operand is None else self._path(operand) for operand in operands]
+        self.found.append(SourceSite(name, row.name, *paths))
+        return name
+
+    def _path(self, node: ast.expr) -> str:
+        """Return ``a.b`` for the expression ``self.a.b``, also where an argument holds it."""
+        names: list[str] = []
+        while isinstance(node, ast.Attribute):
+            names.insert(0, node.attr)
+            node = node.value
+        if not isinstance(node, ast.Name):
+            return ""
+        if node.id == self._self and self._self is not None:
+            return ".".join(names)
+        return ".".join([self._paths[node.id], *names]) if node.id in self._paths else ""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         """Note that sites inside belong to a nested function, which may run again at any time."""
@@ -227,7 +339,7 @@ class _Sites(ast.NodeTransformer):
         name = _BINARY.get(type(node.op))
         if name is None:
             return self.generic_visit(node)
-        site = self._name(name)
+        site = self._site(OPERATORS[name], [node.left, node.right])
         self.generic_visit(node)
         return _routed(node, "binary", site, ast.Constant(name), node.left, node.right)
 
@@ -236,18 +348,18 @@ class _Sites(ast.NodeTransformer):
         name = _BINARY.get(type(node.op))
         if name is None or not isinstance(node.target, ast.Name):
             return self.generic_visit(node)
-        site = self._name(name)
+        site = self._site(OPERATORS[name], [node.target, node.value])
         self.generic_visit(node)
         old = ast.Name(node.target.id, ast.Load())
         new = _routed(node, "binary", site, ast.Constant(f"i{name}"), old, node.value)
         return ast.copy_location(ast.Assign([node.target], new), node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """Replace calls of functions and methods that have a kind, and follow others."""
+        """Replace calls of functions and methods that have a row, and follow others."""
         target = self._resolve(node.func)
-        kind = operator_kind(target)
-        if kind:
-            site = self._name(kind)
+        row = _routed_row(target)
+        if row is not None:
+            site = self._site(row, node.args, node.keywords)
             self.generic_visit(node)
             return _routed(node, "call", site, node.func, *node.args, keywords=node.keywords)
         if target is None and isinstance(node.func, ast.Attribute):
@@ -256,16 +368,65 @@ class _Sites(ast.NodeTransformer):
 
     def _visit_method(self, node: ast.Call, callee: ast.Attribute) -> ast.AST:
         """Replace ``x.add(y)`` and the like, where ``x`` is not the module itself."""
-        kind = operator_kind(callee.attr)
-        if self._is_self(callee) or not kind:
+        if self._is_self(callee):
+            listed = callee.attr in _OWN or (self._is_container and callee.attr in _ITEMS)
+            if listed and not node.args:
+                return self._own(node, callee.attr)
             return self._follow(node, None)
-        site = self._name(kind)
+        row = _routed_row(callee.attr)
+        if row is None:
+            return self._follow(node, None)
+        site = self._site(row, [callee.value, *node.args], node.keywords)
         self.generic_visit(node)
         arguments = (ast.Constant(callee.attr), callee.value, *node.args)
         return _routed(node, "method", site, *arguments, keywords=node.keywords)
 
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        """Leave attributes of the module itself; ``self`` alone stands for its children."""
+        if not self._is_self(node):
+            return self.generic_visit(node)
+        if node.attr in _OWN:
+            raise _Opaque
+        return node
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        """Refuse a container that is handed on: another object would meet the new children."""
+        if self._is_container and node.id == self._self and _is_load(node):
+            raise _Opaque
+        return node
+
+    def _own(self, node: ast.AST, how: str) -> Any:
+        self.lists_children = True
+        call = ast.Call(_attribute(_ROUTE, "own"), [ast.Constant(how)], [])
+        return ast.copy_location(call, node)
+
+    def _listed(self, node: ast.expr, how: str = "iterated") -> ast.expr:
+        """Return what has the author's children alone, for ``self`` where it is a container."""
+        is_self = isinstance(node, ast.Name) and node.id == self._self
+        found: ast.expr = self._own(node, how) if is_self and self._is_container else node
+        return found
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        """Replace ``self[index]`` where the module is a container."""
+        if not isinstance(node.slice, ast.Slice) and _is_load(node):
+            is_keyed = issubclass(self.cls, nn.ModuleDict)
+            node.value = self._listed(node.value, "children" if not is_keyed else "mapping")
+        return self.generic_visit(node)
+
+    def visit_For(self, node: ast.For) -> ast.AST:
+        """Replace ``for child in self`` where the module is a container."""
+        node.iter = self._listed(node.iter)
+        return self.generic_visit(node)
+
+    def visit_comprehension(self, node: ast.comprehension) -> ast.AST:
+        """Replace the same in a comprehension."""
+        node.iter = self._listed(node.iter)
+        return self.generic_visit(node)
+
     def _follow(self, node: ast.Call, target: Any) -> ast.AST:
         """Call the rewritten form of a function of the user's, with a router of its own."""
+        if isinstance(node.func, ast.Name) and node.func.id in _LISTING:
+            node.args = [self._listed(argument) for argument in node.args]
         receiver = None
         if target is None and isinstance(node.func, ast.Attribute):
             target = self._method(node.func)
@@ -273,14 +434,15 @@ class _Sites(ast.NodeTransformer):
                 target = target.__func__
             elif self._self is not None:
                 receiver = ast.Name(self._self, ast.Load())
-        found = self._rewritten(target)
+        found = self._rewritten(target, node, receiver is not None)
         if found is None:
             return self.generic_visit(node)
-        helper, is_numbered = found
-        site = self._name("" if is_numbered else "call")
+        site = self._name("" if found.is_numbered and not _is_torchs(target) else "call")
+        self.lists_children |= found.lists_children
+        self.found += [replace(inner, name=f"{site}.{inner.name}") for inner in found.sites]
         self.generic_visit(node)
         name = f"__torchq_helper_{len(self.helpers)}__"
-        self.helpers[name] = helper
+        self.helpers[name] = found.function
         route = ast.Call(_attribute(_ROUTE, "enter"), [ast.Constant(site)], [])
         first = [] if receiver is None else [receiver]
         new = ast.Call(
@@ -290,13 +452,19 @@ class _Sites(ast.NodeTransformer):
         )
         return ast.copy_location(new, node)
 
-    def _rewritten(self, target: Any) -> tuple[Callable[..., Any], bool] | None:
+    def _rewritten(self, target: Any, node: ast.Call, is_method: bool) -> _Function | None:
         if not isinstance(target, types.FunctionType) or target in self.callers:
             return None
         library = (target.__module__ or "").split(".")[0]
-        if library in ("torch", "builtins") or len(self.callers) > _DEEPEST:
+        is_foreign = library in ("torch", "builtins") and not _is_torchs(target)
+        if is_foreign or len(self.callers) > _DEEPEST:
             return None
-        return _Rewriting(self.cls, self.callers).rewrite(target)
+        code = inspect.unwrap(target).__code__
+        names = code.co_varnames[is_method : code.co_argcount]
+        given = dict(zip(names, node.args, strict=False))
+        given |= {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
+        paths = {name: path for name, value in given.items() if (path := self._path(value))}
+        return _Rewriting(self.cls, self.callers).rewrite(target, paths=paths)
 
     def _resolve(self, node: ast.expr) -> Any:
         """Return the object that a name or a dotted name outside of the function stands for."""
@@ -330,12 +498,19 @@ class _Sites(ast.NodeTransformer):
         if not is_super or call.func.id != "super" or call.args:  # type: ignore[attr-defined]
             return None
         line = self.cls.__mro__
-        here = [c for c in line if self.function in vars(c).values()]
+        here = [c for c in line if _defines(c, self.function)]
         after = line[line.index(here[0]) + 1 :] if here else ()
         return next((vars(c)[node.attr] for c in after if node.attr in vars(c)), None)
 
 
-def _is_load(node: ast.Name) -> bool:
+def _defines(cls: type, function: types.FunctionType) -> bool:
+    """Return True if a function is defined in a class, decorated or not."""
+    return any(
+        inspect.unwrap(value) is function for value in vars(cls).values() if _is_function(value)
+    )
+
+
+def _is_load(node: ast.Name | ast.Subscript) -> bool:
     return isinstance(node.ctx, ast.Load)
 
 
@@ -352,3 +527,15 @@ def _routed(
 ) -> Any:
     call = ast.Call(_attribute(_ROUTE, action), [ast.Constant(site), *args], keywords or [])
     return ast.copy_location(call, node)
+
+
+def _routed_row(target: Any) -> Operator | None:
+    """Return the row of a function or method that a router carries out."""
+    row = None if target is None or isinstance(target, nn.Module) else operator_of(target)
+    return row if row is not None and (row.module or row.layer) else None
+
+
+def _is_torchs(target: Any) -> bool:
+    """Return True for methods of the layers of torch, which subclasses call."""
+    home, owner = getattr(target, "__module__", None) or "", target.__qualname__.partition(".")[0]
+    return home.startswith("torch.nn.modules.") and owner in _FOLLOWED

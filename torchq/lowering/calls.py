@@ -18,7 +18,8 @@ from torchq.graph import call_model
 from torchq.lowering.eligible import as_linear, lower
 from torchq.nn import QuantModule, convert_
 from torchq.nn.calls.functions import CallSite, equivalent_class
-from torchq.nn.calls.routed import Call, ComputedCall, RoutedModule
+from torchq.nn.modules.operators import Call
+from torchq.nn.operator_modules import ComputedCall, RoutedModule
 
 _CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 #: Kind of a call -> the names of its arguments.
@@ -81,7 +82,8 @@ _ATTENTION = "attention is a kernel in a graph alone, and its forward keeps runn
 
 def lower_calls_(model: nn.Module, example: Any, reduce_range: bool) -> dict[int, str]:
     """Let integer kernels compute the quantized calls of ``model``, as far as there are any."""
-    routed = [module for module in model.modules() if isinstance(module, RoutedModule)]
+    modules = model.modules()
+    routed = [m for m in modules if isinstance(m, RoutedModule) and m.torchq_calls]
     if example is None:
         holders = [holder for module in routed for _, holder in module.holders()]
         return {
@@ -125,7 +127,7 @@ class _Recorder(ComputedCall):
 def _recording(routed: list[RoutedModule]) -> Iterator[Mapping[int, list[_Seen | None]]]:
     """Put a recorder in the place of every holder of quantizers until the block ends."""
     found: dict[int, list[_Seen | None]] = {id(module): [] for module in routed}
-    calls = [(module, module.calls) for module in routed]
+    calls = [(module, module.torchq_calls) for module in routed]
     added: list[tuple[nn.Module, str]] = []
     try:
         for module, sites in calls:
@@ -137,11 +139,11 @@ def _recording(routed: list[RoutedModule]) -> Iterator[Mapping[int, list[_Seen |
                     added.append((module, name))
                     sites = (*sites[:number], replace(site, holder=name), *sites[number + 1 :])
                 found[id(module)].append(seen)
-            module.calls = sites
+            module.torchq_calls = sites
         yield found
     finally:
         for owner, former in calls:
-            owner.calls = former
+            owner.torchq_calls = former
         for parent, name in added:
             delattr(parent, name)
 
@@ -158,8 +160,8 @@ def _lower_module(
     module: RoutedModule, calls: list[_Seen | None], reduce_range: bool
 ) -> list[tuple[int, str]]:
     """Give the calls of one module kernels; return the id of each holder and why it has none."""
-    reasons, sites = [], list(module.calls)
-    for number, (site, seen) in enumerate(zip(module.calls, calls, strict=True)):
+    reasons, sites = [], [site for site, _ in module.holders()]
+    for number, (site, seen) in enumerate(zip(list(sites), calls, strict=True)):
         holder = module.get_submodule(site.holder) if site.holder else module
         new = _ATTENTION if seen is None else _product_call(site, seen, reduce_range)
         if isinstance(new, str):
@@ -172,7 +174,8 @@ def _lower_module(
             delattr(module, site.holder)
         module.add_module(name, new.eval())
         sites[number] = replace(site, holder=name)
-    module.calls = tuple(sites)
+    unseen = [site for site in module.torchq_calls if site.is_unseen]
+    module.torchq_calls = (*sites, *unseen)
     return reasons
 
 

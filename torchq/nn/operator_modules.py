@@ -1,49 +1,56 @@
-"""Modules whose own operators (``+``, ``torch.cat``, ...) are calls of child modules.
+"""Modules whose own operators (``+``, ``torch.cat``, ``F.linear``, ...) are calls of children.
 
-Quantizers can sit in such children. The module object, its children, hooks and parameters stay, as
+Quantizers sit in such children. The module object, its children, hooks and parameters stay, as
 with every conversion (:mod:`torchq.nn.convert`), and no function or method of torch is patched.
-There are three ways to redirect an operator:
+The forward runs as its author wrote it, but for the operators, which a router carries out
+(:mod:`torchq.graph.source`): branches, attributes and arguments stay dynamic, and the name of an
+operator is its place in the code, whichever branch runs. A forward without source that can be read
+is reported.
 
-Source
-    The forward runs as its author wrote it, but for the operators, which a router carries out
-    (:mod:`torchq.graph.source`). Branches, attributes and arguments stay dynamic.
-
-Trace
-    Where there is no source (code typed into an interpreter, decorated functions), the forward is
-    traced with all children kept whole, once for training and once for evaluation, and the graph
-    runs in its place. The trace is made again when an attribute of the module is set. A call with
-    another value for an argument that the trace took for a constant runs the float forward.
-
-Graph
-    A :class:`torch.fx.GraphModule` computes what its graph says, and its copies, pickles, exports
-    and edits start from that graph. So it gets a graph with other nodes, not another forward.
+A :class:`torch.fx.GraphModule` computes what its graph says, and its copies, pickles, exports and
+edits start from that graph. Its nodes are its source: it gets a graph with other nodes.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 import types
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, ClassVar
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
+from torchq.descriptor import QuantDescriptor
 from torchq.errors import QuantizationError
-from torchq.graph import ForwardTracer, rewrite_forward, trace_call
+from torchq.graph import (
+    ForwardTracer,
+    Rewritten,
+    SourceSite,
+    operator_of,
+    rewrite_forward,
+    trace_call,
+)
+from torchq.nn.calls.functions import CallSite, located, operand, product_of, with_operands
 from torchq.nn.convert import QuantModule, change_class
 from torchq.nn.modules.operators import (
+    Call,
+    ScaledDotProductAttention,
     Tap,
     function_of,
 )
-from torchq.nn.operator_routes import MARK, Recorder, Route, base_name
+from torchq.nn.operator_routes import MARK, Recorder, Route, carry_out, place_of, visits_of
+from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.utils import qualified_name
 
 _META = "torchq_operators"
-_TRACED = ("_eval_run", "_train_run", "_constants", "_stale")
+#: What to do about names of operators that torchq 0.2 gave to forwards without source.
+NODE_NAMES = (
+    "A trace without source named it in torchq 0.2: quantize the model again, and load the ranges "
+    "with load_state_dict"
+)
 
 
 class OperatorOwner(QuantModule):
@@ -61,180 +68,253 @@ class OperatorOwner(QuantModule):
     replacements: Mapping[str, str] = types.MappingProxyType({})
 
 
-class RewrittenForward(OperatorOwner):
-    """Base of the classes that :func:`replace_operators_` makes, two for each float class.
+class ComputedCall(nn.Module):
+    """Base of holders that compute a call themselves, in place of the function."""
+
+    def __init__(self, simulated: QuantModule) -> None:
+        super().__init__()
+        self.simulated = simulated
+
+    def arguments(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, ...] | None:
+        """Return what ``forward`` takes for a call; None for a call that it does not compute."""
+        raise NotImplementedError
+
+
+def _last_visits(calls: Sequence[CallSite]) -> dict[str, tuple[int, ...] | None]:
+    """Return place -> the last visit of it that is planned; None for one that no run has shown."""
+    found: dict[str, tuple[int, ...] | None] = {}
+    for call in calls:
+        place, visits = place_of(call.site), visits_of(call.site)
+        found[place] = None if call.is_unseen else max(found.get(place) or visits, visits)
+    return found
+
+
+def _is_added(holder: nn.Module) -> bool:
+    return isinstance(holder, (Call, ComputedCall, ScaledDotProductAttention))
+
+
+@dataclass(frozen=True)
+class Routes:
+    """What stands at the sites of one module's forward.
 
     Attributes:
-        replacements: Name of an operator (of a site, or of a node of the traced forward) -> name
-            of the child that is called instead.
-        replaced_sites: The names in ``replacements`` without numbers of visits.
-        recorder: Where calls note their operators, or None.
+        calls: the calls with weights whose operands are quantized, and those that no run has shown.
+        replacements: name of a site -> name of the child that stands for its operator.
+        recorder: where calls of the module note their operators, or None.
+        planned: name of a site -> the child, or the call.
+        watched: the places in the code of these sites, and of calls that no run has shown.
     """
 
-    #: The class's own forward, under a name that the tracer can ask for.
-    float_forward: ClassVar[Callable[..., Any]]
-    #: The forward is traced, not rewritten.
-    is_traced: ClassVar[bool]
-
-    replaced_sites: frozenset[str] = frozenset()
+    calls: tuple[CallSite, ...] = ()
+    replacements: Mapping[str, str] = field(default_factory=dict)
     recorder: Recorder | None = None
 
-    def on_revert(self) -> None:
-        """Remove the children and everything else that the class needs."""
-        for child in self.replacements.values():
-            delattr(self, child)
-        for name in ("replacements", "replaced_sites", *_TRACED):
-            vars(self).pop(name, None)
+    def __post_init__(self) -> None:
+        calls = {call.site: call for call in self.calls if not call.is_unseen}
+        planned: dict[str, str | CallSite] = {**self.replacements, **calls}
+        last = _last_visits(self.calls)
+        places = frozenset([*map(place_of, planned), *last])
+        for name, value in (("planned", planned), ("_last", last), ("watched", places)):
+            object.__setattr__(self, name, value)
 
-    def _set_replacements(self, replacements: Mapping[str, str]) -> None:
-        self.replacements = dict(replacements)
-        self.replaced_sites = frozenset(map(base_name, replacements))
-        if type(self).is_traced:
-            self._trace()
+    planned: Mapping[str, str | CallSite] = field(init=False, default_factory=dict)
+    watched: frozenset[str] = field(init=False, default=frozenset())
+    _last: Mapping[str, tuple[int, ...] | None] = field(init=False, default_factory=dict)
 
-    def _trace(self) -> None:
-        self._eval_run, self._train_run = (
-            _rewritten(self, self.replacements, training) for training in (False, True)
-        )
-        parameters = inspect.signature(type(self).float_forward).parameters.values()
-        self._constants = tuple(
-            (p.name, _position(p, index), p.default)
-            for index, p in enumerate(parameters)
-            if _is_constant(p)
-        )
-        self._stale = False
+    def run(
+        self, owner: nn.Module, name: str, function: Any, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Carry out the function or method at a site, with the child that stands for it."""
+        planned = self.planned.get(name)
+        if isinstance(planned, CallSite):
+            return _run_call(owner, planned, function, args, kwargs)
+        if planned is None:
+            self._check_unplanned(owner, name, function, args)
+            return carry_out(function, args, kwargs)
+        child = getattr(owner, planned)
+        if not _are_tensors(function, args, kwargs):
+            return carry_out(function, args, kwargs)
+        if isinstance(child, Tap):
+            return carry_out(function, (child(args[0]), *args[1:]), kwargs)
+        return child(*args, **kwargs)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # The class is made at run time and the functions by exec: a copy makes them again.
-        state = {name: value for name, value in vars(self).items() if name not in _TRACED}
-        return _blank, (type(self).float_class, type(self).is_traced), state
+    def _check_unplanned(self, owner: Any, name: str, function: Any, args: tuple[Any, ...]) -> None:
+        """Raise QuantizationError for a call with a weight that nothing was planned for."""
+        place, row = place_of(name), product_of(function, args)
+        if row is None or row.word == "attention" or place not in self._last:
+            return
+        last = self._last[place]
+        if last is None and row.symmetric and not any(isinstance(a, nn.Parameter) for a in args):
+            return  # A product of two inputs, as far as anyone can tell.
+        if last is None or visits_of(name) > last:
+            where = qualified_name(type(owner).float_class)
+            raise QuantizationError(
+                f"{where}: its forward calls {row.name} with a weight at {name}, which it did not "
+                "when it was quantized; expected the calls of the example. Quantize with an "
+                f"example that makes them all, exclude the module, or register a twin with "
+                f"torchq.nn.register({where})"
+            )
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._set_replacements(self.replacements)
-
-
-def _is_constant(parameter: inspect.Parameter) -> bool:
-    """Return True for an argument that a trace takes for a constant; see ``trace_call``."""
-    return parameter.default is None or isinstance(parameter.default, (bool, int, float))
-
-
-def _position(parameter: inspect.Parameter, index: int) -> int | None:
-    """Return the place among the positional arguments behind ``self``, None for a keyword."""
-    is_keyword = parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD)
-    return None if is_keyword else index - 1
-
-
-@cache
-def _traced_class(cls: type[Any]) -> type[RewrittenForward]:
-    """Return the class for traced modules: one for each float class, so types of copies agree."""
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._stale:
-            self._trace()
-        if self._constants and _has_other_constants(self, args, kwargs):
-            return self.float_forward(*args, **kwargs)
-        return (self._train_run if self.training else self._eval_run)(self, *args, **kwargs)
-
-    def set_attribute(self: Any, name: str, value: Any) -> None:
-        is_known = name in vars(self) or hasattr(cls, name)
-        super(twin, self).__setattr__(name, value)
-        # torch.export hands the attributes of a module to a proxy of it, as its ``__dict__``.
-        unrelated = (*_TRACED, "training", "__dict__")
-        if is_known and "_stale" in vars(self) and name not in unrelated:
-            self._stale = True
-
-    # Exporters ask for the names of arguments, and torch.fx looks for them in the wrapped code.
-    forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
-    forward.__wrapped__ = cls.forward  # type: ignore[attr-defined]
-    twin = _new_class(cls, forward, is_traced=True)
-    twin.__setattr__ = set_attribute  # type: ignore[method-assign]
-    return twin
+    def added(self, owner: nn.Module) -> list[str]:
+        """Return the names of the children that the author of the module did not give it."""
+        holders = [call.holder for call in self.calls if call.holder and not call.is_unseen]
+        new = [name for name in holders if _is_added(owner.get_submodule(name))]
+        return list(dict.fromkeys((*self.replacements.values(), *new)))
 
 
-@cache
-def _routed_class(cls: type[Any]) -> type[RewrittenForward] | None:
-    """Return the class for modules whose source is rewritten, or None where that is impossible."""
-    forward = rewrite_forward(cls, Route)
-    return None if forward is None else _new_class(cls, forward, is_traced=False)
-
-
-def _new_class(
-    cls: type[Any], forward: Callable[..., Any], *, is_traced: bool
-) -> type[RewrittenForward]:
-    body = {
-        "float_class": cls,
-        "float_forward": cls.forward,
-        "forward": forward,
-        "is_traced": is_traced,
-        "__doc__": f":class:`{qualified_name(cls)}` with operators replaced by child modules.",
-        "__module__": cls.__module__,
+def _run_call(
+    owner: nn.Module, call: CallSite, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Make a call with a weight on the operands that the quantizers of its holder give."""
+    holder: Any = owner.get_submodule(call.holder)
+    if call.kind == "attention":
+        return holder(*args, **kwargs)
+    if isinstance(holder, ComputedCall):
+        given = holder.arguments(function, args, kwargs)
+        if given is not None:
+            return holder(*given)
+        holder = holder.simulated
+    row = product_of(function, args)
+    if row is None or not isinstance(holder, QuantModule):  # It was left float, or is again.
+        return carry_out(function, args, kwargs)
+    left, right = row.left, row.right
+    input, weight = (right, left) if call.weight_is_left else (left, right)
+    changed = {
+        input: holder.input_quantizer(operand(args, kwargs, input)),
+        weight: holder.weight_quantizer(operand(args, kwargs, weight)),
     }
-    return types.new_class(
-        f"Rewritten{cls.__name__}", (RewrittenForward, cls), {}, lambda space: space.update(body)
-    )
+    args, kwargs = with_operands(args, kwargs, changed)
+    return carry_out(function, args, kwargs)
 
 
-def _blank(cls: type[nn.Module], is_traced: bool) -> RewrittenForward:
-    twin: Any = _traced_class(cls) if is_traced else _routed_class(cls)  # type: ignore[arg-type]
-    if twin is None:
+class RoutedModule(OperatorOwner):
+    """Base of the classes that :func:`route_` makes, one or two for each float class.
+
+    The forward of the float class runs as its author wrote it, but for the operators and calls at
+    its sites, which a router hands to :class:`Routes` (:mod:`torchq.graph.source`). Their names
+    begin with ``torchq``, since the author's attributes stay.
+    """
+
+    #: The class's own forward.
+    float_forward: ClassVar[Callable[..., Any]]
+
+    torchq_routes: Routes = Routes()
+
+    @property
+    def replacements(self) -> Mapping[str, str]:  # type: ignore[override]
+        """Name of a site -> name of the child that stands for its operator."""
+        return self.torchq_routes.replacements
+
+    @property
+    def torchq_calls(self) -> tuple[CallSite, ...]:
+        """The calls with weights whose operands are quantized, and those that no run has shown."""
+        return self.torchq_routes.calls
+
+    @torchq_calls.setter
+    def torchq_calls(self, calls: Sequence[CallSite]) -> None:
+        self.torchq_routes = replace(self.torchq_routes, calls=tuple(calls))
+
+    def holders(self) -> Iterator[tuple[CallSite, nn.Module]]:
+        """Yield each call with the module that holds its quantizers."""
+        for call in self.torchq_calls:
+            if not call.is_unseen:
+                yield call, self.get_submodule(call.holder)
+
+    def quantized_weights(self) -> Iterator[tuple[TensorQuantizer, Tensor]]:
+        """Yield the weight quantizers of calls with a parameter, each with that parameter.
+
+        A computed weight is calibrated as an input is, by observing it. A child that computes with
+        its weight itself reports it.
+        """
+        for call, holder in self.holders():
+            if call.weight and (holder is self or isinstance(holder, Call)):
+                quantizer = getattr(holder, "weight_quantizer", None)
+                if isinstance(quantizer, TensorQuantizer):
+                    yield quantizer, self.get_parameter(call.weight)
+
+    def on_revert(self) -> None:
+        """Remove the children that stand for operators or hold quantizers, and the routes."""
+        for child in self.torchq_routes.added(self):
+            delattr(self, child)
+        vars(self).pop("torchq_routes", None)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class is made at run time: copies and pickles look it up by its float class.
+        reduced: Any = super().__reduce_ex__(2)
+        cls = type(self)
+        return _blank, (cls.float_class, cls.is_container), *reduced[2:]
+
+
+def _are_tensors(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return False where a call has a number in the place of a tensor, or another form."""
+    row = operator_of(function)
+    operands = None if row is None else row.operands(args, kwargs)
+    return operands is not None and all(isinstance(o, (Tensor, fx.Proxy)) for o in operands)
+
+
+@cache
+def rewritten(cls: type[Any]) -> Rewritten | None:
+    """Return the forward of a class with routes, or None where its source does not allow it."""
+    return rewrite_forward(cls, Route)
+
+
+@cache
+def _routed_class(cls: type[Any], is_container: bool) -> type[RoutedModule]:
+    """Return the class of routed modules: one for each float class, so types of copies agree."""
+    found = rewritten(cls)  # type: ignore[arg-type]
+    if found is None:
         raise QuantizationError(
             f"{qualified_name(cls)}: the source of its forward cannot be read; expected the code "
             "that was quantized"
         )
-    result: RewrittenForward = twin.__new__(twin)
-    return result
+    slots = ((), ()) if is_container else (("input",), ("weight",))
+    body = {
+        "float_class": cls,
+        "float_forward": cls.forward,
+        "forward": found.forward,
+        "input_slots": slots[0],
+        "weight_slots": slots[1],
+        "is_container": is_container,
+        "__doc__": f":class:`{qualified_name(cls)}` with quantized operators and calls.",
+        "__module__": cls.__module__,
+    }
+    name = f"{'Routed' if is_container else 'Quant'}{cls.__name__}"
+    return types.new_class(name, (RoutedModule, cls), {}, lambda space: space.update(body))
 
 
-def _has_other_constants(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if a call gives another value for an argument that the trace fixed."""
-    different = []
-    for name, position, default in module._constants:  # noqa: SLF001
-        given = kwargs.get(name, default)
-        if position is not None and position < len(args):
-            given = args[position]
-        if given is not default and not _equal(given, default):
-            different.append(name)
-    if different:
-        warnings.warn(
-            f"{qualified_name(type(module).float_class)}: is called with {', '.join(different)}, "
-            "which its trace took for a constant; its operators are not quantized in this call",
-            stacklevel=4,
-        )
-    return bool(different)
-
-
-def _equal(value: Any, default: Any) -> bool:
-    return type(value) is type(default) and bool(value == default)
+def _blank(cls: type[nn.Module], is_container: bool) -> RoutedModule:
+    twin: type[RoutedModule] = _routed_class(cls, is_container)  # type: ignore[arg-type]
+    return twin.__new__(twin)
 
 
 @contextmanager
 def recording_operators(modules: Iterable[nn.Module]) -> Iterator[dict[int, Recorder]]:
-    """Let calls of the modules note their operators inside a ``with`` block."""
+    """Let calls of the modules note their operators inside a ``with`` block.
+
+    Yields id of a module -> where it notes them, without modules whose source does not allow it.
+    """
     found: dict[int, Recorder] = {}
     changed = []
     try:
         for module in modules:
-            if isinstance(module, fx.GraphModule):
-                continue
             cls = type(module)
-            twin = _routed_class(cls)  # type: ignore[arg-type]
-            if twin is not None and "forward" not in vars(module):
-                change_class(module, twin)
-                changed.append((module, cls))
-                found[id(module)] = vars(module)["recorder"] = Recorder()
+            is_graph = isinstance(module, fx.GraphModule)
+            if is_graph or "forward" in vars(module) or rewritten(cls) is None:  # type: ignore[arg-type]
+                continue
+            change_class(module, _routed_class(cls, True))  # type: ignore[arg-type]
+            changed.append((module, cls))
+            found[id(module)] = Recorder()
+            vars(module)["torchq_routes"] = Routes(recorder=found[id(module)])
         yield found
     finally:
         for module, cls in changed:
-            vars(module).pop("recorder", None)
+            vars(module).pop("torchq_routes", None)
             change_class(module, cls)
 
 
 class _ShallowTracer(ForwardTracer):
-    def __init__(self, function: str) -> None:
-        super().__init__()
-        self.traced_func_name = function
-
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
 
@@ -245,34 +325,10 @@ def trace_forward(module: nn.Module, training: bool) -> fx.Graph:
         return copy.deepcopy(module.graph)
     before = module.training
     module.training = training
-    is_routed = isinstance(module, RewrittenForward) and module.recorder is None
-    function = "float_forward" if is_routed else "forward"
     try:
-        return trace_call(_ShallowTracer(function), module)
+        return trace_call(_ShallowTracer(), module)
     finally:
         module.training = before
-
-
-def _rewritten(
-    module: nn.Module, replacements: Mapping[str, str], training: bool
-) -> Callable[..., Any]:
-    """Return the forward with operators replaced, as a function of the module and its arguments."""
-    children = {name: module.get_submodule(name) for name in replacements.values()}
-    # A forward that iterates over its children must not meet the new ones.
-    for name in children:
-        delattr(module, name)
-    try:
-        graph = trace_forward(module, training)
-    finally:
-        for name, child in children.items():
-            module.add_module(name, child)
-    where = qualified_name(type(module))
-    _call_children(graph, replacements, children, where)
-    code = graph.python_code("self")
-    namespace = dict(code.globals)
-    exec(compile(code.src, f"<rewritten forward of {where}>", "exec"), namespace)
-    function: Callable[..., Any] = namespace["forward"]
-    return function
 
 
 def _call_children(
@@ -303,6 +359,51 @@ def replace_operators_(module: nn.Module, replacements: Mapping[str, str]) -> nn
 
     :func:`torchq.nn.revert_` is the inverse.
     """
+    if isinstance(module, fx.GraphModule):
+        _check_routable(module, replacements)
+        return replace_nodes_(module, replacements)
+    return route_(module, (), replacements)
+
+
+def route_(
+    module: nn.Module,
+    calls: Sequence[CallSite],
+    replacements: Mapping[str, str],
+    *,
+    descriptors: Mapping[str, QuantDescriptor | None] = types.MappingProxyType({}),
+) -> nn.Module:
+    """Let the forward of a module call, at each site in its code, the child that is given for it.
+
+    The children stand in the module already. :func:`torchq.nn.revert_` is the inverse.
+
+    Args:
+        module: a float module, changed in place and returned.
+        calls: the calls with weights, each with its site and the module that holds its quantizers.
+        replacements: name of a site -> name of the child that stands for its operator.
+        descriptors: how the module quantizes the one call that has no holder; none of them if all
+            calls have a holder.
+    """
+    _check_routable(module, replacements)
+    cls = type(module)
+    found = rewritten(cls)  # type: ignore[arg-type]
+    twin = _routed_class(cls, not descriptors)  # type: ignore[arg-type]
+    sites = () if found is None else found.sites
+    calls = located(cls, calls, sites)
+    for name in replacements:
+        _check_site(cls, name, sites)
+    change_class(module, twin)
+    routed: Any = module
+    try:
+        routed.torchq_routes = Routes(calls, dict(replacements))
+        routed.attach_quantizers(**descriptors)
+    except BaseException:
+        vars(module).pop("torchq_routes", None)
+        change_class(module, cls)
+        raise
+    return module
+
+
+def _check_routable(module: nn.Module, replacements: Mapping[str, str]) -> None:
     where = qualified_name(type(module))
     if "forward" in vars(module):
         raise QuantizationError(
@@ -313,25 +414,18 @@ def replace_operators_(module: nn.Module, replacements: Mapping[str, str]) -> nn
             raise QuantizationError(
                 f"{where}: got {child!r} as the name of a child; expected a Python identifier"
             )
-    if isinstance(module, fx.GraphModule):
-        return replace_nodes_(module, replacements)
-    cls, is_routed = type(module), all(name.startswith(MARK) for name in replacements)
-    twin = _routed_class(cls) if is_routed else _traced_class(cls)  # type: ignore[arg-type]
-    if twin is None:
-        raise QuantizationError(
-            f"{where}: the source of its forward cannot be read; expected the code that was "
-            "quantized"
-        )
-    change_class(module, twin)
-    rewritten: Any = module
-    try:
-        rewritten._set_replacements(replacements)  # noqa: SLF001
-    except BaseException:
-        for name in ("replacements", "replaced_sites", *_TRACED):
-            vars(module).pop(name, None)
-        change_class(module, cls)
-        raise
-    return module
+
+
+def _check_site(cls: type[nn.Module], name: str, sites: Sequence[SourceSite]) -> None:
+    places = {f"{MARK}{site.name}" for site in sites}
+    if place_of(name) in places:
+        return
+    text = (
+        "expected the code that was quantized"
+        if name.startswith(MARK)
+        else f"expected a place in its source. {NODE_NAMES}"
+    )
+    raise QuantizationError(f"{qualified_name(cls)}: its forward has no operator {name}; {text}")
 
 
 class RewrittenGraph(OperatorOwner):

@@ -8,16 +8,15 @@ second visit in one call (a loop), ``@5.2`` the third site of a function called 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import nn
 
 from torchq.graph import operator_of
-from torchq.nn.modules.operators import Tap
 
-#: The first character of the names of sites; those of nodes of a trace do not have it.
+#: The first character of the names of sites; those of nodes of a graph do not have it.
 MARK = "@"
 
 
@@ -27,7 +26,7 @@ class Visit:
 
     Attributes:
         name: where it is in the code.
-        kind: see :func:`torchq.graph.operator_kind`.
+        kind: see :attr:`torchq.graph.Operator.word`.
         operands: see :attr:`torchq.graph.Operator.operands`.
         result: what it returned.
     """
@@ -42,61 +41,93 @@ class Recorder:
     """Where the calls of a module note their operators.
 
     Attributes:
-        visits: the operators, in the order of calls.
+        visits: the operators that a module can stand for, in the order of calls.
+        places: the places in the code that were reached.
+        current: the name of the site that is carried out now; "" for none.
     """
 
     def __init__(self) -> None:
         self.visits: list[Visit] = []
+        self.places: set[str] = set()
+        self.current = ""
+
+    def run(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Carry out a function or method and note it."""
+        self.places.add(place_of(name))
+        self.current = name
+        try:
+            result = carry_out(function, args, kwargs)
+        finally:
+            self.current = ""
+        row = operator_of(function)
+        if row is not None and row.module:
+            self.visits.append(Visit(name, row.word, row.operands(args, kwargs), result))
+        return result
 
 
-def base_name(name: str) -> str:
-    """Return the name of a site without the number of the visit."""
-    head, _, last = name.rpartition(".")
-    site = last.partition("#")[0]
-    return f"{head}.{site}" if head else site
+def carry_out(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function, or the method of the first argument that a string names."""
+    if isinstance(function, str):
+        return getattr(args[0], function)(*args[1:], **kwargs)
+    return function(*args, **kwargs)
+
+
+def place_of(name: str) -> str:
+    """Return the name of a site without numbers of visits: where it is in the code."""
+    return ".".join(part.partition("#")[0] for part in name.split("."))
+
+
+def visits_of(name: str) -> tuple[int, ...]:
+    """Return the numbers of visits in the name of a site."""
+    return tuple(int(part.partition("#")[2] or 0) for part in name.split("."))
 
 
 class Route:
     """The router of one call of a module's forward, or of a function in it."""
 
-    __slots__ = ("_owner", "_path", "_visits")
+    __slots__ = ("_owner", "_path", "_place", "_routes", "_visits")
 
-    def __init__(self, owner: Any, path: str = MARK) -> None:
-        self._owner = owner
-        self._path = path
+    def __init__(self, owner: Any, path: str = MARK, place: str = MARK) -> None:
+        self._owner, self._routes = owner, owner.torchq_routes
+        self._path, self._place = path, place
         self._visits: dict[str, int] = {}
 
     def enter(self, site: str) -> Route:
         """Return the router of a function that is called at ``site``."""
-        return Route(self._owner, f"{self._name(site)}.")
+        return Route(self._owner, f"{self._name(site)}.", f"{self._place}{site}.")
 
     def binary(self, site: str, name: str, first: Any, second: Any) -> Any:
         """Carry out ``operator.<name>(first, second)``, or call the child for it."""
-        return self.call(site, getattr(operator, name), first, second)
+        return self._run(site, getattr(operator, name), (first, second), {})
 
     def call(self, site: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Carry out ``function(*args, **kwargs)``, or call the child for it."""
-        child = self._child(site)
-        if child is not None and _are_tensors(function, args, kwargs):
-            if isinstance(child, Tap):
-                return function(child(args[0]), *args[1:], **kwargs)
-            return child(*args, **kwargs)
-        result = function(*args, **kwargs)
-        if self._owner.recorder is not None:
-            self._note(site, function, args, kwargs, result)
-        return result
+        return self._run(site, function, args, kwargs)
 
     def method(self, site: str, name: str, owner: Any, *args: Any, **kwargs: Any) -> Any:
         """Carry out ``owner.<name>(*args, **kwargs)``, or call the child for it."""
-        child = self._child(site)
-        if child is not None and _are_tensors(name, (owner, *args), kwargs):
-            if isinstance(child, Tap):
-                return getattr(child(owner), name)(*args, **kwargs)
-            return child(owner, *args, **kwargs)
-        result = getattr(owner, name)(*args, **kwargs)
-        if self._owner.recorder is not None:
-            self._note(site, name, (owner, *args), kwargs, result)
-        return result
+        return self._run(site, name, (owner, *args), kwargs)
+
+    def own(self, how: str) -> Any:
+        """Return the children of the module without those that stand for operators."""
+        hidden = self._routes.added(self._owner)
+        hidden += [f"{slot}_quantizer" for slot in type(self._owner).slots()]
+        children = self._owner.named_children()
+        found = {name: child for name, child in children if name not in hidden}
+        is_keyed = isinstance(self._owner, nn.ModuleDict)
+        if how == "mapping" or (how == "iterated" and is_keyed):
+            return found
+        if how in ("items", "named_children"):
+            return list(found.items())
+        return list(found if how == "keys" else found.values())
+
+    def _run(self, site: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        routes = self._routes
+        if routes.recorder is not None:
+            return routes.recorder.run(self._name(site), function, args, kwargs)
+        if self._place + site not in routes.watched:
+            return carry_out(function, args, kwargs)
+        return routes.run(self._owner, self._name(site), function, args, kwargs)
 
     def _name(self, site: str) -> str:
         place = self._path + site
@@ -105,26 +136,3 @@ class Route:
         number = self._visits.get(site, 0)
         self._visits[site] = number + 1
         return f"{place}#{number}" if number else place
-
-    def _child(self, site: str) -> nn.Module | None:
-        owner = self._owner
-        if owner.recorder is not None or self._path + site not in owner.replaced_sites:
-            return None
-        name = owner.replacements.get(self._name(site))
-        return None if name is None else getattr(owner, name)
-
-    def _note(
-        self, site: str, function: Any, args: Any, kwargs: dict[str, Any], result: Any
-    ) -> None:
-        row = operator_of(function)
-        if row is None or not row.module:
-            return
-        operands = row.operands(args, kwargs)
-        self._owner.recorder.visits.append(Visit(self._name(site), row.word, operands, result))
-
-
-def _are_tensors(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return False where a call has a number in the place of a tensor, or another form."""
-    row = operator_of(function)
-    operands = None if row is None else row.operands(args, kwargs)
-    return operands is not None and all(isinstance(o, (Tensor, fx.Proxy)) for o in operands)

@@ -110,7 +110,7 @@ def as_it_is(model: nn.Module) -> Plan:
         owned |= _own_children(module)
         if isinstance(module, OperatorOwner) and module.replacements:
             operators[names[0]] = Operators(class_name(module), dict(module.replacements))
-        calls = module.calls if isinstance(module, RoutedModule) else ()
+        calls = module.torchq_calls if isinstance(module, RoutedModule) else ()
         if calls or not (isinstance(module, OperatorOwner) and module.is_container):
             ranges = module.ranges if isinstance(module, QuantCat) else 1
             slots: Any = module.rule_descriptors()

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from torch import fx, nn
 
-from torchq.graph import operator_of
 from torchq.nn import (
     QuantModule,
     ScaledDotProductAttention,
@@ -15,7 +14,7 @@ from torchq.nn import (
     quantized_as,
     quantized_class,
 )
-from torchq.nn.calls.find import WHOLE_ATTENTION, FoundCalls, weights_read
+from torchq.nn.calls.find import WHOLE_ATTENTION, FoundCalls, weighted_calls
 from torchq.nn.calls.functions import CallSite, equivalent_class, site_descriptors
 from torchq.nn.calls.routed import Call
 from torchq.swap.draft import Draft
@@ -140,12 +139,12 @@ def _is_candidate(module: nn.Module) -> bool:
 
 def _calls_without_example(module: nn.Module, quantized: dict[int, Draft]) -> FoundCalls:
     calls = FoundCalls()
-    for path in weights_read(module):
+    for site in weighted_calls(module):
+        path = site.weight.rpartition(".")[0]
         child = module.get_submodule(path)
-        row = operator_of(child)
-        if row is not None and row.layer and id(child) in quantized:
-            calls.sites.append(CallSite(row.word, f"{path}.weight"))
-            calls.ndims.append(child.get_parameter("weight").dim())
+        same = quantized_as(type(child)) is equivalent_class(site.kind)
+        if path and same and id(child) in quantized:
+            calls.add(site, module.get_parameter(site.weight).dim())
     return calls
 
 
@@ -186,8 +185,8 @@ def _decide_module(
     if calls.obstacle and held:
         return [Draft(names, module, cls, reason=calls.obstacle)]
     if sites:
-        rule = "(contains quantized calls)"
-        decisions.insert(0, Draft(names, module, cls, rule=rule, calls=tuple(sites)))
+        rule, chosen = "(contains quantized calls)", (*sites, *calls.unseen)
+        decisions.insert(0, Draft(names, module, cls, rule=rule, calls=chosen))
     return decisions
 
 
@@ -204,7 +203,7 @@ def _decide_leaf(
     if not decision.reason and calls.obstacle:
         return Draft(names, module, type(module), reason=calls.obstacle)
     input, weight = site_descriptors(site, ndim, decision.input, decision.weight)
-    chosen = () if decision.reason else (site,)
+    chosen = () if decision.reason else (site, *calls.unseen)
     return replace(decision, input=input, weight=weight, calls=chosen)
 
 

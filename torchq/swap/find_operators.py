@@ -94,12 +94,15 @@ def find_operators(
     """
     found: dict[int, list[_Candidate]] = {}
     failed: dict[int, str] = {}
+    hidden: dict[int, str] = {}
     modules = [
         (names, module) for names, module in modules_with_names(model) if _is_of_the_user(module)
     ]
     for _, module in modules:
         try:
-            found[id(module)] = _traced(module, kinds)
+            found[id(module)], number = _traced(module, kinds)
+            if number:
+                hidden[id(module)] = f"its source does not show {number} of its operators"
         except Exception as error:  # whatever the model's code raises on a Proxy
             line = next(iter(str(error).splitlines()), "")
             reason = f"its forward cannot be traced ({type(error).__name__}: {line})"
@@ -108,6 +111,7 @@ def find_operators(
         recorded = _recorded(model, [m for _, m in modules if id(m) in failed], kinds, example)
         found |= recorded
         failed = {key: reason for key, reason in failed.items() if key not in recorded}
+    failed |= hidden
     operators = [op for names, m in modules for op in _named(m, names, found.get(id(m), []))]
     return operators, [Untraceable(m, n, failed[id(m)]) for n, m in modules if id(m) in failed]
 
@@ -132,50 +136,27 @@ def _named(
 # --- operators of a trace -----------------------------------------------------------------------
 
 
-def _traced(module: nn.Module, kinds: frozenset[str]) -> list[_Candidate]:
-    """Return the operators that tracing the module finds, in eval and in training mode.
+def _traced(module: nn.Module, kinds: frozenset[str]) -> tuple[list[_Candidate], int]:
+    """Return the operators that tracing the module finds, and how many its source does not show.
 
-    They are named by their sites in the source, or by their nodes if the source cannot be
-    rewritten or does not show all of them.
+    The trace is made in eval and in training mode. Operators are named by their sites in the
+    source, those of a graph module by its nodes.
     """
+    found: dict[str, _Candidate] = {}
+    hidden = 0
     with recording_operators([module]) as recorders:
-        graphs, sites = [], []
         for training in (False, True):
-            graphs.append(trace_forward(module, training))
-            sites.append(_sites_of_nodes(recorders.get(id(module)), graphs[-1]))
-    nodes = [_nodes_between_tensors(graph, kinds) for graph in graphs]
-    if all(node in named for found, named in zip(nodes, sites, strict=True) for node, _ in found):
-        found = {
-            named[node]: _Candidate(named[node], kind, _main_operand(module, node, kind))
-            for candidates, named in zip(nodes, sites, strict=True)
-            for node, kind in candidates
-        }
-        return list(found.values())
-    if sites[0]:
-        graphs = [trace_forward(module, training) for training in (False, True)]
-        nodes = [_nodes_between_tensors(graph, kinds) for graph in graphs]
-    if any(_is_lost(node, module) for graph in graphs for node in graph.nodes):
-        raise _MakesTensors("it makes tensors of its own, which a trace would keep as they are now")
-    evaluated, trained = nodes
-    if [(n.name, k) for n, k in evaluated] != [(n.name, k) for n, k in trained]:
-        raise _DifferentModes("its operators differ between training and evaluation")
-    return [_Candidate(n.name, kind, _main_operand(module, n, kind)) for n, kind in evaluated]
-
-
-class _DifferentModes(Exception):
-    """The graph of a module is another one in training."""
-
-
-class _MakesTensors(Exception):
-    """The graph of a module reads tensors that existed during the trace alone."""
-
-
-def _is_lost(node: fx.Node, module: nn.Module) -> bool:
-    """Return True if a node reads an attribute that the module does not have."""
-    if node.op != "get_attr":
-        return False
-    path, _, name = str(node.target).rpartition(".")
-    return not hasattr(module.get_submodule(path), name)
+            graph = trace_forward(module, training)
+            named = _sites_of_nodes(recorders.get(id(module)), graph)
+            if isinstance(module, fx.GraphModule):
+                named = {node: node.name for node in graph.nodes}
+            nodes = _nodes_between_tensors(graph, kinds)
+            hidden = max(hidden, sum(node not in named for node, _ in nodes))
+            for node, kind in nodes:
+                if node in named:
+                    main = _main_operand(module, node, kind)
+                    found[named[node]] = _Candidate(named[node], kind, main)
+    return list(found.values()), hidden
 
 
 def _sites_of_nodes(recorder: Recorder | None, graph: fx.Graph) -> dict[fx.Node, str]:

@@ -15,7 +15,6 @@ from torchq.errors import ConfigError
 from torchq.formats import PerTensor
 from torchq.nn.calls.find import FoundCalls
 from torchq.nn.calls.functions import CallSite
-from torchq.nn.operator_routes import MARK
 from torchq.runtime import Placement, Runtime
 from torchq.swap.decisions import by_rules, decide
 from torchq.swap.draft import Draft
@@ -170,13 +169,6 @@ def decide_for_target(
 
 def _beside_calls(operator: Operator, calls: Sequence[CallSite]) -> str:
     """Return why an operator stays float beside quantized function calls; "" if it need not."""
-    if calls and not operator.site.startswith(MARK):
-        return (
-            "its module keeps its own forward, in which function calls are quantized, and the "
-            "source of that cannot be rewritten"
-        )
-    # Their calls are counted, and a quantized operator makes such calls too.
-    is_product = operator.kind in ("matmul", "attention")
-    if is_product and any(site.kind == "matmul" and not site.weight for site in calls):
-        return "its forward computes the weight of a matmul, which is quantized"
+    if operator.site in {call.site for call in calls if not call.is_unseen}:
+        return "its operand is a weight, and the call is quantized as that of a layer"
     return ""

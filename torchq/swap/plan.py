@@ -105,7 +105,8 @@ class Decision:
         if self.ranges > 1:
             text += f" ({self.ranges} ranges)"
         if self.calls:
-            kinds = ", ".join(dict.fromkeys(site.kind for site in self.calls))
+            seen = [site.kind for site in self.calls if not site.is_unseen]
+            kinds = ", ".join(dict.fromkeys(seen))
             text = f"{text}, at its call of {kinds}" if text else f"calls of {kinds}"
         text = text or "calls its children"
         return f"{text}; {self.note}" if self.note else text

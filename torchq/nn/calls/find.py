@@ -1,34 +1,32 @@
 """Finding the calls with weights in the forward of modules: by a run, or from their source.
 
-A run records every call of :data:`~torchq.nn.calls.functions.FUNCTIONS` together with the module
-whose forward makes it. A tensor that is computed from parameters alone is a weight; a tensor that
-depends on the input of the run is data.
+A run records every product together with the module whose forward makes it, and with its place in
+the code. A tensor that is computed from parameters alone is a weight; a tensor that depends on the
+input of the run is data.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from torchq.graph import Operator, call_model, operator_of, tensors_in
+from torchq.graph import OPERATORS, Operator, call_model, operator_of, tensors_in
 from torchq.nn.calls.functions import CallSite, operand, product_of
-from torchq.utils import evaluating
+from torchq.nn.convert import QuantModule
+from torchq.nn.operator_modules import recording_operators, rewritten
+from torchq.nn.operator_routes import MARK, Recorder
+from torchq.nn.tensor_quantizer import TensorQuantizer
+from torchq.utils import untouched
 
 #: Why a layer of attention that calls torch's function cannot be quantized.
 WHOLE_ATTENTION = "its forward calls F.multi_head_attention_forward as a whole"
-
-_CHECKPOINTS = frozenset(["checkpoint", "checkpoint_seq", "checkpoint_sequential"])
 
 
 @dataclass
@@ -38,49 +36,49 @@ class FoundCalls:
     Attributes:
         sites: Calls with a weight, and attention, in the order of their first call.
         ndims: For each site the number of dimensions of its weight; 0 for attention.
-        forwards: For each forward of the module in the run: for each kind, how many calls had no
-            parameter as weight. A module that several layers share has a forward for each.
         sources: Ids of the parameters that computed weights of calls depend on.
-        below: The kinds that descendants of the module called.
         unreached: Names of other functions that got a weight -> what the forward does with it, as
             a clause. ``"embedding"`` looks it up, the others multiply by it.
+        unseen: Products in its source that the run has not made.
         obstacle: Why the calls cannot be quantized; "" if they can.
     """
 
     sites: list[CallSite] = field(default_factory=list)
     ndims: list[int] = field(default_factory=list)
-    forwards: list[Counter[str]] = field(default_factory=list)
     sources: set[int] = field(default_factory=set)
-    below: set[str] = field(default_factory=set)
     unreached: dict[str, str] = field(default_factory=dict)
+    unseen: list[CallSite] = field(default_factory=list)
     obstacle: str = ""
 
-    def finished(self) -> FoundCalls:
-        """Return the calls with totals filled in, and with obstacles that need all of them."""
-        for kind in {site.kind for site in self.sites if not site.weight}:
-            totals = sorted({forward[kind] for forward in self.forwards})
-            if len(totals) > 1:
-                self.obstacle = self.obstacle or (
-                    f"its forward makes {totals[0]} calls of kind {kind} at one time and "
-                    f"{totals[-1]} at another"
-                )
-        last = self.forwards[-1] if self.forwards else Counter[str]()
-        self.sites = [s if s.weight else replace(s, total=last[s.kind]) for s in self.sites]
-        if any(not site.weight and site.kind in self.below for site in self.sites):
-            self.obstacle = self.obstacle or (
-                "its forward computes the weight of a call beside children that make such calls too"
-            )
-        return self
+    def add(self, site: CallSite, ndim: int) -> None:
+        """Enter a call of the run."""
+        earlier = next((other for other in self.sites if other.site == site.site), None)
+        if earlier is None:
+            self.sites.append(site)
+            self.ndims.append(ndim)
+        elif earlier != site:
+            self.obstacle = self.obstacle or _CHANGES
+
+    def note_unseen(self, module: nn.Module, places: set[str]) -> None:
+        """Enter the products in the source of the module that are not at one of these places."""
+        found = rewritten(type(module))  # type: ignore[arg-type]
+        for site in () if found is None or not self.sites else found.sites:
+            row, name = OPERATORS[site.operator], MARK + site.name
+            if row.layer and row.word != "attention" and name not in places:
+                self.unseen.append(CallSite(row.word, site=name, is_unseen=True))
+
+
+_CHANGES = "its forward multiplies by one weight at one time and by another one at another"
 
 
 class _Recorder(TorchFunctionMode):
     """Records calls with weights by the module whose forward is running."""
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, routes: Mapping[int, Recorder]) -> None:
         super().__init__()
         self.found: dict[int, FoundCalls] = {}
+        self._routes = routes  # By id of modules whose source tells the places of calls.
         self._stack: list[nn.Module] = []
-        self._counts: list[Counter[str]] = []  # For each forward of the stack.
         self._parameters = {id(p) for p in root.parameters()}
         self._data: set[int] = set()
         self._weights: dict[int, frozenset[int]] = {}  # Tensor -> the parameters it depends on.
@@ -103,13 +101,11 @@ class _Recorder(TorchFunctionMode):
                 self._alive.append(tensor)
                 self._data.add(id(tensor))
         self._stack.append(module)
-        self._counts.append(Counter())
-        self.found.setdefault(id(module), FoundCalls()).forwards.append(self._counts[-1])
+        self.found.setdefault(id(module), FoundCalls())
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         if self._stack and self._stack[-1] is module:
             self._stack.pop()
-            self._counts.pop()
 
     def _origins(self, key: int) -> frozenset[int]:
         """Return the ids of the parameters that a tensor depends on, given its id."""
@@ -142,17 +138,15 @@ class _Recorder(TorchFunctionMode):
         site, ndim = (None, 0) if function is None else self._site(owner, function, args, kwargs)
         if site is None:
             found.unreached |= self._unreached(func, function, args, kwargs)
-        if function is None:
             return
-        for module in self._stack[:-1]:
-            self.found[id(module)].below.add(function.word)
-        if site is None or not site.weight:
-            number = self._counts[-1][function.word]
-            self._counts[-1][function.word] += 1
-            site = site and replace(site, number=number)
-        if site is not None and site not in found.sites:
-            found.sites.append(site)
-            found.ndims.append(ndim)
+        place = self._routes[id(owner)].current if id(owner) in self._routes else ""
+        if isinstance(owner, fx.GraphModule):  # Its nodes have names, and none is routed.
+            place = f"node {len(found.sites)}"
+        if not place:
+            text = f"calls {site.kind} with a weight in code whose source does not show it"
+            found.unreached[site.kind] = text
+            return
+        found.add(replace(site, site=place), ndim)
 
     def _unreached(
         self, func: Any, function: Operator | None, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -200,68 +194,29 @@ class _Recorder(TorchFunctionMode):
 
 def find_calls(model: nn.Module, example: Any) -> dict[int, FoundCalls]:
     """Run ``model`` once on an example and return the calls of each module that ran."""
-    recorder = _Recorder(model)
-    with recorder.watching(model), evaluating(model), torch.no_grad(), recorder:
-        call_model(model, example)
-    for module in model.modules():
-        if id(module) in recorder.found and _recomputes(type(module)):
-            recorder.found[id(module)].obstacle = _RECOMPUTES
-    return {key: found.finished() for key, found in recorder.found.items()}
+    modules = [m for m in model.modules() if not isinstance(m, (QuantModule, TensorQuantizer))]
+    with untouched(model), torch.no_grad(), recording_operators(modules) as routes:
+        recorder = _Recorder(model, routes)
+        with recorder.watching(model), recorder:
+            call_model(model, example)
+    for module in modules:
+        if id(module) in recorder.found and id(module) in routes:
+            recorder.found[id(module)].note_unseen(module, routes[id(module)].places)
+    return recorder.found
 
 
-_RECOMPUTES = (
-    "its own code calls torch.utils.checkpoint, which would repeat calls without quantization"
-)
+def weighted_calls(module: nn.Module) -> Iterator[CallSite]:
+    """Yield the calls whose weight the source of the module's forward shows.
 
-
-def _code_of(cls: type) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield the methods that classes outside torch define for ``cls``, by name."""
-    for base in cls.__mro__:
-        if not base.__module__.startswith("torch.nn."):
-            for name, value in vars(base).items():
-                if inspect.isfunction(value):
-                    yield name, value
-
-
-def _recomputes(cls: type) -> bool:
-    return any(_CHECKPOINTS & set(function.__code__.co_names) for _, function in _code_of(cls))
-
-
-def weights_read(module: nn.Module) -> list[str]:
-    """Return the children whose weight the module's own forward passes to a function.
-
-    This reads the source of ``forward`` and of the methods that it calls: ``F.linear(x,
-    self.qkv.weight)`` names ``"qkv"``.
+    ``F.linear(x, self.qkv.weight)`` has the weight ``"qkv.weight"``, also where a function makes
+    the call that gets the weight as an argument.
     """
-    methods: dict[str, Callable[..., Any]] = {}
-    for name, function in _code_of(type(module)):
-        methods.setdefault(name, function)
-    seen, todo, found = set(), ["forward"], []
-    while todo:
-        name = todo.pop()
-        if name in seen or name not in methods:
-            continue
-        seen.add(name)
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(methods[name])))
-        except (OSError, TypeError, SyntaxError, ValueError):
-            continue
-        for call in [node for node in ast.walk(tree) if isinstance(node, ast.Call)]:
-            called = _self_path(call.func)
-            if called and "." not in called:
-                todo.append(called)
-            for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
-                path = _self_path(argument)
-                if path.endswith(".weight"):
-                    found.append(path.removesuffix(".weight"))
-    children = dict(module.named_modules())
-    return [path for path in dict.fromkeys(found) if path in children]
-
-
-def _self_path(node: ast.AST) -> str:
-    """Return ``a.b`` for the expression ``self.a.b``, else ""."""
-    names: list[str] = []
-    while isinstance(node, ast.Attribute):
-        names.insert(0, node.attr)
-        node = node.value
-    return ".".join(names) if isinstance(node, ast.Name) and node.id == "self" else ""
+    found = rewritten(type(module))  # type: ignore[arg-type]
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for site in () if found is None else found.sites:
+        row = OPERATORS[site.operator]
+        for path in (site.right, site.left) if row.symmetric else (site.right,):
+            if row.layer and path in parameters:
+                is_left = row.symmetric and path == site.left
+                yield CallSite(row.word, path, weight_is_left=is_left, site=MARK + site.name)
+                break

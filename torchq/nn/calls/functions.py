@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from torchq.descriptor import QuantDescriptor
-from torchq.errors import ConfigError
-from torchq.graph import OPERATORS, Operator, operator_of
+from torchq.errors import ConfigError, QuantizationError
+from torchq.graph import OPERATORS, Operator, SourceSite, operator_of
 from torchq.nn.modules.operators import OPERATORS as STAND_INS
+from torchq.nn.operator_routes import MARK, place_of
+from torchq.utils import qualified_name
 
 _PRODUCTS = {row.word: row for row in map(OPERATORS.__getitem__, OPERATORS) if row.layer}
 
@@ -26,16 +28,17 @@ class CallSite:
             the forward computes the weight, and for attention.
         holder: The dotted path of the child whose quantizers are used; "" is the module itself.
         weight_is_left: True where the weight is the left operand of a symmetric function.
-        number: Of a site without a parameter: how many such calls of the kind come before it.
-        total: Of a site without a parameter: how many such calls of the kind one forward makes.
+        site: Where it is in the code; see :mod:`torchq.nn.operator_routes`. Another text is of
+            torchq 0.2, or none: :func:`located` finds the place.
+        is_unseen: True for a call that no run has shown, so that making it is an error.
     """
 
     kind: str
     weight: str = ""
     holder: str = ""
     weight_is_left: bool = False
-    number: int = 0
-    total: int = 0
+    site: str = ""
+    is_unseen: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON data."""
@@ -43,7 +46,12 @@ class CallSite:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> CallSite:
-        """Return the site that :meth:`to_dict` described."""
+        """Return the site that :meth:`to_dict` described, here or in torchq 0.2."""
+        counted = {"number", "total"}
+        if counted <= set(data) and all(type(data[name]) is int for name in counted):
+            new = {name: value for name, value in data.items() if name not in counted}
+            new |= {"site": f"{data['number']} of {data['total']}", "is_unseen": False}
+            return cls.from_dict(new)
         expected = {name: type(value) for name, value in asdict(cls("linear")).items()}
         types = {name: type(value) for name, value in data.items()}
         if types != expected or data["kind"] not in _PRODUCTS:
@@ -52,6 +60,46 @@ class CallSite:
             if path and not all(name.isidentifier() or name.isdigit() for name in path.split(".")):
                 raise ConfigError(f"call site: got the path {path!r}; expected names and dots")
         return cls(**data)
+
+
+def located(
+    cls: type[nn.Module], calls: Sequence[CallSite], sites: Sequence[SourceSite]
+) -> tuple[CallSite, ...]:
+    """Return the calls with their places in the code of a forward, which has these sites.
+
+    A call of torchq 0.2 is at every site with its weight. One with a computed weight is at the one
+    site that may be meant.
+
+    Raises:
+        QuantizationError: The code has no such call, or several that may be meant.
+    """
+    return tuple(found for call in calls for found in _places(cls, call, sites))
+
+
+def _places(
+    cls: type[nn.Module], call: CallSite, sites: Sequence[SourceSite]
+) -> Iterator[CallSite]:
+    same = [site for site in sites if OPERATORS[site.operator].word == call.kind]
+    if call.site.startswith(MARK):
+        if all(place_of(call.site) != MARK + site.name for site in same):
+            raise QuantizationError(
+                f"{qualified_name(cls)}: its forward has no call of {call.kind} at {call.site}; "
+                "expected the code that was quantized"
+            )
+        yield call
+        return
+    found = [site for site in same if call.weight and call.weight in (site.left, site.right)]
+    if not found and len(same) == 1:
+        found = same
+    if not found:
+        raise QuantizationError(
+            f"{qualified_name(cls)}: got a call of {call.kind} without its place in the code, "
+            f"which may be any of {len(same)}; expected one, or its weight among its arguments. "
+            "Files of torchq 0.2 hold no places: quantize the model again with example=, and load "
+            "the ranges with load_state_dict"
+        )
+    for site in found:
+        yield replace(call, site=MARK + site.name)
 
 
 def product_of(func: Callable[..., Any], args: tuple[Any, ...]) -> Operator | None:

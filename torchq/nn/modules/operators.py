@@ -8,13 +8,14 @@ There are three ways to use them. Write ``self.add = torchq.nn.QuantAdd()`` in a
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchq.errors import QuantizationError
 from torchq.graph import KINDS
 from torchq.graph import OPERATORS as ROWS
 from torchq.nn.convert import QuantModule, register
@@ -140,6 +141,33 @@ class QuantBinary(QuantModule):
 
 def _quantized(quantizer: nn.Module, value: Any) -> Any:
     return quantizer(value) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+class Call(nn.Module):
+    """Place of one function call in the forward of its parent; it is never called itself."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: the parent makes the call.
+
+        Raises:
+            QuantizationError: Always.
+        """
+        raise QuantizationError(
+            "torchq.nn.Call: was called; expected its parent to make the call. "
+            "It only holds the quantizers of a function call"
+        )
+
+
+@register(Call)
+class QuantCall(QuantModule, Call):
+    """:class:`Call` with the quantizers of the input and of the weight.
+
+    The weight belongs to the parent, which reports it in ``quantized_weights``.
+    """
+
+    def quantized_weights(self) -> Iterator[tuple[TensorQuantizer, Tensor]]:
+        """Yield nothing: see the parent."""
+        return iter(())
 
 
 @register(Add)
