@@ -20,7 +20,7 @@ from torchq import QuantDescriptor
 from torchq.errors import QuantizationError
 from torchq.functional import fake_quantize, reduce_amax
 from torchq.nn import TensorQuantizer
-from torchq.nn.operator_modules import RoutedModule
+from torchq.nn.calls.modules import RoutedModule
 
 pytestmark = [  # What torch 2.9 says about itself.
     pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),

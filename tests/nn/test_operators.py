@@ -20,7 +20,7 @@ from torchq import QuantDescriptor
 from torchq.errors import ConfigError, QuantizationError
 from torchq.functional import fake_quantize
 from torchq.nn import QuantModule, convert_, revert_, share_quantizers_
-from torchq.nn.operator_modules import RoutedModule, replace_operators_, trace_forward
+from torchq.nn.calls.modules import RoutedModule, replace_operators_, trace_forward
 
 BINARY = [
     (torchq.nn.QuantAdd, torch.add),

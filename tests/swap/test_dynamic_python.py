@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchq
 from torchq.nn import QuantAdd
-from torchq.nn.operator_modules import RoutedModule
+from torchq.nn.calls.modules import RoutedModule
 from torchq.workflow import quantizers
 
 X = torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(0))

@@ -16,9 +16,9 @@ from torch import Tensor, fx, nn
 import torchq
 from torchq.errors import ConfigError, QuantizationError
 from torchq.nn.calls.functions import CallSite
+from torchq.nn.calls.modules import replace_operators_
 from torchq.nn.calls.routed import route_calls_
 from torchq.nn.convert import unchanged_on_error
-from torchq.nn.operator_modules import replace_operators_
 
 
 class Block(nn.Module):

@@ -24,6 +24,7 @@ from torchq.lowering.passes import run_passes
 from torchq.lowering.qparams import SIGNED_ZERO_POINT
 from torchq.lowering.traced import TracedModel, copy_plain_attributes
 from torchq.nn import QuantModule, TensorQuantizer
+from torchq.nn.calls.modules import RoutedModule
 from torchq.swap import restore_
 from torchq.utils import (
     copy_module,
@@ -279,6 +280,8 @@ def _is_worth_tracing(model: nn.Module) -> bool:
     """Return True if ``model`` holds integer layers and no forward hook would be lost."""
     if _is_leaf(model) or not any(isinstance(m, Int8Layer) for m in model.modules()):
         return False
+    if isinstance(model, RoutedModule) and model.torchq_calls:
+        return False  # Its forward keeps running, with notes on the calls that have no kernel.
     return not any(forward_hook_kind(m) for m in model.modules())
 
 

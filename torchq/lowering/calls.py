@@ -18,8 +18,8 @@ from torchq.graph import call_model
 from torchq.lowering.eligible import as_linear, lower
 from torchq.nn import QuantModule, convert_
 from torchq.nn.calls.functions import CallSite, equivalent_class
+from torchq.nn.calls.modules import ComputedCall, RoutedModule
 from torchq.nn.modules.operators import Call
-from torchq.nn.operator_modules import ComputedCall, RoutedModule
 
 _CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 #: Kind of a call -> the names of its arguments.

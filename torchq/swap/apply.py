@@ -20,10 +20,10 @@ from torchq.nn import (
     share_quantizers_,
     shared_groups,
 )
+from torchq.nn.calls.modules import OperatorOwner, replace_operators_
 from torchq.nn.calls.routed import RoutedModule, route_calls_
 from torchq.nn.convert import unchanged_on_error
 from torchq.nn.modules.operators import OPERATORS, QuantCat, stand_in
-from torchq.nn.operator_modules import OperatorOwner, replace_operators_
 from torchq.nn.subclasses import unparametrized
 from torchq.runtime import RUNTIMES, remember_target
 from torchq.swap.plan import ALREADY, Decision, Operators, Plan, canonical_groups

@@ -23,9 +23,9 @@ from torchq.nn import (
     QuantModule,
     TensorQuantizer,
 )
+from torchq.nn.calls.modules import recording_operators, trace_forward
+from torchq.nn.calls.routes import Recorder, Visit
 from torchq.nn.modules.operators import OPERATORS, stand_in
-from torchq.nn.operator_modules import recording_operators, trace_forward
-from torchq.nn.operator_routes import Recorder, Visit
 from torchq.utils import modules_with_names, untouched
 
 #: The module that stands for each kind of operator.
@@ -43,7 +43,7 @@ _NOTHING = (nn.Identity, nn.Dropout, nn.Dropout2d, nn.Dropout3d)
 class Operator:
     """One operator in the forward of ``owner``, where its ``child`` will stand.
 
-    ``site`` says where it is; see :mod:`torchq.nn.operator_routes`. Of an addition, ``main`` is the
+    ``site`` says where it is; see :mod:`torchq.nn.calls.routes`. Of an addition, ``main`` is the
     operand (0 or 1) that comes straight from a convolution, linear layer or BatchNorm; the later
     one of two.
     """

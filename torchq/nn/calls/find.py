@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from torchq.graph import OPERATORS, Operator, call_model, operator_of, tensors_in
 from torchq.nn.calls.functions import CallSite, operand, product_of
+from torchq.nn.calls.modules import recording_operators, rewritten
+from torchq.nn.calls.routes import MARK, Recorder
 from torchq.nn.convert import QuantModule
-from torchq.nn.operator_modules import recording_operators, rewritten
-from torchq.nn.operator_routes import MARK, Recorder
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.utils import untouched
 

@@ -11,8 +11,8 @@ from torch import nn
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError, QuantizationError
 from torchq.graph import OPERATORS, Operator, SourceSite, operator_of
+from torchq.nn.calls.routes import MARK, place_of
 from torchq.nn.modules.operators import OPERATORS as STAND_INS
-from torchq.nn.operator_routes import MARK, place_of
 from torchq.utils import qualified_name
 
 _PRODUCTS = {row.word: row for row in map(OPERATORS.__getitem__, OPERATORS) if row.layer}
@@ -28,7 +28,7 @@ class CallSite:
             the forward computes the weight, and for attention.
         holder: The dotted path of the child whose quantizers are used; "" is the module itself.
         weight_is_left: True where the weight is the left operand of a symmetric function.
-        site: Where it is in the code; see :mod:`torchq.nn.operator_routes`. Another text is of
+        site: Where it is in the code; see :mod:`torchq.nn.calls.routes`. Another text is of
             torchq 0.2, or none: :func:`located` finds the place.
         is_unseen: True for a call that no run has shown, so that making it is an error.
     """

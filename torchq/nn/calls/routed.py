@@ -9,9 +9,9 @@ from torch import fx, nn
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import QuantizationError
 from torchq.nn.calls.functions import CallSite
+from torchq.nn.calls.modules import RoutedModule, route_
 from torchq.nn.convert import QuantModule
 from torchq.nn.modules.operators import Call, ScaledDotProductAttention
-from torchq.nn.operator_modules import RoutedModule, route_
 from torchq.utils import qualified_name
 
 __all__ = ["RoutedModule", "route_calls_"]

@@ -34,6 +34,7 @@ from torchq.graph import (
     trace_call,
 )
 from torchq.nn.calls.functions import CallSite, located, operand, product_of, with_operands
+from torchq.nn.calls.routes import MARK, Recorder, Route, carry_out, place_of, visits_of
 from torchq.nn.convert import QuantModule, change_class
 from torchq.nn.modules.operators import (
     Call,
@@ -41,7 +42,6 @@ from torchq.nn.modules.operators import (
     Tap,
     function_of,
 )
-from torchq.nn.operator_routes import MARK, Recorder, Route, carry_out, place_of, visits_of
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.utils import qualified_name
 
