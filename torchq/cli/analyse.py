@@ -25,23 +25,20 @@ from torchq.errors import ConfigError
 from torchq.utils import replacing
 
 
-def run_analysis(args: argparse.Namespace) -> int:
-    """Run one of the commands and return its exit code."""
-    return _RUN[args.command](args)
-
-
 def _show(args: argparse.Namespace, text: object, data: Callable[[], Any]) -> None:
     print(json.dumps(data(), indent=2) if args.json else text)
 
 
-def _doctor(args: argparse.Namespace) -> int:
+def run_doctor(args: argparse.Namespace) -> int:
+    """Look for mistakes; 1 if there is an error."""
     found = prepare(args, say=quiet, held_out=0)
     report = torchq.doctor(found.model, found.calibration)
     _show(args, report, lambda: {"ok": report.ok, **dataclasses.asdict(report)})
     return 0 if report.ok else 1
 
 
-def _report(args: argparse.Namespace) -> int:
+def run_report(args: argparse.Namespace) -> int:
+    """Write or print the report."""
     found = prepare(args, say=quiet, held_out=args.num_batches, check=lambda: _check_out(args))
     report = torchq.report(found.model, found.held_out, args.out, read_metric(args))
     _show(args, report if args.out is None else _written(report, args.out), lambda: report.data)
@@ -61,7 +58,8 @@ def _check_out(args: argparse.Namespace) -> None:
         check_path(args.out)
 
 
-def _inspect(args: argparse.Namespace) -> int:
+def run_inspect(args: argparse.Namespace) -> int:
+    """Say what is quantized."""
     require(args, "model")
     if args.model.endswith(".onnx"):
         report = torchq.inspect_onnx(args.model)
@@ -83,7 +81,8 @@ def _inspect(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(args: argparse.Namespace) -> int:
+def run_plan(args: argparse.Namespace) -> int:
+    """Say what would be quantized, or choose formats."""
     require(args, "model")
     _check_plan(args)
     model = read_model(args)
@@ -137,11 +136,3 @@ def _budget(texts: list[str]) -> dict[str, float]:
                 f"--budget {text}: expected KIND=NUMBER, such as mean_bits=5"
             ) from None
     return found
-
-
-_RUN: dict[str, Callable[[argparse.Namespace], int]] = {
-    "doctor": _doctor,
-    "report": _report,
-    "inspect": _inspect,
-    "plan": _plan,
-}

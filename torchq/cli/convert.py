@@ -16,7 +16,7 @@ from torchq.errors import ConfigError, ExportError
 from torchq.utils import replacing
 
 
-def run_convert(options: argparse.Namespace) -> None:
+def run_convert(options: argparse.Namespace) -> int:
     """Read the file, export the model, and write it."""
     if not is_network_file(options.file):
         raise ConfigError(
@@ -29,10 +29,10 @@ def run_convert(options: argparse.Namespace) -> None:
     program = _export(model, example)
     with replacing(target) as (temporary,):
         torch.export.save(program, temporary)
-    nodes, parameters = len(model.graph.nodes), sum(p.numel() for p in model.parameters())
-    counts = f"{nodes} nodes, {parameters} parameters"
-    print(f"read {options.file}: {counts}")
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"read {options.file}: {len(model.graph.nodes)} nodes, {parameters} parameters")
     print(f"wrote {target}; load it with torch.export.load({str(target)!r}).module()")
+    return 0
 
 
 def _sizes(text: str) -> list[int]:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from torchq.cli.analyse import run_analysis
+from torchq.cli.analyse import run_doctor, run_inspect, run_plan, run_report
 from torchq.cli.convert import run_convert
 from torchq.cli.demo import run_demo
 from torchq.cli.files import check_paths
@@ -32,13 +32,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+#: Command -> what carries it out and returns the exit code.
+_RUN = {
+    "demo": run_demo,
+    "convert": run_convert,
+    "quantize": run_quantize,
+    "doctor": run_doctor,
+    "report": run_report,
+    "inspect": run_inspect,
+    "plan": run_plan,
+}
+
+
 def _run(args: argparse.Namespace) -> int:
     check_paths(args)
-    if args.command == "demo":
-        run_demo(args.out, seed=args.seed, epochs=args.epochs)
-    elif args.command == "convert":
-        run_convert(args)
-    else:
+    if hasattr(args, "model"):
         args.model = args.model or args.file
-        return run_quantize(args) if args.command == "quantize" else run_analysis(args)
-    return 0
+    return _RUN[args.command](args)

@@ -92,208 +92,148 @@ def image_size(text: str) -> tuple[int, int]:
     return int(height), int(width or height)
 
 
-def _row(*flags: str, **settings: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
-    return flags, settings
+def _row(flag: str, help: str, metavar: str | None = None, **settings: Any) -> Any:
+    """Return an argument; its help ends with the default if that is one number or word."""
+    if isinstance(settings.get("default"), (int, str, Path)) and settings.get("action") is None:
+        help = f"{help} (default: %(default)s)"
+    if metavar is not None:
+        settings["metavar"] = metavar
+    return flag, {"help": help, **settings}
 
 
-def _counted(flag: str, least: int, default: int, text: str, **settings: Any) -> Any:
-    help = f"{text} (default: %(default)s)"
-    return _row(flag, type=whole(least), default=default, help=help, **settings)
+def _flag(flag: str, help: str, action: str = "store_true", **settings: Any) -> Any:
+    return _row(flag, help, action=action, **settings)
+
+
+def _many(flag: str, help: str, metavar: str, **settings: Any) -> Any:
+    return _row(flag, help, metavar, action="append", **settings)
+
+
+def _count(flag: str, help: str, least: int, default: int, **settings: Any) -> Any:
+    return _row(flag, help, type=whole(least), default=default, **settings)
 
 
 #: Rows of a group; rows in an inner list exclude each other.
 _SOURCE = [
     [
-        _row("file", nargs="?", metavar="MODEL", help="a file of ONNX, MXNet or Caffe"),
-        _row("--model", help="torchvision:NAME, or package.module:factory"),
+        _row("file", "a file of ONNX, MXNet or Caffe", "MODEL", nargs="?"),
+        _row("--model", "torchvision:NAME, or package.module:factory"),
     ],
-    _row("--weights", metavar="FILE", help="state dict to load first, or weights of the file"),
-    _row("--device", default="cpu", help="where to calibrate (default: %(default)s)"),
+    _row("--weights", "state dict to load first, or weights of the file", "FILE"),
+    _row("--device", "where to calibrate", default="cpu"),
 ]
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_SIZE = "for a folder: 224, or HEIGHTxWIDTH (default: that of the file, or 224)"
+_IMAGENETS = "for a folder (default: ImageNet's)"
 _DATA = [
-    _row("--data", metavar="SOURCE", help="a folder of images, or package.module:loader"),
-    _counted("--num-batches", 1, 16, "how many batches"),
-    _counted("--batch-size", 1, 16, "for a folder: images in a batch"),
-    _counted("--seed", 0, 0, "for a folder: of the order, even over its sub-folders"),
-    _row(
-        "--image-size",
-        type=image_size,
-        metavar="SIZE",
-        help="for a folder: 224, or HEIGHTxWIDTH (default: that of the file, or 224)",
-    ),
-    _row(
-        "--mean",
-        type=number(),
-        nargs=3,
-        default=(0.485, 0.456, 0.406),
-        help="for a folder (default: ImageNet's)",
-    ),
-    _row(
-        "--std",
-        type=number(above=0),
-        nargs=3,
-        default=(0.229, 0.224, 0.225),
-        help="for a folder (default: ImageNet's)",
-    ),
+    _row("--data", "a folder of images, or package.module:loader", "SOURCE"),
+    _count("--num-batches", "how many batches", 1, 16),
+    _count("--batch-size", "for a folder: images in a batch", 1, 16),
+    _count("--seed", "for a folder: of the order, even over its sub-folders", 0, 0),
+    _row("--image-size", _SIZE, "SIZE", type=image_size),
+    _row("--mean", _IMAGENETS, type=number(), nargs=3, default=_MEAN),
+    _row("--std", _IMAGENETS, type=number(above=0), nargs=3, default=_STD),
 ]
+_RECIPES = f"{', '.join(torchq.recipes.RECIPES)}, or a config file .json"
+_PATTERN = "only modules that match: a glob, re:REGEX or type:NAME; repeatable"
+_UNSEEN = ("error", "disable", "dynamic")
 _METHOD = [
-    _row(
-        "--recipe",
-        help=f"{', '.join(torchq.recipes.RECIPES)}, or a config file .json (default: the target's, "
-        "or int8)",
-    ),
-    _row("--calib", choices=methods(), help="ranges of activations (default: the recipe's)"),
-    _row(
-        "--include",
-        action="append",
-        metavar="PATTERN",
-        help="only modules that match: a glob, re:REGEX or type:NAME; repeatable",
-    ),
-    _row("--exclude", action="append", metavar="PATTERN", help="no module that matches; as above"),
-    _row(
-        "--on-unseen",
-        choices=("error", "disable", "dynamic"),
-        default="error",
-        help="quantizers that no batch reached (default: %(default)s)",
-    ),
-    _row("--target", choices=torchq.targets(), help="the runtime to quantize and export for"),
-    _row(
-        "--no-fuse",
-        dest="fuse",
-        action="store_false",
-        help="do not fold BatchNorm and branches first",
-    ),
+    _row("--recipe", f"{_RECIPES} (default: the target's, or int8)"),
+    _row("--calib", "ranges of activations (default: the recipe's)", choices=methods()),
+    _many("--include", _PATTERN, "PATTERN"),
+    _many("--exclude", "no module that matches; as above", "PATTERN"),
+    _row("--on-unseen", "quantizers that no batch reached", choices=_UNSEEN, default="error"),
+    _row("--target", "the runtime to quantize and export for", choices=torchq.targets()),
+    _flag("--no-fuse", "do not fold BatchNorm and branches first", "store_false", dest="fuse"),
 ]
-_COMPARISON = [
-    [
-        _row(
-            "--metric",
-            metavar="NAME",
-            help="package.module:function of (output, batch) or of a model; larger is better",
-        ),
-        _row(
-            "--labels",
-            action="store_true",
-            help="measure accuracy: the sub-folders of --data are the classes, by name",
-        ),
-    ]
-]
+_METRIC = "package.module:function of (output, batch) or of a model; larger is better"
+_LABELS = "measure accuracy: the sub-folders of --data are the classes, by name"
+_COMPARISON = [[_row("--metric", _METRIC, "NAME"), _flag("--labels", _LABELS)]]
+_OPSET = "of the ONNX file (default: 20, or 21 where the types need it)"
 _OUTPUT = [
-    _row("--dry-run", action="store_true", help="print what would be quantized and why, and stop"),
-    _row("--export", metavar="FILE.onnx", help=f"write ONNX with Q/DQ; verify it in {_READER}"),
-    _row(
-        "--opset",
-        type=whole(10, 23),
-        help="of the ONNX file (default: 20, or 21 where the types need it)",
-    ),
-    _counted("--verify", 1, 2, f"batches to compare {_READER} with PyTorch on", metavar="N"),
-    _row("--save", metavar="FILE.pt", help="write the quantized model for torchq.load"),
+    _flag("--dry-run", "print what would be quantized and why, and stop"),
+    _row("--export", f"write ONNX with Q/DQ; verify it in {_READER}", "FILE.onnx"),
+    _row("--opset", _OPSET, type=whole(10, 23)),
+    _count("--verify", f"batches to compare {_READER} with PyTorch on", 1, 2, metavar="N"),
+    _row("--save", "write the quantized model for torchq.load", "FILE.pt"),
 ]
+_PAGE = """the report of torchq.report, with formats under a budget (default: a shorter one, beside
+    the file of --export or --save, or torchq-report.html)"""
 _REPORT = [
-    _counted("--compare", 0, 4, "batches after those of the calibration", metavar="N"),
-    [
-        _row(
-            "--report",
-            metavar="FILE.html",
-            help="the report of torchq.report, with formats under a budget (default: a shorter "
-            "one, beside the file of --export or --save, or torchq-report.html)",
-        ),
-        _row("--no-report", action="store_true", help="write no report"),
-    ],
+    _count("--compare", "batches after those of the calibration", 0, 4, metavar="N"),
+    [_row("--report", _PAGE, "FILE.html"), _flag("--no-report", "write no report")],
 ]
-_JSON = _row("--json", action="store_true", help="print JSON and nothing else")
-_LOAD = [_row("--load", metavar="FILE.pt", help="ranges that torchq.save wrote"), _JSON]
+_JSON = _flag("--json", "print JSON and nothing else")
+_LOAD = [_row("--load", "ranges that torchq.save wrote", "FILE.pt"), _JSON]
 _ANALYSIS = {"what to quantize": _SOURCE, "data": _DATA, "how": _METHOD}
+_STATE = "state and output"
 
-#: Command -> its help, an example, and its groups of arguments.
-COMMANDS: dict[str, tuple[str, str, dict[str, list[Any]]]] = {
+_FOLDER = "folder for the models and the table"
+_DEMO = [
+    _row("--out", _FOLDER, type=Path, default=Path("torchq-demo")),
+    _count("--seed", "of the split, the first weights, the order of batches", 0, 0),
+    _count("--epochs", "of FP32 training and of QAT, each", 1, 12),
+]
+_OPEN = "of an input whose sizes the file leaves open; once for each input"
+_CONVERT = [
+    _row("file", "NAME.onnx, NAME-symbol.json, NAME.prototxt", "MODEL"),
+    _row("--weights", "weights that lie or are called otherwise", "FILE"),
+    _row("--to", "the file to write", "FILE.pt2", required=True),
+    _many("--shape", _OPEN, "1,3,224,224", default=[]),
+]
+_QUANTIZE = {
+    "what to quantize": _SOURCE,
+    "calibration data": _DATA,
+    "how": _METHOD,
+    "output": [*_OUTPUT, _JSON],
+    "comparison with the float model": [*_COMPARISON, *_REPORT],
+}
+_OUT = _row("--out", ".html, .json or .txt (default: print text)", "FILE")
+_FORMATS = ["w8a8", "w4a8", "w4a4"]
+_PLAN = [
+    *_LOAD,
+    _many("--budget", "such as mean_bits=5", "KIND=NUMBER", default=[]),
+    _row("--formats", "to choose from", "FORMAT", nargs="+", default=_FORMATS),
+    _row("--out", "write the config, for --recipe", "FILE.json"),
+]
+
+#: Command -> its help, its groups of arguments, and an example of these.
+COMMANDS: dict[str, tuple[str, dict[str, list[Any]], str]] = {
     "demo": (
         "train, quantize, export and verify a small network",
-        "torchq demo --out torchq-demo",
-        {
-            "options": [
-                _row(
-                    "--out",
-                    type=Path,
-                    default=Path("torchq-demo"),
-                    help="folder for the models and the table (default: %(default)s)",
-                ),
-                _counted("--seed", 0, 0, "of the split, the first weights, the order of batches"),
-                _counted("--epochs", 1, 12, "of FP32 training and of QAT, each"),
-            ]
-        },
+        {"options": _DEMO},
+        "--out torchq-demo",
     ),
     "convert": (
         "turn ONNX, MXNet or Caffe files into torch.export's",
-        "torchq convert resnet-symbol.json --to resnet.pt2",
-        {
-            "options": [
-                _row("file", metavar="MODEL", help="NAME.onnx, NAME-symbol.json, NAME.prototxt"),
-                _row("--weights", metavar="FILE", help="weights that lie or are called otherwise"),
-                _row("--to", required=True, metavar="FILE.pt2", help="the file to write"),
-                _row(
-                    "--shape",
-                    action="append",
-                    default=[],
-                    metavar="1,3,224,224",
-                    help="of an input whose sizes the file leaves open; once for each input",
-                ),
-            ]
-        },
+        {"options": _CONVERT},
+        "resnet-symbol.json --to resnet.pt2",
     ),
     "quantize": (
         "quantize, calibrate and export your own model",
-        "torchq quantize --model torchvision:resnet18 --data photos/ --export resnet18.onnx "
-        "--report report.html",
-        {
-            "what to quantize": _SOURCE,
-            "calibration data": _DATA,
-            "how": _METHOD,
-            "output": [*_OUTPUT, _JSON],
-            "comparison with the float model": [*_COMPARISON, *_REPORT],
-        },
+        _QUANTIZE,
+        "--model torchvision:resnet18 --data photos/ --export resnet18.onnx --report report.html",
     ),
     "doctor": (
         "look for mistakes in a quantized model",
-        "torchq doctor --model mypackage.models:build --data photos/",
-        {**_ANALYSIS, "state and output": _LOAD},
+        {**_ANALYSIS, _STATE: _LOAD},
+        "--model mypackage.models:build --data photos/",
     ),
     "report": (
         "write everything about a quantized model on one page",
-        "torchq report --model torchvision:resnet18 --data photos/ --labels --out report.html",
-        {
-            **_ANALYSIS,
-            "comparison": _COMPARISON,
-            "state and output": [
-                *_LOAD,
-                _row("--out", metavar="FILE", help=".html, .json or .txt (default: print text)"),
-            ],
-        },
+        {**_ANALYSIS, "comparison": _COMPARISON, _STATE: [*_LOAD, _OUT]},
+        "--model torchvision:resnet18 --data photos/ --labels --out report.html",
     ),
     "inspect": (
         "say what is quantized in an ONNX file or a model",
-        "torchq inspect model.onnx",
-        {**_ANALYSIS, "state and output": _LOAD},
+        {**_ANALYSIS, _STATE: _LOAD},
+        "model.onnx",
     ),
     "plan": (
         "say what would be quantized, or choose formats by budget",
-        "torchq plan --model mypackage.models:build --data photos/ --budget mean_bits=5 "
-        "--formats 4 6 8 --out config.json",
-        {
-            **_ANALYSIS,
-            "state and output": [
-                *_LOAD,
-                _row(
-                    "--budget",
-                    action="append",
-                    default=[],
-                    metavar="KIND=NUMBER",
-                    help="such as mean_bits=5",
-                ),
-                _row("--formats", nargs="+", default=["w8a8", "w4a8", "w4a4"], metavar="FORMAT"),
-                _row("--out", metavar="FILE.json", help="write the config, for --recipe"),
-            ],
-        },
+        {**_ANALYSIS, _STATE: _PLAN},
+        "--model mypackage.models:build --data photos/ --budget mean_bits=5 --formats 4 6 8 "
+        "--out config.json",
     ),
 }
 
@@ -305,19 +245,19 @@ def build_parser() -> Parser:
     parser = Parser(prog="torchq", description=description, epilog=_EXAMPLES, **formatted)
     parser.add_argument("--version", action="version", version=f"torchq {torchq.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, (text, example, groups) in COMMANDS.items():
+    for name, (text, groups, example) in COMMANDS.items():
         child = commands.add_parser(
             name,
             help=text,
             description=f"{text[0].upper()}{text[1:]}.",
-            epilog=f"example:\n  {example}",
+            epilog=f"example:\n  torchq {name} {example}",
             **formatted,
         )
         for title, rows in groups.items():
             group = child.add_argument_group(title)
             for row in rows:
                 place: Any = group.add_mutually_exclusive_group() if type(row) is list else group
-                for flags, settings in row if type(row) is list else [row]:
-                    place.add_argument(*flags, **settings)
+                for flag, settings in row if type(row) is list else [row]:
+                    place.add_argument(flag, **settings)
     parser.children = dict(commands.choices)
     return parser
