@@ -81,9 +81,8 @@ def load_model(name: str, weights: str | None) -> nn.Module:
             with explained(f"--model {name}"):
                 model = model()
     if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"--model {name}: got a {type(model).__name__}; expected a torch.nn.Module"
-        )
+        kind = type(model).__name__
+        raise ConfigError(f"--model {name}: got a {kind}; expected a torch.nn.Module")
     if weights is not None:
         _load_weights(model, weights)
     return model.eval()
@@ -113,9 +112,8 @@ def _load_weights(model: nn.Module, path: str) -> None:
     for key in ("state_dict", "model"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
-    if not isinstance(state, dict) or not all(
-        isinstance(value, Tensor) for value in state.values()
-    ):
+    named = isinstance(state, dict) and all(isinstance(v, Tensor) for v in state.values())
+    if not named:
         raise ConfigError(f"--weights {path}: expected a state dict, a file of named tensors")
     state = {key.removeprefix("module."): value for key, value in state.items()}
     try:
@@ -191,9 +189,8 @@ def _labelled(folder: Path, images: Images) -> Iterator[tuple[Tensor, Tensor]]:
         )
     paths = [p for p in evenly_ordered(folder, images.seed) if p.parent != folder]
     labels = torch.tensor([classes.index(p.relative_to(folder).parts[0]) for p in paths])
-    yield from zip(
-        _image_batches(folder, images, paths), labels.split(images.batch_size), strict=True
-    )
+    batches = _image_batches(folder, images, paths)
+    yield from zip(batches, labels.split(images.batch_size), strict=True)
 
 
 def _image_batches(
@@ -208,14 +205,9 @@ def _image_batches(
             f"--data {folder}: no image in it; expected files like {', '.join(IMAGES[:3])}"
         )
     height, width = images.size
-    transform = T.Compose(
-        [
-            partial(_covering, height=height * 8 // 7, width=width * 8 // 7),
-            T.CenterCrop(images.size),
-            T.ToTensor(),
-            T.Normalize(list(images.mean), list(images.std)),
-        ]
-    )
+    cover = partial(_covering, height=height * 8 // 7, width=width * 8 // 7)
+    normal = T.Normalize(list(images.mean), list(images.std))
+    transform = T.Compose([cover, T.CenterCrop(images.size), T.ToTensor(), normal])
     for first in range(0, len(paths), images.batch_size):
         chosen = paths[first : first + images.batch_size]
         yield torch.stack([transform(_read_image(path)) for path in chosen])

@@ -30,6 +30,7 @@ from torchq.functional import reduce_amax as reduce_groups
 
 # histc counts in float32, which is exact up to this number.
 _PIECE = 1 << 24
+_NOT_FINITE = "got NaN or infinite values; expected finite data. Check the layers before"
 # A histogram of this number of bins takes 128 MiB, and twice that for its edges.
 _MAX_BINS = 1 << 24
 # Elements of one temporary of the search for the least squared error.
@@ -111,10 +112,7 @@ class MaxCalibrator(_Calibrator):
         if self._calib_amax is None:
             return None
         if not self._calib_amax.isfinite().all():
-            raise CalibrationError(
-                "MaxCalibrator: got NaN or infinite values; expected finite data. "
-                "Check the layers before"
-            )
+            raise CalibrationError(f"MaxCalibrator: {_NOT_FINITE}")
         return self._calib_amax.clone()
 
 
@@ -159,9 +157,7 @@ class HistogramCalibrator(_Calibrator):
                 "Use calib_method='max'"
             )
         if not 0 < num_bins <= _MAX_BINS:
-            raise ConfigError(
-                f"num_bins: got {num_bins}; expected at least 1 and at most {_MAX_BINS}"
-            )
+            raise ConfigError(f"num_bins: got {num_bins}; expected 1 to {_MAX_BINS}")
         self._first_bins = num_bins
         self._skip_zeros = skip_zeros
         self._torch_hist = torch_hist
@@ -183,10 +179,7 @@ class HistogramCalibrator(_Calibrator):
             return
         largest = x.max().item()
         if not math.isfinite(largest):
-            raise CalibrationError(
-                "HistogramCalibrator: got NaN or infinite values; expected finite data. "
-                "Check the layers before"
-            )
+            raise CalibrationError(f"HistogramCalibrator: {_NOT_FINITE}")
         if self._calib_hist is None and largest <= TINY:
             # No bin width follows from zeros; they are added to the first bin later.
             self._zeros += x.numel()
@@ -203,9 +196,8 @@ class HistogramCalibrator(_Calibrator):
         if self._calib_hist is None or self._calib_bin_edges is None:
             self._calib_hist = torch.zeros(self._num_bins, dtype=torch.int64, device=device)
             self._calib_hist[0] = self._zeros
-            self._calib_bin_edges = torch.linspace(
-                0, largest, self._num_bins + 1, dtype=torch.float32, device=device
-            )
+            kind: Any = {"dtype": torch.float32, "device": device}
+            self._calib_bin_edges = torch.linspace(0, largest, self._num_bins + 1, **kind)
             return
         if largest <= self._calib_bin_edges[-1].item():
             return

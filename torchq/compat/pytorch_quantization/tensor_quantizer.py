@@ -162,24 +162,18 @@ class TensorQuantizer(core.TensorQuantizer):
     def _switch_clip(self, on: bool) -> None:
         """Turn clipping and the gradients of its bounds on or off."""
         if not self._learn_amax:
-            raise ConfigError(
-                "clip: learn_amax is False; expected a descriptor with learn_amax=True"
-            )
+            raise ConfigError("clip: learn_amax is False; expected a descriptor that learns")
         self._if_clip = on
         self.clip.clip_value_min.requires_grad = on
         self.clip.clip_value_max.requires_grad = on
 
     num_bits = field("_num_bits", "Integer width, or (4, 3); assignable.", assignable=True)
     unsigned = field("_unsigned", "True if codes start at 0; assignable.", assignable=True)
-    narrow_range = field(
-        "_narrow_range", "True if the lowest signed code is left out; assignable.", assignable=True
-    )
+    narrow_range = field("_narrow_range", "True without the lowest signed code.", assignable=True)
     axis = field("_axis", "The axes that keep their own range, as given.")
     fake_quant = field("_fake_quant", "Whether dequantized values come out.")
     learn_amax = field("_learn_amax", "Whether the range is learned.")
-    scale = field(
-        "_scale", "qmax / amax of the last call without fake_quant, None before it; 1 with."
-    )
+    scale = field("_scale", "qmax / amax of the last call without fake_quant, else None or 1.")
 
     @property
     def maxbound(self) -> float:
@@ -327,13 +321,10 @@ class TensorQuantizer(core.TensorQuantizer):
             inputs, amax = self.clip(inputs), self._learned_amax()
         else:
             amax = self._get_amax(inputs)
+        options: Any = (self._num_bits, self._unsigned, self._narrow_range)
         if self._fake_quant or isinstance(self._num_bits, tuple):
-            return quantize_dequantize(
-                inputs, amax, self._num_bits, self._unsigned, self._narrow_range, self.granularity
-            )
-        codes, self._scale = tensor_quant(
-            inputs, amax, self._num_bits, self._unsigned, self._narrow_range
-        )
+            return quantize_dequantize(inputs, amax, *options, self.granularity)
+        codes, self._scale = tensor_quant(inputs, amax, *options)
         return codes
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -375,9 +366,8 @@ class TensorQuantizer(core.TensorQuantizer):
             if mine is None or mine.shape != value.shape:
                 device = value.device if mine is None else mine.device
                 self._buffers.pop(old, None)
-                self.register_buffer(
-                    old, torch.empty(value.shape, dtype=torch.float32, device=device)
-                )
+                empty = torch.empty(value.shape, dtype=torch.float32, device=device)
+                self.register_buffer(old, empty)
             state_dict[prefix + old] = value.float()
         super(core.TensorQuantizer, self)._load_from_state_dict(state_dict, prefix, *args)
         missing = args[2]

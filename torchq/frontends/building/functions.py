@@ -204,7 +204,7 @@ def non_max_suppression(
     """
     if torch.onnx.is_in_onnx_export():
         return _written_suppression(boxes, scores, most, iou_limit, score_limit, center_form)
-    numbers = (int(most), float(iou_limit), None if score_limit is None else float(score_limit))
+    numbers = int(most), float(iou_limit), None if score_limit is None else float(score_limit)
     if torch.compiler.is_compiling():  # the loop below is no part of a graph
         return torch.ops.torchq.non_max_suppression(boxes, scores, *numbers, center_form)
     return _suppress(boxes, scores, *numbers, center_form)
@@ -260,11 +260,9 @@ def _written_suppression(
     center_form: bool,
 ) -> Tensor:
     """Return the kept boxes as the ONNX operator, during an export."""
-    inputs = [boxes.float(), scores.float()]  # the operator knows no other type
-    for value, dtype in ((most, torch.int64), (iou_limit, torch.float32)):
-        inputs.append(_scalar(value, dtype))
-    if score_limit is not None:
-        inputs.append(_scalar(score_limit, torch.float32))
+    inputs = [boxes.float(), scores.float(), _scalar(most, torch.int64)]  # it knows no other types
+    limits = [iou_limit] if score_limit is None else [iou_limit, score_limit]
+    inputs += [_scalar(limit, torch.float32) for limit in limits]
     sizes: tuple[int, ...] = ()
     example = None
     if torch.jit.is_tracing():

@@ -121,10 +121,8 @@ class PriorBoxes(nn.Module):
         options = self.options
         rows, columns = features[2:]
         width, height = options.image[0] or image[3], options.image[1] or image[2]
-        distance_x, distance_y = (
-            options.steps[0] or width / columns,
-            options.steps[1] or height / rows,
-        )
+        across, down = options.steps
+        distance_x, distance_y = across or width / columns, down or height / rows
         kind: dict[str, Any] = {"dtype": dtype, "device": device}
         x = (torch.arange(columns).to(**kind) + options.offset) * distance_x
         y = (torch.arange(rows).to(**kind) + options.offset) * distance_y

@@ -52,13 +52,8 @@ def _as_upsample(
     node: NodeContext, factors: Any, sizes: Any, axes: list[int], options: ResizeOptions
 ) -> Value:
     """Return a call of torch's own resizing of images where it computes the same, else None."""
-    shape = node.shape(0)
-    if (
-        shape is None
-        or len(shape) != 4
-        or not node.floating(0)
-        or node.attr("keep_aspect_ratio_policy", "stretch") != "stretch"
-    ):
+    shape, policy = node.shape(0), node.attr("keep_aspect_ratio_policy", "stretch")
+    if shape is None or len(shape) != 4 or not node.floating(0) or policy != "stretch":
         return None
     mode = _torch_mode(options)
     if mode is None or options.antialias or options.exclude_outside:
@@ -68,10 +63,10 @@ def _as_upsample(
         if full.get(0, 1.0) != 1.0 or full.get(1, 1.0) != 1.0:
             return None
         pair = (full.get(2, 1.0), full.get(3, 1.0))
-        if all(float(f).is_integer() for f in pair) and min(pair) >= 1:
-            module = nn.Upsample(scale_factor=pair, mode=mode[0], align_corners=mode[1])
-            return node.module(module, node.inputs[0])
-        return None
+        if not all(float(f).is_integer() for f in pair) or min(pair) < 1:
+            return None
+        module = nn.Upsample(scale_factor=pair, mode=mode[0], align_corners=mode[1])
+        return node.module(module, node.inputs[0])
     if not isinstance(sizes, list) or axes not in ([0, 1, 2, 3], [2, 3]):
         return None
     size = sizes[-2:]
@@ -107,12 +102,10 @@ def _grid_sample(node: NodeContext) -> Value:
 
 @converter("NonMaxSuppression")
 def _non_max_suppression(node: NodeContext) -> Value:
-    numbers = [node.number(index) for index in (2, 3, 4)]
-    most = 0 if numbers[0] is None else numbers[0]
-    limit = 0.0 if numbers[1] is None else numbers[1]
+    most, limit, score_limit = (node.number(index) for index in (2, 3, 4))
+    limits = 0 if most is None else most, 0.0 if limit is None else limit, score_limit
     center = node.attr("center_point_box", False)
-    arguments = (*node.inputs[:2], most, limit, numbers[2], center)
-    return node.call(non_max_suppression, *arguments)
+    return node.call(non_max_suppression, *node.inputs[:2], *limits, center)
 
 
 @converter("RoiAlign")
@@ -284,12 +277,10 @@ def roi_align(
         shape = (rois.shape[0], x.shape[1], *size)
         example = x.new_zeros(shape) if torch.jit.is_tracing() else None
         return write_operator("RoiAlign", 16, [x, rois, batches], options, shape, x.dtype, example)
-    results = [
-        _align_one(
-            x[int(b)], roi * scale - (0.5 if half_pixel else 0.0), size, ratio, half_pixel, largest
-        )
-        for roi, b in zip(rois, batches, strict=True)
-    ]
+    settings = size, ratio, half_pixel, largest
+    rois = rois * scale - (0.5 if half_pixel else 0.0)
+    images = zip(rois, batches, strict=True)
+    results = [_align_one(x[int(b)], roi, *settings) for roi, b in images]
     return torch.stack(results) if results else x.new_zeros(0, x.shape[1], *size)
 
 
