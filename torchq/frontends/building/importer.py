@@ -17,6 +17,12 @@ from torchq.frontends.building.graph import Converters, FileNode, GraphBuilder, 
 Output = tuple[int, int]
 
 
+def origin(function: str, description: Any) -> str:
+    """Return how errors begin: with the path of a description, unless it is the text itself."""
+    is_path = isinstance(description, os.PathLike) or "{" not in str(description)
+    return f"{function}: {os.fspath(description)}" if is_path else function
+
+
 def text_of(source: Any, where: str, what: str) -> str:
     """Return the text of a description: it holds a brace, which no path does."""
     if isinstance(source, str) and "{" in source:

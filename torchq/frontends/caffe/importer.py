@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor, fx
 
 from torchq.errors import FrontendError
 from torchq.frontends.building.graph import Value
-from torchq.frontends.building.importer import NetworkImporter, Output
+from torchq.frontends.building.importer import NetworkImporter, Output, origin
 from torchq.frontends.caffe.messages import read_weights
 from torchq.frontends.caffe.network import Network, read_network
 from torchq.frontends.caffe.node import CONVERTERS, CaffeLayer
@@ -46,9 +45,7 @@ def from_caffe(prototxt: Any, caffemodel: Any) -> fx.GraphModule:
         >>> model = torchq.from_caffe(*files)  # doctest: +SKIP
         >>> report = torchq.quantize_(model)  # doctest: +SKIP
     """
-    where = "from_caffe"
-    if isinstance(prototxt, os.PathLike) or "{" not in str(prototxt):
-        where = f"from_caffe: {os.fspath(prototxt)}"
+    where = origin("from_caffe", prototxt)
     network = read_network(prototxt, where)
     return _Importer(network, read_weights(caffemodel, where), where).run()
 

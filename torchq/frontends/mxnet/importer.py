@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import collections
-import os
 import re
 from typing import Any
 
 from torch import Tensor, fx
 
 from torchq.frontends.building.graph import Constant
-from torchq.frontends.building.importer import NetworkImporter, Output
+from torchq.frontends.building.importer import NetworkImporter, Output, origin
 from torchq.frontends.mxnet.converters.layers import LOSSES
 from torchq.frontends.mxnet.node import CONVERTERS, SymbolContext
 from torchq.frontends.mxnet.params import read_params
@@ -44,9 +43,7 @@ def from_mxnet(symbol_json: Any, params: Any) -> fx.GraphModule:
         >>> model = torchq.from_mxnet(*files)  # doctest: +SKIP
         >>> report = torchq.quantize_(model)  # doctest: +SKIP
     """
-    where = "from_mxnet"
-    if isinstance(symbol_json, os.PathLike) or "{" not in str(symbol_json)[:64]:
-        where = f"from_mxnet: {os.fspath(symbol_json)}"
+    where = origin("from_mxnet", symbol_json)
     symbol = read_symbol(symbol_json, where)
     return _Importer(symbol, read_params(params, where), where).run()
 

@@ -37,10 +37,8 @@ def _recurrent(node: NodeContext) -> list[Value]:
         results = _call_module(node, module, x, directions, batch_first)
     if not batch_first:
         return results
-    order = [(2, 0, 1, 3), (1, 0, 2), (1, 0, 2)]
-    return [
-        node.call(torch.permute, value, perm) for value, perm in zip(results, order, strict=False)
-    ]
+    orders = zip(results, [(2, 0, 1, 3), (1, 0, 2), (1, 0, 2)], strict=False)
+    return [node.call(torch.permute, value, order) for value, order in orders]
 
 
 def _activations(node: NodeContext, directions: int) -> list[str]:
@@ -69,15 +67,13 @@ def _as_module(node: NodeContext, directions: int, activations: list[str]) -> nn
     module = cls(
         w.shape[2], r.shape[2], bias=b is not None, bidirectional=directions == 2, **options
     )
+    parts = {"weight_ih": w, "weight_hh": r}
+    if b is not None:
+        parts["bias_ih"], parts["bias_hh"] = b.chunk(2, 1)
     with torch.no_grad():
-        for direction in range(directions):
-            suffix = "l0_reverse" if direction else "l0"
-            getattr(module, f"weight_ih_{suffix}").copy_(_reordered(w[direction], kind))
-            getattr(module, f"weight_hh_{suffix}").copy_(_reordered(r[direction], kind))
-            if b is not None:
-                of_input, of_state = b[direction].chunk(2)
-                getattr(module, f"bias_ih_{suffix}").copy_(_reordered(of_input, kind))
-                getattr(module, f"bias_hh_{suffix}").copy_(_reordered(of_state, kind))
+        for name, part in parts.items():
+            for weight, suffix in zip(part, ("l0", "l0_reverse"), strict=False):
+                getattr(module, f"{name}_{suffix}").copy_(_reordered(weight, kind))
     return module.to(w.dtype)
 
 
