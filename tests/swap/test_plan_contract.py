@@ -182,3 +182,14 @@ def test_explain_says_who_decided_what_and_why() -> None:
     assert "excluded; decided by last" in plan.explain("last")
     assert "one range with" in plan.explain(plan.shared[0][0])
     assert plan.explain("nobody") == "nobody: nothing is decided about it"
+
+
+def test_a_printed_plan_is_a_screen_that_names_every_exception() -> None:
+    blocks = [nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.MaxPool2d(2)) for _ in range(40)]
+    plan = torchq.plan(nn.Sequential(*blocks, nn.Linear(8, 2)), exclude=["3.0", "5.0"])
+    lines = str(plan).splitlines()
+    assert len(lines) <= 25 and lines[-1] == plan.verdict() == plan.table().splitlines()[-1]
+    text = " ".join(str(plan).split())
+    assert "SKIPPED: excluded 2 Conv2d 3.0, 5.0" in text
+    assert "SKIPPED: no rule matches 40 MaxPool2d" in text and "plan.explain(path)" in text
+    assert len(plan.table().splitlines()) > len(plan.decisions)

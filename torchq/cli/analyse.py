@@ -92,7 +92,11 @@ def run_plan(args: argparse.Namespace) -> int:
             {"name": d.name, "input": _text(d.input), "weight": _text(d.weight), "reason": d.reason}
             for d in found.decisions
         ]
-        _show(args, found, lambda: {"decisions": rows, "config": found.recipe})
+        _show(
+            args,
+            found.table() if args.rows else found,
+            lambda: {"decisions": rows, "config": found.recipe},
+        )
         return 0
     batches, _ = read_batches(model, args)
     if args.fuse:

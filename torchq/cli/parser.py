@@ -192,6 +192,7 @@ _OUT = _row("--out", ".html, .json or .txt (default: print text)", "FILE")
 _FORMATS = ["w8a8", "w4a8", "w4a4"]
 _PLAN = [
     *_LOAD,
+    _row("--rows", action="store_true", help="print a row for every module"),
     _many("--budget", "such as mean_bits=5", "KIND=NUMBER", default=[]),
     _row("--formats", "to choose from", "FORMAT", nargs="+", default=_FORMATS),
     _row("--out", "write the config, for --recipe", "FILE.json"),

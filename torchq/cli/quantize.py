@@ -36,7 +36,7 @@ def run_quantize(args: argparse.Namespace) -> int:
     if args.dry_run:
         require(args, "model")
         model, config = read_model(args), named_config(args.recipe)
-        print(torchq.plan(model, config, target=args.target, **selection(args)))
+        print(torchq.plan(model, config, target=args.target, **selection(args)).table())
         return 0
     say: Callable[[object], None] = quiet if args.json else print
     found = prepare(args, say=say, held_out=args.compare, check=lambda: _check(args))

@@ -117,8 +117,8 @@ class Preparation:
             for g in self.param_groups
         )
         lines = [
-            f"quantized: {_last_line(self.quantized)}",
-            f"calibrated: {_last_line(self.calibrated)}",
+            f"quantized: {self.quantized.verdict()}",
+            f"calibrated: {str(self.calibrated).splitlines()[-1]}",
             f"parameters: {groups}",
         ]
         if self.fused is not None:
@@ -127,11 +127,6 @@ class Preparation:
             count = len(self.batchnorms)
             lines.append(f"BatchNorm: {count} layers train along; fuse_ folds them afterwards")
         return "\n".join(lines)
-
-
-def _last_line(report: object) -> str:
-    """Return the line of a report that holds its counts."""
-    return str(report).splitlines()[-1]
 
 
 def prepare(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 
 from torch import nn
 
@@ -40,7 +40,9 @@ _ROWS = map(OPERATORS.__getitem__, OPERATORS)
 _FUNCTIONS = {row.module: row.name for row in _ROWS if row.module not in (None, "", "Tap")}
 
 
-def is_depthwise(module: nn.Module | None) -> bool:
+def is_depthwise(
+    module: nn.Module | None,
+) -> TypeGuard[nn.Conv1d | nn.Conv2d | nn.Conv3d]:
     """Return True for a convolution of each channel by itself."""
     if not isinstance(module, _CONVOLUTIONS):
         return False
@@ -220,7 +222,9 @@ def _is_pointwise(view: View, call: Call) -> bool:
 
 
 def _quantizes_input_alone(module: nn.Module | None) -> bool:
-    twin = type(module) if isinstance(module, QuantModule) else quantized_class(type(module))
+    if module is None or isinstance(module, QuantModule):
+        return isinstance(module, InputQuantized)
+    twin = quantized_class(type(module))
     return twin is not None and issubclass(twin, InputQuantized)
 
 

@@ -320,11 +320,11 @@ class Plan:
         return "\n".join(lines) or f"{path or '(root)'}: nothing is decided about it"
 
     def table(self) -> str:
-        """Return every decision as a table."""
+        """Return every decision as a row of a table, with the verdict below."""
         rows = [("module", "type", "what", "by")]
         for d in self.decisions:
             rows.append((" = ".join(d.names) or "(root)", d.class_name, str(d), d.by))
-        return f"{table(rows)}\n{self.verdict()}"
+        return table(rows, self.verdict())
 
     def verdict(self) -> str:
         """Return how much is quantized, in one line."""
@@ -342,7 +342,37 @@ class Plan:
         return f"{', '.join(counts)}{recipe}{share}"
 
     def __str__(self) -> str:
-        return self.table()
+        if len(self.decisions) <= _SCREEN:
+            return self.table()
+        alike: dict[str, list[Decision]] = {}
+        for d in sorted(self.decisions, key=lambda d: bool(d.reason)):
+            alike.setdefault(str(d), []).append(d)
+        rows = [("what", "modules", "where")]
+        rows += [(what, _kinds_of(found), _stages_of(found)) for what, found in alike.items()]
+        hint = "Each module: plan.table(); one: plan.explain(path)"
+        if len(rows) > _SCREEN:
+            hint = f"{len(rows) - _SCREEN} more kinds of decisions. {hint}"
+        return table(rows[:_SCREEN], f"{hint}\n{self.verdict()}")
+
+
+def _kinds_of(decisions: Sequence[Decision]) -> str:
+    counts = Counter(d.class_name for d in decisions)
+    return ", ".join(f"{count} {name}" for name, count in counts.most_common(_SHOWN))
+
+
+def _stages_of(decisions: Sequence[Decision]) -> str:
+    """Return the parts of a network that hold modules, and how many each of them holds."""
+    if len(decisions) <= _SHOWN:
+        return ", ".join(d.name or "(root)" for d in decisions)
+    depth = 1 if len({d.name.partition(".")[0] for d in decisions}) > 1 else 2
+    stages = Counter(".".join(d.name.split(".")[:depth]) or "(root)" for d in decisions)
+    texts = [name if n == 1 else f"{name} ({n})" for name, n in stages.items()]
+    more = f", {len(texts) - _STAGES} more" if len(texts) > _STAGES else ""
+    return ", ".join(texts[:_STAGES]) + more
+
+
+#: The rows that a printed plan has at most, and the modules and stages that a row names.
+_SCREEN, _SHOWN, _STAGES = 16, 3, 6
 
 
 def _share_of(
@@ -411,12 +441,16 @@ def _read_decision(value: Any, where: str) -> Decision:
         raise schema.damaged(where, sorted(entry), f"the entries {', '.join(known)}")
     names = schema.paths(entry["names"], f"{where}.names")
     where = f"{where} of {names[0]!r}"
-    slots = {s: schema.descriptor(entry[s], f"{where}.{s}") for s in _SLOTS if s in entry}
+    slots: dict[str, Any] = {
+        s: schema.descriptor(entry[s], f"{where}.{s}") for s in _SLOTS if s in entry
+    }
     calls = schema.call_sites(entry.get("calls", []), f"{where}.calls")
     if calls and "output" in slots:
         raise schema.damaged(where, "output", "none for function calls")
     ranges = schema.ranges(entry.get("ranges", 1), f"{where}.ranges")
-    texts = {key: schema.text(entry.get(key, ""), f"{where}.{key}") for key in _TEXTS}
+    texts: dict[str, Any] = {
+        key: schema.text(entry.get(key, ""), f"{where}.{key}") for key in _TEXTS
+    }
     cls = schema.text(entry["class"], f"{where}.class")
     return Decision(names, cls, **slots, calls=calls, ranges=ranges, **texts)
 
