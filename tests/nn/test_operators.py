@@ -20,7 +20,7 @@ from torchq import QuantDescriptor
 from torchq.errors import ConfigError, QuantizationError
 from torchq.functional import fake_quantize
 from torchq.nn import QuantModule, convert_, revert_, share_quantizers_
-from torchq.nn.calls.modules import RoutedModule, replace_operators_, trace_forward
+from torchq.nn.calls.modules import RoutedModule, route_, trace_forward
 
 BINARY = [
     (torchq.nn.QuantAdd, torch.add),
@@ -96,7 +96,7 @@ class Gate(nn.Module):
 def wired(module: nn.Module, child: nn.Module, site: str = "@0") -> nn.Module:
     """Let a child named ``q`` stand for the operator at a site."""
     module.add_module("q", child)
-    return replace_operators_(module, {site: "q"})
+    return route_(module, {site: "q"})
 
 
 def test_wiring_changes_the_forward_alone() -> None:
@@ -163,7 +163,7 @@ def test_wiring_needs_the_operator() -> None:
     assert type(module) is Gate
     module.forward = module.forward  # type: ignore[method-assign]
     with pytest.raises(QuantizationError, match="forward was replaced on the instance"):
-        replace_operators_(module, {})
+        route_(module, {})
 
 
 class Growing(nn.ModuleDict):

@@ -16,8 +16,7 @@ from torch import Tensor, fx, nn
 import torchq
 from torchq.errors import ConfigError, QuantizationError
 from torchq.nn.calls.functions import CallSite
-from torchq.nn.calls.modules import replace_operators_
-from torchq.nn.calls.routed import route_calls_
+from torchq.nn.calls.modules import route_
 from torchq.nn.convert import unchanged_on_error
 
 
@@ -104,7 +103,7 @@ def test_the_graph_is_unchanged_where_a_node_is_missing() -> None:
     model.add_module("sum", torchq.nn.Add())
     before = model.code
     with pytest.raises(QuantizationError, match="its forward has no operator nothing; expected"):
-        replace_operators_(model, {"add": "sum", "nothing": "sum"})
+        route_(model, {"add": "sum", "nothing": "sum"})
     assert model.code == before
 
 
@@ -145,7 +144,7 @@ def test_calls_of_functions_in_a_graph_stay_float_and_are_named() -> None:
     assert isinstance(model.layer, torchq.nn.QuantConv2d)
     site = CallSite("conv2d", weight="weight", holder="call")
     with pytest.raises(QuantizationError, match=r"is a graph of torch\.fx.*before it is traced"):
-        route_calls_(model, [site])
+        route_(model, calls=[site])
 
 
 @pytest.mark.parametrize("options", [{}, {"example": True}, {"target": "onnxruntime"}])

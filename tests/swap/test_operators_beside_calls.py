@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import torchq
 from torchq.errors import QuantizationError
 from torchq.nn.calls.functions import CallSite
-from torchq.nn.calls.routed import RoutedModule, route_calls_
+from torchq.nn.calls.modules import RoutedModule, route_
 
 X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
 TARGET = "onnxruntime"
@@ -130,7 +130,7 @@ def test_operators_are_places_in_the_source() -> None:
     block = Attention()
     sites = [CallSite("linear", "qkv", "qkv_call")]
     with pytest.raises(QuantizationError, match="no operator matmul; expected a place"):
-        route_calls_(block, sites, operators={"matmul": "quant_matmul"})
+        route_(block, {"matmul": "quant_matmul"}, sites)
     assert type(block) is Attention
 
 

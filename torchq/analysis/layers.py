@@ -12,7 +12,7 @@ from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
 from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
 from torchq.nn.calls.functions import site_descriptors
-from torchq.nn.calls.routed import RoutedModule
+from torchq.nn.calls.modules import RoutedModule
 from torchq.workflow import quantizers, weight_quantizers
 
 

@@ -20,8 +20,7 @@ from torchq.nn import (
     share_quantizers_,
     shared_groups,
 )
-from torchq.nn.calls.modules import OperatorOwner, replace_operators_
-from torchq.nn.calls.routed import RoutedModule, route_calls_
+from torchq.nn.calls.modules import OperatorOwner, RoutedModule, route_
 from torchq.nn.convert import unchanged_on_error
 from torchq.nn.modules.operators import OPERATORS, QuantCat, stand_in
 from torchq.nn.subclasses import unparametrized
@@ -230,11 +229,11 @@ def _add_operators(model: nn.Module, plan: Plan) -> None:
                 )
             owner.add_module(child, stand_in(cls).train(owner.training))
         if not any(d.calls for d in plan.replaced if path in d.names):
-            replace_operators_(owner, entry.sites)
+            route_(owner, entry.sites)
     for decision in plan.replaced:
         if decision.calls and decision.is_container:
             owner, sites = _find(found, decision.name, decision.cls), _sites(plan, decision)
-            route_calls_(owner, decision.calls, operators=sites)
+            route_(owner, sites, decision.calls)
 
 
 def _sites(plan: Plan, decision: Decision) -> Mapping[str, str] | None:
@@ -267,7 +266,7 @@ def convert_as(
     """Convert one module as a decision says, in place."""
     if decision.calls:
         slots = {"input": decision.input, "weight": decision.weight}
-        route_calls_(module, decision.calls, operators=operators, **slots)
+        route_(module, operators, decision.calls, **slots)
         return
     convert_(module, **decision.descriptors)
     if isinstance(module, QuantCat) and decision.ranges > 1:

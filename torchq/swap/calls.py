@@ -16,7 +16,7 @@ from torchq.nn import (
 )
 from torchq.nn.calls.find import WHOLE_ATTENTION, FoundCalls, weighted_calls
 from torchq.nn.calls.functions import CallSite, equivalent_class, site_descriptors
-from torchq.nn.calls.routed import Call
+from torchq.nn.modules.operators import Call
 from torchq.swap.draft import Draft
 from torchq.utils import modules_with_names
 

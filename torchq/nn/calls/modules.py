@@ -354,66 +354,125 @@ def _call_children(
             node.op, node.target = "call_module", child
 
 
-def replace_operators_(module: nn.Module, replacements: Mapping[str, str]) -> nn.Module:
-    """Make the module call its children in the place of operators, in place, and return it.
-
-    :func:`torchq.nn.revert_` is the inverse.
-    """
-    if isinstance(module, fx.GraphModule):
-        _check_routable(module, replacements)
-        return replace_nodes_(module, replacements)
-    return route_(module, (), replacements)
-
-
 def route_(
     module: nn.Module,
-    calls: Sequence[CallSite],
-    replacements: Mapping[str, str],
+    operators: Mapping[str, str] | None = None,
+    calls: Sequence[CallSite] = (),
     *,
-    descriptors: Mapping[str, QuantDescriptor | None] = types.MappingProxyType({}),
+    input: QuantDescriptor | None = None,
+    weight: QuantDescriptor | None = None,
 ) -> nn.Module:
     """Let the forward of a module call, at each site in its code, the child that is given for it.
 
-    The children stand in the module already. :func:`torchq.nn.revert_` is the inverse.
+    :func:`torchq.nn.revert_` is the inverse.
 
     Args:
         module: a float module, changed in place and returned.
-        calls: the calls with weights, each with its site and the module that holds its quantizers.
-        replacements: name of a site -> name of the child that stands for its operator.
-        descriptors: how the module quantizes the one call that has no holder; none of them if all
-            calls have a holder.
+        operators: name of a site, or of a node of a graph module -> name of the child that stands
+            for its operator, which is there already.
+        calls: the calls with weights. A holder that does not exist is added as a float
+            :class:`Call` (:class:`ScaledDotProductAttention` for attention), to be converted next.
+        input: how the module quantizes the input of the one call that has no holder.
+        weight: how it quantizes the weight.
+
+    Raises:
+        QuantizationError: the module cannot be routed, or its code has no such sites.
+
+    Example:
+        >>> class Product(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.kernel = torch.nn.Parameter(torch.eye(2))
+        ...     def forward(self, x):
+        ...         return x @ self.kernel
+        >>> site = CallSite("matmul", weight="kernel")
+        >>> product = route_(Product(), calls=[site], input=torchq.QuantDescriptor(2))
+        >>> product.input_quantizer.set_amax(1.0)
+        >>> product(torch.tensor([[0.4, 0.6]]))
+        tensor([[0., 1.]], grad_fn=<MmBackward0>)
     """
-    _check_routable(module, replacements)
-    cls = type(module)
+    cls, operators = type(module), operators or {}
+    planned = [call for call in calls if not call.is_unseen]
+    has_own = any(not call.holder for call in planned)
+    _check_routable(module, operators, planned, has_own)
+    if isinstance(module, fx.GraphModule):
+        return replace_nodes_(module, operators)
     found = rewritten(cls)  # type: ignore[arg-type]
-    twin = _routed_class(cls, not descriptors)  # type: ignore[arg-type]
+    twin = _routed_class(cls, not has_own)  # type: ignore[arg-type]
     sites = () if found is None else found.sites
     calls = located(cls, calls, sites)
-    for name in replacements:
+    for name in operators:
         _check_site(cls, name, sites)
+    added = _add_holders(module, planned)
     change_class(module, twin)
     routed: Any = module
     try:
-        routed.torchq_routes = Routes(calls, dict(replacements))
-        routed.attach_quantizers(**descriptors)
+        routed.torchq_routes = Routes(calls, dict(operators))
+        routed.attach_quantizers(**({"input": input, "weight": weight} if has_own else {}))
     except BaseException:
+        for name in added:
+            delattr(module, name)
         vars(module).pop("torchq_routes", None)
         change_class(module, cls)
         raise
     return module
 
 
-def _check_routable(module: nn.Module, replacements: Mapping[str, str]) -> None:
+def _check_routable(
+    module: nn.Module, operators: Mapping[str, str], calls: Sequence[CallSite], has_own: bool
+) -> None:
+    """Raise QuantizationError if :func:`route_` cannot convert the module."""
     where = qualified_name(type(module))
     if "forward" in vars(module):
         raise QuantizationError(
             f"{where}: forward was replaced on the instance; expected the class's own"
         )
-    for child in replacements.values():
+    if calls and isinstance(module, fx.GraphModule):
+        raise QuantizationError(
+            f"{where}: is a graph of torch.fx, whose copies would lose the quantizers; expected a "
+            "module with a forward of its own. Quantize the model before it is traced"
+        )
+    if has_own and len(calls) > 1:
+        raise QuantizationError(
+            f"{where}: got a call without a holder among {len(calls)}; expected one call alone, or "
+            "a holder for each"
+        )
+    if has_own and hasattr(module, "input_quantizer"):
+        raise QuantizationError(f"{where}: has quantizers already; expected a float module")
+    for child in operators.values():
         if not child.isidentifier():
             raise QuantizationError(
                 f"{where}: got {child!r} as the name of a child; expected a Python identifier"
             )
+    for call in calls:
+        _check_paths(module, call)
+
+
+def _check_paths(module: nn.Module, site: CallSite) -> None:
+    name = qualified_name(type(module))
+    parent, _, leaf = site.weight.rpartition(".")
+    try:
+        if site.weight and leaf not in dict(module.get_submodule(parent).named_parameters()):
+            raise AttributeError(f"it has no parameter {site.weight}")
+        if "." in site.holder or hasattr(module, site.holder):
+            module.get_submodule(site.holder)
+    except AttributeError as error:
+        raise QuantizationError(
+            f"{name}: got a call with the weight {site.weight!r} and the holder {site.holder!r}; "
+            f"expected names of the module ({error})"
+        ) from None
+
+
+def _add_holders(module: nn.Module, calls: Sequence[CallSite]) -> list[str]:
+    """Add the float children that will hold quantizers; return their names."""
+    added = []
+    for site in calls:
+        if "." in site.holder or not site.holder or hasattr(module, site.holder):
+            continue
+        holder = ScaledDotProductAttention() if site.kind == "attention" else Call()
+        module.add_module(site.holder, holder.train(module.training))
+        added.append(site.holder)
+    return added
 
 
 def _check_site(cls: type[nn.Module], name: str, sites: Sequence[SourceSite]) -> None:
