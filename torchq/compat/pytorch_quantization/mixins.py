@@ -83,6 +83,8 @@ class QuantMixin(_InputMixin):
     """Mixin for modules with an ``_input_quantizer`` and a ``_weight_quantizer``."""
 
     default_quant_desc_weight = QUANT_DESC_8BIT_PER_TENSOR
+    _input_quantizers: Any
+    _weight_quantizers: Any
     _weight_quantizer: TensorQuantizer
 
     @classmethod

@@ -321,7 +321,7 @@ class TensorQuantizer(core.TensorQuantizer):
             inputs, amax = self.clip(inputs), self._learned_amax()
         else:
             amax = self._get_amax(inputs)
-        options: Any = (self._num_bits, self._unsigned, self._narrow_range)
+        options: tuple[Any, Any, Any] = (self._num_bits, self._unsigned, self._narrow_range)
         if self._fake_quant or isinstance(self._num_bits, tuple):
             return quantize_dequantize(inputs, amax, *options, self.granularity)
         codes, self._scale = tensor_quant(inputs, amax, *options)

@@ -38,11 +38,12 @@ class Settings(Attributes):
         """Return a field: the last value of a number or flag, the whole numbers of a list."""
         if kind is bool:
             self._read.add(name)
-            value = (self._message.scalars(name) or [None])[-1]
+            found: list[Any] = self._message.scalars(name) or [None]
+            value = found[-1]
             if value not in (True, False, None):
                 self.refuse(f"{name} is {value!r}; expected true or false")
             return None if value is None else bool(value)
-        found: list[Any] = self.numbers(name)
+        found = self.numbers(name)
         if kind is not float:
             if any(value != value // 1 or abs(value) > 2**31 for value in found):
                 self.refuse(f"{name} is {found}; expected whole numbers")

@@ -47,7 +47,7 @@ def _bias(node: SymbolContext, out: int, without: bool = False) -> Constant | No
 @converter("Convolution", "Convolution_v1", "Deconvolution")
 def _convolution(node: SymbolContext) -> Value:
     kernel, window = _window(node, ("stride", 1), ("pad", 0), ("dilate", 1))
-    weight, (stride, _, dilation) = node.parameter(1, "weight"), window
+    weight, (stride, pad, dilation) = node.parameter(1, "weight"), window
     shape = tuple(weight.tensor.shape)
     if list(shape[2:]) != kernel:
         node.refuse(f"its weight has shape {shape}; expected kernel {kernel}")
@@ -62,7 +62,8 @@ def _convolution(node: SymbolContext) -> Value:
     if filters != out:
         node.refuse(f"its weight has {out} filters; expected num_filter, {filters}")
     bias = _bias(node, out, transposed)
-    return node.layer(convolution(node.builder, weight, bias, window, groups, extra))
+    sizes = (stride, pad, dilation)
+    return node.layer(convolution(node.builder, weight, bias, sizes, groups, extra))
 
 
 @converter("FullyConnected")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import reduce as fold
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -107,7 +108,7 @@ def l2_normalize(x: Tensor, mode: str, eps: float) -> Tensor:
 _SAME_NAMES = "abs ceil cos erf exp floor log reciprocal rsqrt sign sin sqrt square"
 for _name in (*_SAME_NAMES.split(), "ones_like", "zeros_like"):
     row(_name, getattr(torch, _name))
-for _names, _function in {
+_ARITHMETIC: dict[str, Any] = {
     "negative": torch.neg,
     "elemwise_add _plus _Plus _add broadcast_add broadcast_plus _grad_add": torch.add,
     "elemwise_sub _minus _Minus _sub broadcast_sub broadcast_minus": torch.sub,
@@ -117,7 +118,8 @@ for _names, _function in {
     "_minimum _Minimum broadcast_minimum": torch.minimum,
     "_power _Power broadcast_power": torch.pow,
     "add_n ElementWiseSum": add_all,
-}.items():
+}
+for _names, _function in _ARITHMETIC.items():
     row(_names, _function)
 row("dot", dot, transpose_a=False, transpose_b=False)
 row("batch_dot", batch_dot, transpose_a=False, transpose_b=False)

@@ -129,7 +129,8 @@ def _gather(node: NodeContext) -> Value:
             return node.call(torch.select, value, axis, int(places))
     if _is_table(node, axis):
         assert isinstance(value, Constant)
-        module = nn.Embedding(*value.tensor.shape, device="meta")
+        rows, size = value.tensor.shape
+        module = nn.Embedding(rows, size, device="meta")
         module.weight = node.builder.parameter(value)
         return node.module(module, node.inputs[1], name=module_name(node, value))
     return node.call(gather, value, node.inputs[1], axis)
@@ -265,13 +266,15 @@ def _split(node: NodeContext) -> list[Value]:
 
 @converter("Slice", dtypes=None)
 def _slice(node: NodeContext) -> Value:
-    value, starts, ends = node.inputs[0], node.ints(1), node.ints(2)
+    value = node.inputs[0]
+    starts: Any = node.ints(1)
+    ends: Any = node.ints(2)
     count = len(starts or ())
-    axes = node.ints(3) if node.input(3) is not None else list(range(count))
-    steps = node.ints(4) if node.input(4) is not None else [1] * count
+    axes: Any = node.ints(3) if node.input(3) is not None else list(range(count))
+    steps: Any = node.ints(4) if node.input(4) is not None else [1] * count
     if starts is None or ends is None or axes is None or steps is None:
         return node.call(slice_axes, value, *[node.input(i) for i in range(1, 5)])
-    numbers: Any = all(isinstance(item, int) for item in (*starts, *ends, *axes, *steps))
+    numbers = all(isinstance(item, int) for item in (*starts, *ends, *axes, *steps))
     if isinstance(value, Ints) and numbers and count == 1:
         return node.sizes(value.items[_slice_of(starts[0], ends[0], steps[0])])
     if numbers and node.shape(0) is not None and all(step > 0 for step in steps):
