@@ -59,7 +59,7 @@ def _compare_weight(
     codes = quantizer.codes(weight).float().cpu()
     values = quantizer.apply_own(weight.float()).cpu()
     if not quantizer.descriptor.symmetric:
-        codes = _without_zero_point(codes, quantizer)
+        codes = quantizer.qparams().centered(codes)
     found, stored, raised = qparams_of(node), value_of(node.inputs[0]), node.meta.get("raised")
     centered = found.centered(stored)
     dequantized = found.dequantize(centered)
@@ -77,10 +77,3 @@ def _compare_weight(
     row = Codes(name, 0.0, difference, (name.removesuffix(".weight_quantizer"),))
     row.add(centered, codes, centered)
     return row.result()
-
-
-def _without_zero_point(codes: Tensor, quantizer: TensorQuantizer) -> Tensor:
-    granularity = quantizer.descriptor.granularity
-    point = quantizer.calculate_qparams()[1].float().cpu()
-    parts = granularity.split(codes) - granularity.align(point, codes.shape)
-    return granularity.join(parts, codes.shape)
