@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import torchq
 from torchq import QuantConfig, QuantDescriptor, Rule
 from torchq.lowering.layer import Int8Layer
-from torchq.lowering.qparams import QParams
+from torchq.lowering.qparams import ByteQParams
 from torchq.nn import TensorQuantizer
 
 DESCRIPTORS = [
@@ -26,11 +26,11 @@ DESCRIPTORS = [
 
 def grid_of(
     descriptor: torchq.QuantDescriptor, amax: float
-) -> tuple[QParams, torchq.TensorQuantizer]:
+) -> tuple[ByteQParams, torchq.TensorQuantizer]:
     quantizer = torchq.TensorQuantizer(descriptor)
     quantizer.set_amax(amax)
-    qparams = QParams.of(quantizer)
-    assert isinstance(qparams, QParams)
+    qparams = ByteQParams.of(quantizer)
+    assert isinstance(qparams, ByteQParams)
     return qparams, quantizer
 
 
@@ -76,7 +76,7 @@ def test_clamping_before_and_after_rounding_agree(
     ],
 )
 def test_what_has_no_grid_says_why(descriptor: torchq.QuantDescriptor, reason: str) -> None:
-    assert QParams.of(torchq.TensorQuantizer(descriptor)) == reason
+    assert ByteQParams.of(torchq.TensorQuantizer(descriptor)) == reason
 
 
 def net() -> nn.Sequential:
@@ -130,8 +130,8 @@ def test_codes_equal_the_simulation_at_ties(zero_point: int) -> None:
     q = TensorQuantizer(QuantDescriptor(unsigned=True, symmetric=False))
     # With the scale 1 every half is a tie.
     q.set_range(-float(zero_point), 255.0 - zero_point)
-    qparams = QParams.of(q)
-    assert qparams == QParams(1.0, zero_point, 0, 255)
+    qparams = ByteQParams.of(q)
+    assert qparams == ByteQParams(1.0, zero_point, 0, 255)
     x = torch.arange(-600, 600) / 2
     codes = qparams.quantize(x)
     assert codes.dtype is torch.uint8
@@ -140,7 +140,7 @@ def test_codes_equal_the_simulation_at_ties(zero_point: int) -> None:
 
 def test_dead_ranges_are_exact_zeros() -> None:
     q = TensorQuantizer(QuantDescriptor(symmetric=False, amin=0.0, amax=0.0))
-    assert QParams.of(q) == QParams(1.0, 0, 0, 0)
+    assert ByteQParams.of(q) == ByteQParams(1.0, 0, 0, 0)
 
 
 @pytest.mark.parametrize(

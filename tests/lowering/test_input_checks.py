@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 import torchq
 from tests.lowering.common import calibrated
-from torchq.lowering import Int8Conv, QParams
+from torchq.lowering import Int8Conv
 from torchq.lowering.codes import Quantize
+from torchq.lowering.qparams import ByteQParams
 
 D = torchq.QuantDescriptor
 WEIGHT = D(8, axis=0)
@@ -106,7 +107,7 @@ def test_an_image_is_not_taken_for_codes() -> None:
 
 
 def test_a_quantizer_of_the_user_accepts_any_floating_dtype() -> None:
-    quantize = Quantize(QParams(0.5, 128, 0, 255))
+    quantize = Quantize(ByteQParams(0.5, 128, 0, 255))
     assert quantize(torch.ones(2).double()).tolist() == [130, 130]
     with pytest.raises(TypeError, match="expected a floating-point tensor"):
         quantize(torch.ones(2, dtype=torch.int64))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchq.errors import QuantizationError
 from torchq.lowering.kernel import ConvParams, Int8Weights, Kernel, Run, available
 from torchq.lowering.operators import MOST_SHAPES, drop_oldest, max_pool, recorded_max_pool
-from torchq.lowering.qparams import QParams
+from torchq.lowering.qparams import ByteQParams
 from torchq.utils import calls_are_recorded
 
 #: The dtypes that float layers accept under autocast.
@@ -73,7 +73,7 @@ class CodesModule(nn.Module):
 
     Attributes:
         dtype: of floating-point inputs and results; None where any will do.
-        qparams_names: the attributes that hold a :class:`QParams` or None, parts of the state.
+        qparams_names: the attributes that hold a :class:`ByteQParams` or None, parts of the state.
     """
 
     qparams_names: ClassVar[tuple[str, ...]] = ()
@@ -84,7 +84,7 @@ class CodesModule(nn.Module):
         super().__init__()
         vars(self)["_runs"] = {}
 
-    def propagate_qparams(self, inputs: Sequence[QParams | None]) -> QParams | None:
+    def propagate_qparams(self, inputs: Sequence[ByteQParams | None]) -> ByteQParams | None:
         """Accept the quantization parameters of the inputs and return those of the output.
 
         Called in the order of the graph after passes have moved clamps, which may move the zero
@@ -134,7 +134,7 @@ class CodesModule(nn.Module):
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`get_extra_state` returned."""
         for name in self.qparams_names:
-            setattr(self, name, None if state[name] is None else QParams(*state[name]))
+            setattr(self, name, None if state[name] is None else ByteQParams(*state[name]))
 
     def extra_repr(self) -> str:
         """Return the settings that ``repr`` shows."""
@@ -151,11 +151,11 @@ class Quantize(CodesModule):
     qparams_names = ("qparams",)
     finite = False
 
-    def __init__(self, qparams: QParams, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, qparams: ByteQParams, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.qparams, self.dtype = qparams, dtype
 
-    def propagate_qparams(self, inputs: Sequence[QParams | None]) -> QParams | None:
+    def propagate_qparams(self, inputs: Sequence[ByteQParams | None]) -> ByteQParams | None:
         """See :meth:`CodesModule.propagate_qparams`; the input is floating point."""
         return self.qparams
 
@@ -171,11 +171,11 @@ class Dequantize(CodesModule):
 
     qparams_names = ("qparams",)
 
-    def __init__(self, qparams: QParams, dtype: torch.dtype) -> None:
+    def __init__(self, qparams: ByteQParams, dtype: torch.dtype) -> None:
         super().__init__()
         self.qparams, self.dtype = qparams, dtype
 
-    def propagate_qparams(self, inputs: Sequence[QParams | None]) -> QParams | None:
+    def propagate_qparams(self, inputs: Sequence[ByteQParams | None]) -> ByteQParams | None:
         """See :meth:`CodesModule.propagate_qparams`; the output is floating point."""
         self.qparams = inputs[0] or self.qparams
         return None
@@ -197,7 +197,7 @@ class CodesMaxPool2d(CodesModule):
         window = (pool.kernel_size, pool.stride, pool.padding, pool.dilation)
         self.window = (*map(_pair, window), pool.ceil_mode)
 
-    def propagate_qparams(self, inputs: Sequence[QParams | None]) -> QParams | None:
+    def propagate_qparams(self, inputs: Sequence[ByteQParams | None]) -> ByteQParams | None:
         """See :meth:`CodesModule.propagate_qparams`; the output is on those of the input."""
         return inputs[0]
 
@@ -220,12 +220,12 @@ class CodesAvgPool2d(CodesModule):
     qparams_names = ("input_qparams", "output_qparams")
 
     def __init__(
-        self, pool: AveragePooling, input_qparams: QParams, output_qparams: QParams
+        self, pool: AveragePooling, input_qparams: ByteQParams, output_qparams: ByteQParams
     ) -> None:
         super().__init__()
         self.pool, self.input_qparams, self.output_qparams = pool, input_qparams, output_qparams
 
-    def propagate_qparams(self, inputs: Sequence[QParams | None]) -> QParams | None:
+    def propagate_qparams(self, inputs: Sequence[ByteQParams | None]) -> ByteQParams | None:
         """See :meth:`CodesModule.propagate_qparams`."""
         self.input_qparams = inputs[0] or self.input_qparams
         return self.output_qparams

@@ -20,7 +20,7 @@ from torchq.formats import (
 )
 from torchq.functional import quantize, scale_from_amax
 from torchq.lowering.layer import DynamicInt8Linear, Int8Conv, Int8Linear
-from torchq.lowering.qparams import QParams
+from torchq.lowering.qparams import ByteQParams
 from torchq.lowering.transposed import Int8ConvTranspose
 from torchq.nn import (
     QuantConv1d,
@@ -124,7 +124,7 @@ def as_linear(
 
 def static_arguments(
     module: QuantModule, reduce_range: bool
-) -> tuple[Tensor, Tensor, Tensor | None, QParams, torch.dtype, Tensor | None] | str:
+) -> tuple[Tensor, Tensor, Tensor | None, ByteQParams, torch.dtype, Tensor | None] | str:
     """Return the arguments of an :class:`Int8Layer`, or why there is none."""
     x, w = active(module.input_quantizer), active(module.weight_quantizer)
     if w is None:
@@ -135,7 +135,7 @@ def static_arguments(
         return "the range of its input is taken from each call"
     if not (x.descriptor.fake_quant and w.descriptor.fake_quant):
         return "a quantizer returns codes"
-    qparams = QParams.of(x)
+    qparams = ByteQParams.of(x)
     if isinstance(qparams, str):
         return qparams
     layer: Any = module

@@ -26,7 +26,7 @@ from torchq.lowering.kernel import (
     reference,
 )
 from torchq.lowering.operators import recorded_product
-from torchq.lowering.qparams import SIGNED_ZERO_POINT, QParams
+from torchq.lowering.qparams import SIGNED_ZERO_POINT, ByteQParams
 
 
 class DeployedLayer(CodesModule):
@@ -159,18 +159,18 @@ class Int8Layer(DeployedLayer):
         codes: Tensor,
         scale: Tensor,
         bias: Tensor | None,
-        input_qparams: QParams,
+        input_qparams: ByteQParams,
         dtype: torch.dtype,
         pre_quant_scale: Tensor | None = None,
     ) -> None:
         super().__init__(codes, scale, bias, dtype)
         self.register_buffer("pre_quant_scale", pre_quant_scale)
         self.input_qparams, self.reads_codes = input_qparams, False
-        self.output_qparams: QParams | None = None
-        self.residual_qparams: QParams | None = None
+        self.output_qparams: ByteQParams | None = None
+        self.residual_qparams: ByteQParams | None = None
         self.activation, self.arguments = "none", list[float]()
 
-    def propagate_qparams(self, inputs: Sequence[QParams | None]) -> QParams | None:
+    def propagate_qparams(self, inputs: Sequence[ByteQParams | None]) -> ByteQParams | None:
         """See :meth:`CodesModule.propagate_qparams`; the second input is the residual."""
         own, residual = (*inputs, None, None)[:2]
         if own is not None:
@@ -194,7 +194,7 @@ class Int8Layer(DeployedLayer):
         qparams = self._qparams_for(x)
         return self._compute(self._quantize(x, qparams), qparams, residual)
 
-    def _qparams_for(self, x: Tensor) -> QParams:
+    def _qparams_for(self, x: Tensor) -> ByteQParams:
         """Return how an input is quantized.
 
         An input on a signed range may hold no negative number: a layer behind ReLU with the
@@ -217,12 +217,12 @@ class Int8Layer(DeployedLayer):
         smallest_value(x, self.dtype, type(self).__name__)
         return self._quantize(x, self.input_qparams)
 
-    def _quantize(self, x: Tensor, qparams: QParams) -> Tensor:
+    def _quantize(self, x: Tensor, qparams: ByteQParams) -> Tensor:
         if self.pre_quant_scale is not None:
             x = x * self.pre_quant_scale.to(x.dtype)
         return qparams.quantize(x)
 
-    def _compute(self, x: Tensor, qparams: QParams, residual: Tensor | None = None) -> Tensor:
+    def _compute(self, x: Tensor, qparams: ByteQParams, residual: Tensor | None = None) -> Tensor:
         """Return the result for codes."""
         if not eager(x):
             grid = qparams.scale, qparams.zero_point
@@ -235,7 +235,7 @@ class Int8Layer(DeployedLayer):
         return (self._runs.get(key) or self._finished(key, x, qparams, residual))(x, residual)
 
     def _finished(
-        self, key: Any, x: Tensor, qparams: QParams, residual: Tensor | None = None
+        self, key: Any, x: Tensor, qparams: ByteQParams, residual: Tensor | None = None
     ) -> Run:
         def bind() -> Run:
             grid = qparams.scale, qparams.zero_point
@@ -358,14 +358,14 @@ class Int8Conv(Int8Layer):
         """Return a value for each output channel, (out,), as one for each row of the weight."""
         return channels
 
-    def _compute(self, x: Tensor, qparams: QParams, residual: Tensor | None = None) -> Tensor:
+    def _compute(self, x: Tensor, qparams: ByteQParams, residual: Tensor | None = None) -> Tensor:
         if x.dim() == len(self.params.stride) + 1:
             return self._compute(x.unsqueeze(0), qparams, residual).squeeze(0)
         if self.border is not None:
             x = self._pad(x, self.border, qparams)
         return super()._compute(x, qparams, residual)
 
-    def _pad(self, x: Tensor, border: list[int], qparams: QParams) -> Tensor:
+    def _pad(self, x: Tensor, border: list[int], qparams: ByteQParams) -> Tensor:
         if self.border_mode == "zeros":
             return F.pad(x, border, value=float(qparams.zero_point))
         # Not implemented for integers; exact in float32.

@@ -28,7 +28,7 @@ _OFFSETS = {
 
 
 @dataclass(frozen=True)
-class QParams:
+class ByteQParams:
     """The mapping of real values to uint8 codes: real value = (code - zero_point) * scale.
 
     Attributes:
@@ -40,7 +40,7 @@ class QParams:
             ``quant_min == quant_max == zero_point``.
 
     Example:
-        >>> QParams(0.5, 128, 0, 255).quantize(torch.tensor([-1.0, 0.2, 0.3, 100.0]))
+        >>> ByteQParams(0.5, 128, 0, 255).quantize(torch.tensor([-1.0, 0.2, 0.3, 100.0]))
         tensor([126, 128, 129, 255], dtype=torch.uint8)
     """
 
@@ -50,7 +50,7 @@ class QParams:
     quant_max: int
 
     @classmethod
-    def of(cls, quantizer: TensorQuantizer) -> QParams | str:
+    def of(cls, quantizer: TensorQuantizer) -> ByteQParams | str:
         """Return the quantization parameters of a calibrated quantizer, or why there are none.
 
         The codes are those that the simulation rounds to.
@@ -66,10 +66,10 @@ class QParams:
             return "a quantizer has a delegate"
         if bool(quantizer.dead_ranges()):
             return cls(1.0, 0, 0, 0)
+        own = quantizer.qparams()
         shift = SIGNED_ZERO_POINT if d.format.signed else 0
-        scale, zero_point = quantizer.calculate_qparams()
-        codes = zero_point, d.format.quant_min, d.format.quant_max
-        return cls(float(scale), *(shift + int(code) for code in codes))
+        codes = own.zero_point, own.quant_min, own.quant_max
+        return cls(float(own.scale), *(shift + int(code) for code in codes))
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -82,7 +82,7 @@ class QParams:
         """True where all codes of uint8 are used, so that no kernel needs to clamp."""
         return (self.quant_min, self.quant_max) == (0, 255)
 
-    def clamped(self, low: float, high: float, *, keep_zero: bool = False) -> QParams:
+    def clamped(self, low: float, high: float, *, keep_zero: bool = False) -> ByteQParams:
         """Return the quantization parameters of values that are clamped before.
 
         Exact, because rounding and clamping keep the order of values. Where no negative value is
@@ -96,7 +96,7 @@ class QParams:
         quant_min, quant_max = self._code(low), self._code(high)
         if quant_min < self.zero_point or keep_zero:
             return replace(self, quant_min=quant_min, quant_max=quant_max)
-        return QParams(self.scale, 0, quant_min - self.zero_point, quant_max - self.zero_point)
+        return ByteQParams(self.scale, 0, quant_min - self.zero_point, quant_max - self.zero_point)
 
     def _code(self, value: float) -> int:
         """Return the code of a value; infinities saturate."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchq.errors import ConfigError
 from torchq.lowering.layer import Int8Conv
-from torchq.lowering.qparams import QParams
+from torchq.lowering.qparams import ByteQParams
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Int8ConvTranspose(Int8Conv):
         return super().forward(x, output_size)  # type: ignore[arg-type]
 
     def _compute(  # type: ignore[override]
-        self, x: Tensor, qparams: QParams, output_size: Sequence[int] | None = None
+        self, x: Tensor, qparams: ByteQParams, output_size: Sequence[int] | None = None
     ) -> Tensor:
         lengths = x.shape[-len(self.axes) :]
         smallest = [axis.smallest(length) for axis, length in zip(self.axes, lengths, strict=True)]

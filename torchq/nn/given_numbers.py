@@ -53,10 +53,12 @@ def checked_qparams(
             f"{where}: got zero points from {float(point.min()):g} to {float(point.max()):g} for "
             f"{d}; expected whole numbers from {low} to {high}"
         )
-    if not given.is_meta and not bool((given * d.format.qmax < torch.inf).all() & given.all()):
+    smallest = torch.finfo(torch.float32).tiny
+    is_scale = (given >= smallest) & (given * d.format.qmax < torch.inf)
+    if not given.is_meta and not bool(is_scale.all()):
         raise ConfigError(
             f"{where}: got scales from {float(given.min()):.3g} to {float(given.max()):.3g}; "
-            "expected numbers > 0 whose range fits float32"
+            "expected normal numbers > 0 whose range fits float32"
         )
     return QParams(given, point.to(torch.int32, copy=True), d.format)
 

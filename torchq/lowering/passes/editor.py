@@ -10,7 +10,7 @@ from torch.fx.node import Argument
 
 from torchq.lowering.layer import Int8Layer
 from torchq.lowering.passes import match
-from torchq.lowering.qparams import QParams
+from torchq.lowering.qparams import ByteQParams
 
 
 class GraphEditor:
@@ -29,7 +29,7 @@ class GraphEditor:
         self.modules: dict[str, nn.Module] = dict(
             graph_module.named_modules(remove_duplicate=False)
         )
-        self.qparams: dict[fx.Node, QParams] = {}
+        self.qparams: dict[fx.Node, ByteQParams] = {}
 
     def module(self, node: object) -> nn.Module | None:
         """Return the module that ``node`` calls; see :func:`match.module_of`."""

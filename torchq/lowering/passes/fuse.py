@@ -20,7 +20,7 @@ from torchq.lowering.kernel import ACTIVATIONS
 from torchq.lowering.layer import Int8Conv, Int8Layer
 from torchq.lowering.passes import match
 from torchq.lowering.passes.editor import GraphEditor, NodePass, base_name
-from torchq.lowering.qparams import QParams
+from torchq.lowering.qparams import ByteQParams
 
 #: Functions of finite numbers that are finite, in float32 and for values as large as codes stand
 #: for, and how many of them may follow each other.
@@ -36,7 +36,7 @@ def merge_quantize(editor: GraphEditor, node: fx.Node) -> bool:
     Before: ``x -> Quantize(q)`` for each reader. After: ``x -> Quantize(q)`` for all of them.
     """
     changed = False
-    first: dict[QParams, fx.Node] = {}
+    first: dict[ByteQParams, fx.Node] = {}
     for user in sorted(node.users):
         module = editor.module(user)
         if not isinstance(module, Quantize):

@@ -20,7 +20,7 @@ from torchq.lowering.eligible import active
 from torchq.lowering.layer import Int8Layer
 from torchq.lowering.passes import match
 from torchq.lowering.passes.editor import GraphEditor, NodePass
-from torchq.lowering.qparams import QParams
+from torchq.lowering.qparams import ByteQParams
 from torchq.lowering.traced import nth_chunk
 from torchq.nn import (
     InputQuantized,
@@ -96,13 +96,13 @@ def select_chunk(editor: GraphEditor, node: fx.Node) -> bool:
     return _call_instead(editor, node, nth_chunk, *arguments, **chunks.kwargs)
 
 
-def static_qparams(quantizer: nn.Module) -> QParams | None:
+def static_qparams(quantizer: nn.Module) -> ByteQParams | None:
     """Return the qparams of a quantizer with a fixed range per tensor; None for other ones."""
     found = active(quantizer)
     if found is None or found.descriptor.dynamic or not found.descriptor.fake_quant:
         return None
-    qparams = None if found.pre_quant_scale is not None else QParams.of(found)
-    return qparams if isinstance(qparams, QParams) else None
+    qparams = None if found.pre_quant_scale is not None else ByteQParams.of(found)
+    return qparams if isinstance(qparams, ByteQParams) else None
 
 
 def open_quantized_operator(editor: GraphEditor, node: fx.Node) -> bool:
@@ -167,7 +167,7 @@ def _quantized_values(
 
 
 def _insert_qdq(
-    editor: GraphEditor, node: fx.Node, source: fx.Node, qparams: QParams | None
+    editor: GraphEditor, node: fx.Node, source: fx.Node, qparams: ByteQParams | None
 ) -> fx.Node:
     """Return ``source`` rounded to ``qparams``, by a Quantize and a Dequantize before ``node``."""
     if qparams is None:
