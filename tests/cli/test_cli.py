@@ -156,17 +156,18 @@ def test_python_m_torchq_is_the_same_program() -> None:
     assert done.stdout.strip() == f"torchq {torchq.__version__}"
 
 
-def test_demo_runs_to_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_runs_to_its_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = folder / "demo"
     pytest.importorskip("sklearn")
     pytest.importorskip("onnxruntime")
-    assert main(["demo", "--out", str(tmp_path), "--epochs", "3"]) == 0
-    rows = {row["model"]: row for row in json.loads((tmp_path / "results.json").read_text())}
-    assert {p.name for p in tmp_path.iterdir()} == {
+    assert main(["demo", "--out", str(out), "--epochs", "3"]) == 0
+    rows = {row["model"]: row for row in json.loads((out / "results.json").read_text())}
+    assert {p.name for p in out.iterdir()} == {
         *("fp32.onnx", "int8.onnx", "int8.pt", "w4a4.onnx", "w4a4.pt", "results.json", "table.md"),
         "report.html",
     }
     printed = capsys.readouterr()
-    assert (tmp_path / "table.md").read_text().strip() in printed.out
+    assert (out / "table.md").read_text().strip() in printed.out
     assert "torchq quantize --model" in printed.out.split("\n\n")[-1]
     assert "train:" not in printed.err  # a bar, which needs a terminal
     # Three epochs: far from the full demo, but the order of things holds with a wide margin.
