@@ -8,11 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from torchq.errors import ConfigError
-from torchq.nn.modules.operators import OPERATORS
+from torchq.nn.modules.operators import OPERATORS, Call
 from torchq.swap import schema
 from torchq.utils import qualified_name
 
 _PARTS = ("version", "fusions", "modules", "calls", "operators", "quantizers", "shared", "modes")
+#: Where the class of calls with weights was.
+_CALL = "torchq.nn.calls.routed.Call"
 
 
 def upgraded(
@@ -30,6 +32,8 @@ def upgraded(
         if not set(schema.mapping(entry, where)) <= {"class", "input", "weight", "output"}:
             raise schema.damaged(where, entry, "the entries class, input, weight, output")
         rows[path] = {"names": [path], **entry}
+        if entry.get("class") == _CALL:
+            rows[path]["class"] = qualified_name(Call)
     for path, entry in schema.mapping(record["calls"], "calls").items():
         where = f"calls[{path!r}]"
         schema.mapping(entry, where, required=("class", "sites"))
