@@ -375,18 +375,18 @@ def record(
     def leave(*_: Any) -> None:
         recorder.entered.pop()
 
+    def hook(module: nn.Module, begin: Any, end: Any) -> None:
+        stack.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
+        stack.callback(module.register_forward_hook(end, with_kwargs=True).remove)
+
     with ExitStack() as stack:
         stack.enter_context(untouched(model))
         for module, see in (watch or {}).items():
-            hook = partial(recorder.show, see)
-            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+            hook(module, *2 * [partial(recorder.show, see)])
         for module in model.modules():
             if not isinstance(module, torch.jit.ScriptModule):
                 leaf = is_leaf(module) and module is not model
-                begin, end = (before, after) if leaf else (enter, leave)
-                stack.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(end, with_kwargs=True).remove)
+                hook(module, *((before, after) if leaf else (enter, leave)))
         with recorder:
             out = call_model(model, example, forward=forward)
     return recorder.flow(out)

@@ -19,7 +19,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from multiprocessing.context import get_spawning_popen
 from typing import Any, NamedTuple
 
@@ -178,6 +178,12 @@ def available() -> bool:
     )
 
 
+@cache
+def _mark_constants() -> None:
+    """Let compilers take a weight that stays plain for a constant; this imports Dynamo."""
+    torch.compiler.assume_constant_result(Kernel.keep_plain)
+
+
 class Kernel:
     """The integer weight of a layer, and the calls of oneDNN that read it.
 
@@ -191,6 +197,7 @@ class Kernel:
         self.shape, self.device = codes.shape, codes.device
         self._packed: dict[Any, Tensor] = {}
         self._kept, self._lock = False, threading.RLock()
+        _mark_constants()
 
     @property
     def codes(self) -> Tensor:
@@ -205,7 +212,6 @@ class Kernel:
             dense = dense.t() if packed.dim() == 2 else dense  # of a linear layer: (in, out)
             return dense.reshape(self.shape).contiguous()
 
-    @torch.compiler.assume_constant_result
     def keep_plain(self) -> bool:
         """Keep a plain weight from now on, since what records calls reads it; return True."""
         with self._lock:

@@ -80,7 +80,8 @@ from torchq.nn.modules.recurrent import (
     QuantRNN,
 )
 from torchq.nn.shared_quantizers import share_quantizers_, shared_groups
-from torchq.nn.tensor_quantizer import TensorQuantizer, quantizing_only
+from torchq.nn.switches import quantizing_only
+from torchq.nn.tensor_quantizer import TensorQuantizer
 
 __all__ = [
     "FROZEN_NORMS",

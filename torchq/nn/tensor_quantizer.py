@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -700,22 +699,3 @@ class TensorQuantizer(nn.Module):
 # Trainers that know NVIDIA ModelOpt recognise its quantizers by the name of their class, and ask
 # them for ModelOpt's state (Ultralytics 8.4). The qualified name, which pickle uses, stays.
 TensorQuantizer.__name__ = "TorchqQuantizer"
-
-
-@contextmanager
-def quantizing_only(
-    known: Iterable[TensorQuantizer], chosen: Iterable[TensorQuantizer] = ()
-) -> Iterator[None]:
-    """Let only the chosen ones of some quantizers quantize, and none observe.
-
-    At the end all do what they did before. Without ``chosen`` it turns all of them off.
-    """
-    before = [(quantizer, quantizer.mode) for quantizer in known]
-    wanted = {id(quantizer) for quantizer in chosen}
-    try:
-        for quantizer, _ in before:
-            quantizer.mode = "quantize" if id(quantizer) in wanted else "off"
-        yield
-    finally:
-        for quantizer, mode in before:
-            quantizer.mode = mode

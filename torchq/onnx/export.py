@@ -130,8 +130,7 @@ def export_onnx(
         name = None if runtime is None else runtime.name
         write_record(graph, target=name)
         size = save_model(graph, path)
-    exporter = "dynamo" if modern else "torchscript"
-    return report_on(graph, path, name, exporter, size, found)
+    return report_on(graph, path, name, "dynamo" if modern else "torchscript", size, found)
 
 
 def _shape_for(runtime: Runtime | None, graph: Model) -> tuple[str, ...]:

@@ -153,10 +153,7 @@ def make_plan(
     config = config.with_rules(*(Rule(pattern, skip=True) for pattern in patterns(exclude)))
     operators: tuple[tuple[Operator, Draft], ...] = ()
     with state_kept(model):
-        calls, products = None, None
-        if example is not None:
-            with counting_products(model) as products:
-                calls = find_calls(model, example)
+        calls, products = _shown_by(example, model)
         config = resolve_positions(model, config, calls)
         if runtime is None or placement is None:
             drafts = decide(model, config, wanted, found=calls)
@@ -179,6 +176,14 @@ def make_plan(
     for step in PASSES if example is not None else PASSES[:1]:
         found = step(found, facts)
     return found
+
+
+def _shown_by(example: Any, model: nn.Module) -> tuple[Any, Any]:
+    """Return the calls with weights and the products of one run, two None without an example."""
+    if example is None:
+        return None, None
+    with counting_products(model) as products:
+        return find_calls(model, example), products
 
 
 def _sites_of(operators: Sequence[tuple[Operator, Draft]]) -> dict[str, Operators]:

@@ -31,9 +31,8 @@ def upgraded(
         where = f"modules[{path!r}]"
         if not set(schema.mapping(entry, where)) <= {"class", "input", "weight", "output"}:
             raise schema.damaged(where, entry, "the entries class, input, weight, output")
-        rows[path] = {"names": [path], **entry}
-        if entry.get("class") == _CALL:
-            rows[path]["class"] = qualified_name(Call)
+        moved = {"class": qualified_name(Call)} if entry.get("class") == _CALL else {}
+        rows[path] = {"names": [path], **entry, **moved}
     for path, entry in schema.mapping(record["calls"], "calls").items():
         where = f"calls[{path!r}]"
         schema.mapping(entry, where, required=("class", "sites"))

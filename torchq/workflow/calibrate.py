@@ -138,16 +138,14 @@ def calibrate(
     """
     _check_arguments(batches, forward, on_unseen, method, weights, num_batches)
     # Wrappers would exchange buffers in their first forward, and wait for a rank without a batch.
-    model = unwrapped(model)
-    todo, kept = _pending(model, force)
+    todo, kept = _pending(model := unwrapped(model), force)
     _warn_of_other_ranks(batches, group)
     of_weights, pending = weight_quantizers(model), {id(q) for q in todo.values()}
     activations = {name: q for name, q in todo.items() if id(q) not in of_weights}
+    samples = None if batches is None else _samples(model, todo, weights)
     count, unseen = 0, list[str]()
-    samples = _samples(model, todo, weights) if batches is not None else None
     buffers = [buffer for quantizer in todo.values() for buffer in quantizer.buffers()]
-    undone = undone_on_error(*todo.values(), written=buffers, but=CalibrationError)
-    with undone, torch.no_grad():
+    with undone_on_error(*todo.values(), written=buffers, but=CalibrationError), torch.no_grad():
         try:
             if batches is not None and (activations or group or samples):
                 show = progress and (group is None or dist.get_rank(group) == 0)
