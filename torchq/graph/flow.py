@@ -222,11 +222,16 @@ class _Recorder(TorchFunctionMode):
     The hooks of :func:`record` note the leaf modules.
     """
 
-    def __init__(
-        self, owners: dict[int, tuple[str, nn.Module]], holders: dict[int, set[int]]
-    ) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.owners, self.holders = owners, holders
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.owners: dict[int, tuple[str, nn.Module]] = {}
+        self.holders: dict[int, set[int]] = {}
+        for name, module in model.named_modules():
+            if isinstance(getattr(module, "weight", None), Tensor):
+                self.owners[id(module.weight)] = (name, module)
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                self.holders.setdefault(id(tensor), set()).add(id(module))
         self.read: set[int] = set()
         self.calls: list[Call] = []
         self.depth = 0
@@ -242,6 +247,23 @@ class _Recorder(TorchFunctionMode):
         """Return the calls of a run that returned ``out``."""
         outputs = frozenset(self.sources(out))
         return Flow(tuple(self.calls), outputs, "recorder", frozenset(self.read))
+
+    def begin_leaf(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.depth == 0:
+            self.pending.append(self.sources(args, kwargs))
+            self.note_parameters(module, args, kwargs)
+        self.depth += 1
+
+    def end_leaf(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        self.depth -= 1
+        if self.depth == 0:
+            self.note(self.names[id(module)], module, self.pending.pop(), (), out)
+
+    def enter(self, module: nn.Module, *_: Any) -> None:
+        self.entered.append(self.names[id(module)])
+
+    def leave(self, *_: Any) -> None:
+        self.entered.pop()
 
     def show(
         self, see: Callable[..., None], module: nn.Module, args: Any, kwargs: Any, out: Any = None
@@ -322,17 +344,6 @@ def _name(func: Any) -> str:
     return name
 
 
-def _recorder_for(model: nn.Module) -> _Recorder:
-    owners: dict[int, tuple[str, nn.Module]] = {}
-    holders: dict[int, set[int]] = {}
-    for name, module in model.named_modules():
-        if isinstance(getattr(module, "weight", None), Tensor):
-            owners[id(module.weight)] = (name, module)
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            holders.setdefault(id(tensor), set()).add(id(module))
-    return _Recorder(owners, holders)
-
-
 def record(
     model: nn.Module,
     example: Any,
@@ -355,25 +366,8 @@ def record(
             before each of its calls, with None as the result, and after it. What the function
             computes is not recorded.
     """
-    names = {id(module): name for name, module in model.named_modules()}
-    recorder = _recorder_for(model)
-
-    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if recorder.depth == 0:
-            recorder.pending.append(recorder.sources(args, kwargs))
-            recorder.note_parameters(module, args, kwargs)
-        recorder.depth += 1
-
-    def after(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        recorder.depth -= 1
-        if recorder.depth == 0:
-            recorder.note(names[id(module)], module, recorder.pending.pop(), (), out)
-
-    def enter(module: nn.Module, *_: Any) -> None:
-        recorder.entered.append(names[id(module)])
-
-    def leave(*_: Any) -> None:
-        recorder.entered.pop()
+    recorder = _Recorder(model)
+    leaf, inner = (recorder.begin_leaf, recorder.end_leaf), (recorder.enter, recorder.leave)
 
     def hook(module: nn.Module, begin: Any, end: Any) -> None:
         stack.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
@@ -385,8 +379,7 @@ def record(
             hook(module, *2 * [partial(recorder.show, see)])
         for module in model.modules():
             if not isinstance(module, torch.jit.ScriptModule):
-                leaf = is_leaf(module) and module is not model
-                hook(module, *((before, after) if leaf else (enter, leave)))
+                hook(module, *(leaf if is_leaf(module) and module is not model else inner))
         with recorder:
             out = call_model(model, example, forward=forward)
     return recorder.flow(out)

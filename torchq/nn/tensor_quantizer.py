@@ -43,8 +43,7 @@ _MODES = {
 }
 
 _CALIBRATE = "Run torchq.calibrate(model, batches), or set_amax(...)"
-# The buffers of a scale and a zero point that are held as they are; there while they are.
-_HELD = ("held_scale", "held_zero_point")
+_HELD = ("held_scale", "held_zero_point")  # buffers that are there while both are held
 _LEGACY_KEYS = {"_amax": "amax", "_pre_quant_scale": "pre_quant_scale"}
 # The value of the buffer ``unsigned`` while calibration has not chosen; then it is 0 or 1.
 _UNDECIDED = -1
