@@ -1,7 +1,8 @@
-"""Small calibrated models that together have every layer that exports; a way to run a file."""
+"""Small calibrated models that together have every layer that exports, their files, and graphs."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,19 @@ from torch import Tensor, nn
 
 import torchq
 from torchq.functional import QParams
-from torchq.onnx.ir import Model
+from torchq.onnx.ir import Model, onnx_ir
 from torchq.onnx.qdq import qparams_of, quantizer_nodes
 
-__all__ = ["Layers", "Residual", "activation_qparams", "calibrated", "ends", "run_file"]
+__all__ = [
+    "Layers",
+    "Residual",
+    "activation_qparams",
+    "calibrated",
+    "ends",
+    "exported",
+    "graph_of",
+    "run_file",
+]
 
 
 class Layers(nn.Module):
@@ -78,6 +88,45 @@ def calibrated(
     torchq.quantize_(model, config, **options)
     torchq.calibrate(model, list(batches), progress=False)
     return model.eval()
+
+
+def exported(
+    model: nn.Module,
+    x: Tensor,
+    path: Path,
+    target: str | None = "onnxruntime",
+    *,
+    config: torchq.QuantConfig | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Quantize a model for a target, calibrate it, and write its file without warnings."""
+    calibrated(model.eval(), x, config=config, target=target, example=x if target else None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        torchq.export_onnx(model, x, path, target=target, **{"dynamo": False, **options})
+    return model
+
+
+def graph_of(
+    *nodes: tuple[str, list[str], list[str], dict[str, Any]],
+    stored: dict[str, Tensor],
+    shape: Sequence[Any],
+    outputs: dict[str, Sequence[Any] | None] | None = None,
+) -> Model:
+    """A graph that reads ``x``: operator, inputs, outputs and attributes of each node."""
+    import onnx
+
+    helper, kind = onnx.helper, onnx.TensorProto.FLOAT
+    results = {"y": None} if outputs is None else outputs
+    graph = helper.make_graph(
+        [helper.make_node(op, *ends, name=ends[1][0], **more) for op, *ends, more in nodes],
+        "test",
+        [helper.make_tensor_value_info("x", kind, shape)],
+        [helper.make_tensor_value_info(name, kind, dims) for name, dims in results.items()],
+        [onnx.numpy_helper.from_array(tensor.numpy(), name) for name, tensor in stored.items()],
+    )
+    imports = [helper.make_opsetid("", 20)]
+    return onnx_ir.from_proto(helper.make_model(graph, opset_imports=imports, ir_version=9))
 
 
 def run_file(path: Path, *inputs: Tensor, optimize: bool = False) -> list[Tensor]:

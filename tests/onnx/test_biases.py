@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import torchq
 from tests.lowering.common import sqnr
-from tests.onnx.exported import calibrated, run_file
+from tests.onnx.exported import exported as write
+from tests.onnx.exported import run_file
 from torchq.errors import ExportError
 from torchq.onnx.ir import load_model, nodes_of, replace_stored, save_model, value_of
 from torchq.onnx.qdq import pair_name, read_record, stored_weight, write_record
@@ -65,8 +66,6 @@ def test_layers_without_ranges_stay_as_they_are(model: nn.Module) -> None:
 
 
 def test_onnxruntime_then_computes_the_same(model: nn.Module, x: Tensor) -> None:
-    pytest.importorskip("onnx")
-    pytest.importorskip("onnxruntime")
     head = model[:4]
     images = torch.rand(64, 3, 12, 12, generator=torch.Generator().manual_seed(1))
     before = sqnr(torchq.deploy(head, x, target="onnxruntime")(images), head(images))
@@ -99,21 +98,11 @@ class Dying(nn.Module):
         return self.head(self.linear(x).relu())
 
 
-def exported(
-    model: nn.Module,
-    path: Path,
-    target: str = "onnxruntime",
-    *,
-    dynamo: bool = False,
-    config: torchq.QuantConfig | None = None,
-) -> Tensor:
+def exported(model: nn.Module, path: Path, *target: str, **options: Any) -> Tensor:
     """Write a model for a target; return the example."""
     torch.manual_seed(0)
     x = torch.rand(4, 3, 8, 8)
-    calibrated(model, x, target=target, example=x, config=config)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        torchq.export_onnx(model, x, path, target=target, dynamo=dynamo)
+    write(model, x, path, *target, **options)
     return x
 
 

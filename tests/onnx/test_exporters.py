@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests.onnx.exported import calibrated
+from tests.onnx.exported import exported as write
 from torchq.errors import ExportError
 from torchq.onnx.torch_exporters import optimize_
 
@@ -187,11 +188,8 @@ class Positions(nn.Module):
 
 def exported(path: Path, dynamo: bool) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    model, x = Positions().eval(), torch.randn(4, 3, 32, 32)
-    torchq.quantize_(model, target="onnxruntime", example=x)
-    torchq.calibrate(model, [x], progress=False)
-    torchq.export_onnx(model, x, path, target="onnxruntime", dynamo=dynamo)
-    return model, x
+    model, x = Positions(), torch.randn(4, 3, 32, 32)
+    return write(model, x, path, dynamo=dynamo), x
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")

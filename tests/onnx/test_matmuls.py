@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchq
-from tests.onnx.exported import calibrated, ends, run_file
+from tests.onnx.exported import calibrated, ends, graph_of, run_file
 from torchq import QuantDescriptor, Rule
 from torchq.errors import ExportError
-from torchq.onnx.ir import nodes_of, onnx_ir, value_of
+from torchq.onnx.ir import nodes_of, save_model, value_of
 from torchq.onnx.passes.constants import fold_shapes
 from torchq.workflow import quantizers
 
@@ -124,30 +124,24 @@ def test_a_sum_that_is_quantized_at_once_stays_a_gemm(tmp_path: Path) -> None:
 def test_inspection_names_float_products_of_static_shapes(
     shape: tuple[int, ...], tmp_path: Path
 ) -> None:
-    helper, numbers = onnx.helper, onnx.numpy_helper
-    weight, bias = torch.randint(-127, 128, (16, 4), dtype=torch.int8), torch.randn(4)
-    scales = {
+    stored = {
         "s": torch.tensor(0.1),
         "z": torch.tensor(0, dtype=torch.int8),
-        "w": weight,
-        "b": bias,
+        "w": torch.randint(-127, 128, (16, 4), dtype=torch.int8),
+        "b": torch.randn(4),
     }
-    nodes = [
-        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"]),
-        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["d"]),
-        *(helper.make_node("DequantizeLinear", ["w", "s", "z"], [f"v{i}"]) for i in (0, 1)),
-        *(helper.make_node("MatMul", ["d", f"v{i}"], [f"p{i}"]) for i in (0, 1)),
-        helper.make_node("Add", ["p0", "b"], ["y0"]),
-        helper.make_node("Add", ["b", "p1"], ["y1"]),
-    ]
-    inputs = [helper.make_tensor_value_info("x", 1, shape)]
-    outputs = [helper.make_tensor_value_info(name, 1, (*shape[:-1], 4)) for name in ("y0", "y1")]
-    stored = [numbers.from_array(value.numpy(), name) for name, value in scales.items()]
-    graph = helper.make_graph(nodes, "g", inputs, outputs, stored)
-    onnx.save(
-        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9),
-        str(tmp_path / "m.onnx"),
+    model = graph_of(
+        ("QuantizeLinear", ["x", "s", "z"], ["q"], {}),
+        ("DequantizeLinear", ["q", "s", "z"], ["d"], {}),
+        *(("DequantizeLinear", ["w", "s", "z"], [f"v{i}"], {}) for i in (0, 1)),
+        *(("MatMul", ["d", f"v{i}"], [f"p{i}"], {}) for i in (0, 1)),
+        ("Add", ["p0", "b"], ["y0"], {}),
+        ("Add", ["b", "p1"], ["y1"], {}),
+        stored=stored,
+        shape=shape,
+        outputs=dict.fromkeys(("y0", "y1"), (*shape[:-1], 4)),
     )
+    save_model(model, tmp_path / "m.onnx")
     assert optimized(tmp_path / "m.onnx")["Gemm"] == 2
     fallbacks = torchq.inspect_onnx(tmp_path / "m.onnx").fallbacks
     assert [node.kind for node in fallbacks] == ["Gemm", "Gemm"]
@@ -220,29 +214,17 @@ def test_shapes_without_copied_lengths_and_casts_to_bfloat16(tmp_path: Path) -> 
 
     The batch size that is noted for a result is the example's, and not used.
     """
-    helper, numbers = onnx.helper, onnx.numpy_helper
-    nodes = [
-        helper.make_node("Shape", ["x"], ["s"]),
-        helper.make_node("Gather", ["s", "i"], ["n"]),
-        helper.make_node("Concat", ["n", "m"], ["t"], axis=0),
-        helper.make_node("Reshape", ["x", "t"], ["y"], allowzero=1),
-        helper.make_node("Cast", ["m"], ["half"], to=onnx.TensorProto.BFLOAT16),
-        helper.make_node("Cast", ["half"], ["z"], to=onnx.TensorProto.FLOAT),
-    ]
-    inputs = [helper.make_tensor_value_info("x", 1, ("batch", 2, 3))]
-    outputs = [
-        helper.make_tensor_value_info("y", 1, (2, 6)),
-        helper.make_tensor_value_info("z", 1, (1,)),
-    ]
-    stored = [
-        numbers.from_array(torch.tensor([value]).numpy(), name)
-        for name, value in (("i", 0), ("m", 6))
-    ]
-    model = helper.make_model(
-        helper.make_graph(nodes, "g", inputs, outputs, stored),
-        opset_imports=[helper.make_opsetid("", 20)],
+    graph = graph_of(
+        ("Shape", ["x"], ["s"], {}),
+        ("Gather", ["s", "i"], ["n"], {}),
+        ("Concat", ["n", "m"], ["t"], {"axis": 0}),
+        ("Reshape", ["x", "t"], ["y"], {"allowzero": 1}),
+        ("Cast", ["m"], ["half"], {"to": onnx.TensorProto.BFLOAT16}),
+        ("Cast", ["half"], ["z"], {"to": onnx.TensorProto.FLOAT}),
+        stored={"i": torch.tensor([0]), "m": torch.tensor([6])},
+        shape=("batch", 2, 3),
+        outputs={"y": (2, 6), "z": (1,)},
     )
-    graph = onnx_ir.from_proto(model)
     fold_shapes(graph)
     (reshape,) = nodes_of(graph, "Reshape")
     assert value_of(reshape.inputs[1]).tolist() == [-1, 6]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests.onnx.exported import calibrated, run_file
+from tests.onnx.exported import exported as write
 from torchq.errors import ExportError
 from torchq.onnx.ir import (
     attribute,
@@ -48,17 +49,7 @@ class Pooled(nn.Module):
 
 def averaged(model: nn.Module, path: Path, dynamo: bool = False) -> nn.Module:
     torch.manual_seed(0)
-    model = calibrated(model.eval(), IMAGES, target="onnxruntime", example=IMAGES)
-    torchq.export_onnx(
-        model,
-        IMAGES,
-        path,
-        target="onnxruntime",
-        dynamo=dynamo,
-        dynamic_batch=dynamo,
-        progress=False,
-    )
-    return model
+    return write(model, IMAGES, path, dynamo=dynamo, dynamic_batch=dynamo)
 
 
 def kinds(path: Path) -> list[str]:
@@ -152,9 +143,7 @@ def test_a_damaged_average_is_named(part: str, tmp_path: Path) -> None:
 
 def test_other_targets_keep_the_pooling(tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
-    pooled = Pooled(nn.AvgPool2d(2)).eval()
-    model = calibrated(pooled, IMAGES, target="openvino", example=IMAGES)
-    torchq.export_onnx(model, IMAGES, path, target="openvino", dynamo=False, progress=False)
+    write(Pooled(nn.AvgPool2d(2)), IMAGES, path, "openvino")
     assert len(nodes_of(load_model(path), "AveragePool")) == 1
 
 
@@ -177,10 +166,7 @@ def exported(model: nn.Module, path: Path, target: str = "onnxruntime") -> Tenso
     """Write a model for a target; return the example."""
     torch.manual_seed(0)
     x = torch.randn(2, 3, 6, 6)
-    calibrated(model, x, target=target, example=x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        torchq.export_onnx(model, x, path, target=target, dynamo=False)
+    write(model, x, path, target)
     return x
 
 

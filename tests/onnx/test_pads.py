@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import torchq
 from tests.lowering.common import sqnr
-from tests.onnx.exported import activation_qparams, calibrated, run_file
+from tests.onnx.exported import activation_qparams, calibrated, graph_of, run_file
+from tests.onnx.exported import exported as write
 from torchq.errors import ExportError
 from torchq.onnx.ir import attribute, load_model, nodes_of, onnx_ir, save_model
 from torchq.onnx.passes.constants import fold_shapes
@@ -67,16 +68,13 @@ class Mobile(nn.Module):
         return self.head(self.down(self.stem(x).relu()).relu().mean((2, 3)))
 
 
-def exported(
-    model: nn.Module, x: Tensor, path: Path, target: str | None = "onnxruntime", **options: Any
-) -> nn.Module:
-    """Quantize a model, with weights that overflow on no CPU, and export it."""
+#: Weights that overflow on no CPU.
+NARROW = torchq.recipes.int8(reduce_range=True)
+
+
+def exported(model: nn.Module, x: Tensor, path: Path, *target: str | None, **options: Any) -> Any:
     torch.manual_seed(0)
-    config = torchq.recipes.int8(reduce_range=True)
-    example = None if target is None else x
-    model = calibrated(model.eval(), x, config=config, target=target, example=example)
-    torchq.export_onnx(model, x, path, target=target, **{"dynamo": False, **options})
-    return model
+    return write(model, x, path, *target, config=NARROW, **options)
 
 
 def pads(path: Path) -> list[list[int]]:
@@ -219,27 +217,12 @@ def test_scales_of_pixels_keep_the_pad(axis: int, count: int, tmp_path: Path) ->
     assert sqnr(run_file(path, x)[0], model(x)) > 100
 
 
-def graph_of(*nodes: Any, stored: dict[str, Tensor], shape: Sequence[int]) -> Any:
-    """A graph that reads ``x`` and returns ``y``."""
-    kind = onnx.TensorProto.FLOAT
-    graph = onnx.helper.make_graph(
-        [onnx.helper.make_node(op, *sides, **attributes) for op, *sides, attributes in nodes],
-        "test",
-        [onnx.helper.make_tensor_value_info("x", kind, shape)],
-        [onnx.helper.make_tensor_value_info("y", kind, None)],
-        [onnx.numpy_helper.from_array(tensor.numpy(), name) for name, tensor in stored.items()],
-    )
-    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)])
-
-
 def test_padded_weights_keep_the_pad() -> None:
-    model = onnx_ir.from_proto(
-        graph_of(
-            ("Pad", ["x", "amounts"], ["padded"], {}),
-            ("Conv", ["image", "padded"], ["y"], {}),
-            stored={"amounts": torch.tensor([0, 0, 0, 0, 0, 0, 1, 1]), "image": images(1, 4, 9, 9)},
-            shape=(4, 4, 2, 2),
-        )
+    model = graph_of(
+        ("Pad", ["x", "amounts"], ["padded"], {}),
+        ("Conv", ["image", "padded"], ["y"], {}),
+        stored={"amounts": torch.tensor([0, 0, 0, 0, 0, 0, 1, 1]), "image": images(1, 4, 9, 9)},
+        shape=(4, 4, 2, 2),
     )
     fold_pads(model)
     assert len(nodes_of(model, "Pad")) == 1
@@ -249,13 +232,11 @@ def test_padded_weights_keep_the_pad() -> None:
 def test_axes_of_pads(axes: list[int]) -> None:
     """Opset 18 has pads for chosen axes, which the exporters do not write."""
     weight = {"amounts": torch.tensor([1, 0, 2, 3]), "weight": images(4, 4, 2, 2)}
-    model = onnx_ir.from_proto(
-        graph_of(
-            ("Pad", ["x", "amounts", "", "axes"], ["padded"], {}),
-            ("Conv", ["padded", "weight"], ["y"], {}),
-            stored={**weight, "axes": torch.tensor(axes)},
-            shape=(1, 4, 6, 6),
-        )
+    model = graph_of(
+        ("Pad", ["x", "amounts", "", "axes"], ["padded"], {}),
+        ("Conv", ["padded", "weight"], ["y"], {}),
+        stored={**weight, "axes": torch.tensor(axes)},
+        shape=(1, 4, 6, 6),
     )
     fold_pads(model)
     (node,) = nodes_of(model, "Conv")
@@ -264,13 +245,11 @@ def test_axes_of_pads(axes: list[int]) -> None:
 
 @pytest.mark.parametrize(("count", "left"), [(4, 0), (4096, 1)])
 def test_large_constants_are_not_stored(count: int, left: int) -> None:
-    model = onnx_ir.from_proto(
-        graph_of(
-            ("ConstantOfShape", ["count"], ["zeros"], {}),
-            ("Add", ["x", "zeros"], ["y"], {}),
-            stored={"count": torch.tensor([count])},
-            shape=(count,),
-        )
+    model = graph_of(
+        ("ConstantOfShape", ["count"], ["zeros"], {}),
+        ("Add", ["x", "zeros"], ["y"], {}),
+        stored={"count": torch.tensor([count])},
+        shape=(count,),
     )
     fold_shapes(model)
     assert len(nodes_of(model, "ConstantOfShape")) == left

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.onnx.exported import graph_of
 from torchq.onnx.ir import (
     add_initializer,
     is_constant,
@@ -35,25 +36,6 @@ pytest.importorskip("onnx_ir")
 Node = tuple[str, list[str], list[str], dict[str, Any]]
 
 
-def graph(
-    nodes: list[Node], stored: dict[str, torch.Tensor], inputs: dict[str, list[Any]], result: str
-) -> Any:
-    """A model of a few nodes, through the text of the standard's own helpers."""
-    helper = onnx.helper
-    proto = helper.make_graph(
-        [
-            helper.make_node(kind, read, made, name=made[0], **more)
-            for kind, read, made, more in nodes
-        ],
-        "g",
-        [helper.make_tensor_value_info(name, 1, shape) for name, shape in inputs.items()],
-        [helper.make_tensor_value_info(result, 1, None)],
-        [onnx.numpy_helper.from_array(value.numpy(), name) for name, value in stored.items()],
-    )
-    model = helper.make_model(proto, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
-    return onnx_ir.from_proto(model)
-
-
 def kinds(model: Any) -> list[str]:
     return [node.op_type for node in model.graph]
 
@@ -66,7 +48,7 @@ def test_constants_become_initializers() -> None:
         ("Mul", ["x", "two"], ["m"], {}),
         ("Add", ["m", "three"], ["y"], {}),
     ]
-    model = graph(nodes, {}, {"x": [2]}, "y")
+    model = graph_of(*nodes, stored={}, shape=[2])
     lift_constants(model)
     assert kinds(model) == ["Mul", "Add"]
     assert [value_of(v).item() for v in model.graph.initializers.values()] == [2.0, 3.0]
@@ -88,7 +70,7 @@ def test_slices_and_scales_are_computed() -> None:
         ("DequantizeLinear", ["q", "scale", "zero"], ["d"], {}),
         ("Add", ["d", "bias"], ["y"], {}),
     ]
-    model = graph(nodes, stored, {"x": [2]}, "y")
+    model = graph_of(*nodes, stored=stored, shape=[2])
     run_passes(model, (fold_slices, fold_scales))
     assert kinds(model) == ["QuantizeLinear", "DequantizeLinear", "Add"]
     quantize, _, add = model.graph
@@ -119,7 +101,7 @@ def test_weights_become_codes_and_equal_tensors_one() -> None:
         ("MatMul", ["b/DequantizeLinear", "d/DequantizeLinear"], ["q"], {}),
         ("Add", ["p", "q"], ["y"], {}),
     ]
-    model = graph(nodes, stored, {"x": [2, 2]}, "y")
+    model = graph_of(*nodes, stored=stored, shape=[2, 2])
     run_passes(model, (fold_weights, merge_duplicates))
     codes = value_of(model.graph.initializers["c/weight"])
     assert codes.tolist() == [[1, -1], [127, 0]]  # 0.25 / 0.5 is a tie, which goes to even.
@@ -142,15 +124,14 @@ def integer_product(op_type: str, bias: list[float], **attributes: int) -> Any:
         ("DequantizeLinear", ["w", "s", "z"], ["v"], {}),
     ]
     if op_type == "Gemm":
-        return graph(
-            [*nodes, ("Gemm", ["d", "v", "b"], ["y"], attributes)], stored, {"x": [1, 3]}, "y"
-        )
+        gemm = ("Gemm", ["d", "v", "b"], ["y"], attributes)
+        return graph_of(*nodes, gemm, stored=stored, shape=[1, 3])
     nodes += [
         ("Transpose", ["v"], ["t"], {"perm": [1, 0]}),
         ("MatMul", ["d", "t"], ["p"], {}),
         ("Add", ["p", "b"], ["y"], {}),
     ]
-    return graph(nodes, stored, {"x": [1, 4, 3]}, "y")
+    return graph_of(*nodes, stored=stored, shape=[1, 4, 3])
 
 
 def test_a_transposed_weight_is_stored_so_and_a_bias_gets_a_dimension() -> None:
@@ -180,7 +161,7 @@ def test_passes_of_onnx_ir_keep_every_code(name: str) -> None:
     low = 0 if name.startswith("U") else -(2 ** (bits - 1))
     codes = torch.arange(low, low + 2**bits)[:-1]  # An odd number: half a byte is left over.
     codes = codes.to(torch.uint8 if name.startswith("U") else torch.int8)
-    model = graph([("Identity", ["x"], ["y"], {})], {}, {"x": [1]}, "y")
+    model = graph_of(("Identity", ["x"], ["y"], {}), stored={}, shape=[1])
     values = [add_initializer(model.graph, f"w{i}", codes, dtype) for i in range(2)]
     add_initializer(model.graph, "unused", codes, dtype)
     for i, value in enumerate(values):
@@ -196,15 +177,12 @@ def test_passes_of_onnx_ir_keep_every_code(name: str) -> None:
 
 def test_parts_without_their_dimension_have_no_known_shape() -> None:
     """Shape inference of onnx says (2, 1), and a Reshape to the length of that is wrong."""
-    model = graph(
-        [
-            ("SplitToSequence", ["x"], ["parts"], {"axis": 1, "keepdims": 0}),
-            ("SequenceAt", ["parts", "first"], ["part"], {}),
-            ("Relu", ["part"], ["y"], {}),
-        ],
-        {"first": torch.tensor(0)},
-        {"x": [2, 3]},
-        "y",
+    model = graph_of(
+        ("SplitToSequence", ["x"], ["parts"], {"axis": 1, "keepdims": 0}),
+        ("SequenceAt", ["parts", "first"], ["part"], {}),
+        ("Relu", ["part"], ["y"], {}),
+        stored={"first": torch.tensor(0)},
+        shape=[2, 3],
     )
     shapes = known_shapes(model)
     assert shapes["x"] == (2, 3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,36 +70,25 @@ def test_unusable_ranges_are_named(tmp_path: Path, make: object, message: str) -
         torchq.export_onnx(make(), torch.randn(2, 4), tmp_path / "m.onnx")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"opset": 12},
-            r"0\.weight_quantizer: opset 12 has no .* for per-channel ranges; expected opset >= 13",
-        ),
-        ({"opset": 9}, r"got opset 9; expected 10 to 23"),
-        ({"opset": 24}, r"got opset 24; expected 10 to 23"),
-    ],
-)
-def test_opsets_are_checked(tmp_path: Path, options: dict[str, int], message: str) -> None:
+OPTIONS = [
+    ({}, {"opset": 12}, r"0\.weight_quantizer: opset 12 has no .* per-channel .* opset >= 13"),
+    ({}, {"opset": 9}, r"got opset 9; expected 10 to 23"),
+    ({}, {"opset": 24}, r"got opset 24; expected 10 to 23"),
+    (
+        {"num_bits": (4, 3)},
+        {"opset": 18},
+        r"0\.input_quantizer: opset 18 has no .* for the type e4m3; expected opset >= 19",
+    ),
+    ({}, {"dynamo": True, "opset": 13}, r"dynamo=True with opset 13; expected opset >= 18"),
+]
+
+
+@pytest.mark.parametrize(("changes", "options", "message"), OPTIONS)
+def test_opsets_are_checked(
+    tmp_path: Path, changes: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ExportError, match=message):
-        torchq.export_onnx(linear(), torch.randn(2, 4), tmp_path / "m.onnx", **options)
-
-
-def test_types_need_their_opset(tmp_path: Path) -> None:
-    with pytest.raises(
-        ExportError,
-        match=r"0\.input_quantizer: opset 18 has no .* for the type e4m3; expected opset >= 19",
-    ):
-        torchq.export_onnx(
-            linear(num_bits=(4, 3)), torch.randn(2, 4), tmp_path / "m.onnx", opset=18
-        )
-
-
-def test_an_old_opset_cannot_be_forced(tmp_path: Path) -> None:
-    wanted = r"dynamo=True with opset 13; expected opset >= 18"
-    with pytest.raises(ExportError, match=wanted):
-        torchq.export_onnx(linear(), torch.randn(2, 4), tmp_path / "m.onnx", dynamo=True, opset=13)
+        torchq.export_onnx(linear(**changes), torch.randn(2, 4), tmp_path / "m.onnx", **options)
 
 
 def test_untraceable_models_are_explained(tmp_path: Path) -> None:

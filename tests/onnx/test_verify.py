@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests.onnx.exported import Layers, Residual, calibrated, run_file
+from tests.onnx.exported import exported as write
 from torchq.errors import ConfigError, ExportError
 from torchq.onnx.verify.amplified import too_different
 from torchq.runtimes.session import Session
@@ -192,14 +193,8 @@ def test_weights_that_overflow_without_vnni_are_counted(
     reduce_range: bool, wide: int, tmp_path: Path
 ) -> None:
     x = torch.randn(4, 3, 16, 16)
-    model = calibrated(
-        Residual(),
-        x,
-        config=torchq.recipes.int8(reduce_range=reduce_range),
-        target="onnxruntime",
-        example=x,
-    )
-    torchq.export_onnx(model, x[:1], tmp_path / "m.onnx", target="onnxruntime", dynamo=False)
+    config = torchq.recipes.int8(reduce_range=reduce_range)
+    model = write(Residual(), x, tmp_path / "m.onnx", config=config)
     stored = [
         t
         for t in onnx.load(str(tmp_path / "m.onnx")).graph.initializer
@@ -223,10 +218,7 @@ def test_activations_of_four_bits_verify_with_every_sign(
     x = torch.randn(2, 3, 8, 8)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 1))
     config = torchq.recipes.integer(8, 4, first_last=4)
-    model = calibrated(model, x, target=target, example=x, config=config)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        torchq.export_onnx(model, x, tmp_path / "m.onnx", target=target, dynamo=dynamo)
+    write(model, x, tmp_path / "m.onnx", target, config=config, dynamo=dynamo)
     report = torchq.verify_onnx(model, tmp_path / "m.onnx", [x], progress=False)
     assert report.ok
     assert report.unaltered[0].sqnr_db > 100  # The grid is that of the model.
