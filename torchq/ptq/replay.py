@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torchq.graph import Forward, call_model, is_torch_leaf, map_tensors, move_to, record
+from torchq.graph import Forward, call_model, is_torch_leaf, map_tensors, record
 from torchq.nn import Add, quantizing_only
 from torchq.ptq.blocks import Block, CallCount, find_blocks
 from torchq.ptq.layers import in_order
@@ -186,9 +186,8 @@ class Replay:
         def is_leaf(module: nn.Module) -> bool:
             return id(module) in numbers or (id(module) not in holders and is_torch_leaf(module))
 
-        batch = move_to(self.batches[0], device_of(self.model) or torch.device("cpu"))
         with quantizing_only(quantizers(self.model).values()):
-            flow = record(self.model, batch, is_leaf, forward=self._forward)
+            flow = record(self.model, None, is_leaf, forward=lambda *_: self._call(0))
         found: dict[int, list[int]] = {}
         for call in flow.calls:
             number = numbers.get(id(call.module))
