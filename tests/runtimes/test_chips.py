@@ -56,7 +56,7 @@ def test_platforms_quantize_as_the_table_says(name: str) -> None:
         assert layer.input_quantizer.descriptor.axis is None
         assert layer.weight_quantizer.descriptor.axis == ((0,) if per_channel else None)
     config = RUNTIMES[name].recipe()
-    assert torchq.plan(nn.Linear(4, 2), target=name).config.name == name
+    assert torchq.plan(nn.Linear(4, 2), target=name).recipe == name
     assert config.name == name and torchq.QuantConfig.from_json(config.to_json()) == config
 
 
