@@ -152,3 +152,22 @@ def test_padding_in_front_of_a_float_layer() -> None:
     x, model = torch.randn(2, 3, 9, 9), Padding(None).eval()
     torchq.quantize_(model, target="onnxruntime", example=x, exclude=["last"])
     assert outputs(model) == {"stem": True}
+
+
+class PooledBeside(nn.Module):
+    """A convolution whose result a quantized mean and a layer with a float input read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.up = nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 4, 3)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.conv(x).relu()
+        return self.head(x.mean((2, 3))), self.up(x)
+
+
+def test_readers_of_a_tensor_are_told_from_those_of_its_quantizer() -> None:
+    plan = torchq.plan(PooledBeside(), target="onnxruntime", example=torch.randn(1, 3, 8, 8))
+    conv = plan.decision("conv")
+    assert conv is not None and conv.output is not None and conv.output.unsigned

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -178,7 +178,12 @@ class _Seen:
     def run(self, example: Any) -> Flow:
         """Run the model once in float."""
         watched = dict(self._watched())
-        with computing_in_float(self._model), self._roots:
+        with ExitStack() as stack:
+            for module in self._model.modules():
+                if isinstance(module, TensorQuantizer):
+                    stack.callback(module.register_forward_hook(_as_new_tensor).remove)
+            stack.enter_context(computing_in_float(self._model))
+            stack.enter_context(self._roots)
             flow = record(self._model, example, is_leaf, watch=watched)
         self._roots.forget()
         return flow
@@ -219,6 +224,14 @@ class _Seen:
     def _read(self, slot: str, args: Any, kwargs: Any, result: Any) -> None:
         if result is None and args:
             self.values.append(Value(slot, self._roots.of(args[0]), _key(args[0])))
+
+
+def _as_new_tensor(quantizer: nn.Module, args: Any, result: Tensor) -> Tensor:
+    """Return the result of a quantizer that is off as a tensor of its own, as if it were on.
+
+    Otherwise what reads the input of the quantizer would seem to read its result.
+    """
+    return result.view(result.shape)
 
 
 def _key(tensor: Tensor) -> tuple[int, int]:
