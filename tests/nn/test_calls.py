@@ -214,6 +214,7 @@ def test_exports(name: str, strict: bool) -> None:
         assert torch.equal(program(x), module(x))
 
 
+@pytest.mark.eight_bit_products
 def test_exports_to_onnx(name: str, tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     session_of = pytest.importorskip("onnxruntime").InferenceSession

@@ -65,6 +65,7 @@ def test_layers_without_ranges_stay_as_they_are(model: nn.Module) -> None:
     assert torchq.onnx.round_biases_(nn.Sequential(nn.Conv2d(3, 8, 3))) == ()
 
 
+@pytest.mark.eight_bit_products
 def test_onnxruntime_then_computes_the_same(model: nn.Module, x: Tensor) -> None:
     head = model[:4]
     images = torch.rand(64, 3, 12, 12, generator=torch.Generator().manual_seed(1))

@@ -309,6 +309,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Editor], None], str]] = {
 }
 
 
+@pytest.mark.eight_bit_products
 @pytest.mark.parametrize("name", ["plain", "onnxruntime"])
 def test_a_file_without_damage_agrees(
     name: str, files: dict[str, tuple[nn.Module, Path]], tmp_path: Path

@@ -224,6 +224,7 @@ def test_activations_of_four_bits_verify_with_every_sign(
     assert report.unaltered[0].sqnr_db > 100  # The grid is that of the model.
 
 
+@pytest.mark.eight_bit_products
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
 def test_zero_points_in_the_middle_verify_with_every_sign(target: str, tmp_path: Path) -> None:
     """Codes with the zero point 128 may be written as signed ones."""

@@ -91,6 +91,7 @@ def test_compiles_whole() -> None:
         torch.testing.assert_close(found, model(X))
 
 
+@pytest.mark.eight_bit_products
 def test_export_and_deploy_agree(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     model = quantized()
