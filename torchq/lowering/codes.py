@@ -195,7 +195,7 @@ class CodesMaxPool2d(CodesModule):
     def __init__(self, pool: nn.MaxPool2d) -> None:
         super().__init__()
         window = (pool.kernel_size, pool.stride, pool.padding, pool.dilation)
-        self.window = (*map(_pair, window), pool.ceil_mode)
+        self.window: Any = (*map(_pair, window), pool.ceil_mode)
 
     def propagate_qparams(self, inputs: Sequence[ByteQParams | None]) -> ByteQParams | None:
         """See :meth:`CodesModule.propagate_qparams`; the output is on those of the input."""

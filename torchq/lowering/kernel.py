@@ -166,8 +166,10 @@ def finish(real: Tensor, epilogue: Epilogue, residual: Tensor | None = None) -> 
     return codes.clamp_(0, 255).to(torch.uint8)
 
 
-_OPERATORS = ("qconv_prepack", "qconv2d_pointwise", "qconv3d_pointwise")
-_OPERATORS += ("qlinear_prepack", "qlinear_pointwise")
+_OPERATORS = (
+    *("qconv_prepack", "qconv2d_pointwise", "qconv3d_pointwise"),
+    *("qlinear_prepack", "qlinear_pointwise"),
+)
 
 
 @lru_cache
@@ -286,8 +288,8 @@ class Kernel:
         """
         if len(params.stride) == 1:
             # The 1-d operator knows fewer activations than the 2-d one, and calls the same kernels.
-            wide = ConvParams(*((first, *p) for first, p in zip((1, 0, 1), params, strict=False)))
-            wide = wide._replace(groups=params.groups)
+            stride, padding, dilation = (1, *params.stride), (0, *params.padding), params.dilation
+            wide = ConvParams(stride, padding, (1, *dilation), params.groups)
             flat = self._run((*shape[:2], 1, shape[2]), weights, wide, epilogue, adds)
             return lambda *tensors: flat(*(x.unsqueeze(2) for x in tensors)).squeeze(2)
         if weights.x_zero_point and any(params.padding):
@@ -388,7 +390,7 @@ def _adding(
     operator: Any = torch.ops.onednn.qconv2d_pointwise.binary
     dtype, last = epilogue.dtype, torch.channels_last
     added = (epilogue.residual_scale, epilogue.residual_zero_point)
-    post_op = (*epilogue[:3], *added, "sum", 1.0, epilogue.activation, [], "")
+    post_op: Any = (*epilogue[:3], *added, "sum", 1.0, epilogue.activation, [], "")
     before = (x_scale, 0, packed, scale, _zeros(len(scale)))
     after = (bias, *params.as_lists(), *post_op)
 

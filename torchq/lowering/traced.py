@@ -39,7 +39,7 @@ class TracedModel(fx.GraphModule):
         for op, name, target, args, kwargs in rows:
             args, kwargs = map_aggregate((args, kwargs), lambda a: _node_of(a, nodes))
             if dataclasses.is_dataclass(target) and args:  # a dictionary with fields
-                args, kwargs = (), args[0]
+                kwargs, args = args[0], ()
             nodes[name] = graph.create_node(op, target, args, kwargs, name)
         result = cls(root, graph, class_name=type(original).__name__)
         copy_plain_attributes(original, result)

@@ -172,7 +172,8 @@ def _as_matmul_and_add(gemm: Node) -> None:
 
     ONNX Runtime would make a Gemm again if the bias had fewer dimensions.
     """
-    x, weight, bias = *gemm.inputs[:2], input_at(gemm, 2)
+    x, weight = gemm.inputs[:2]
+    bias = input_at(gemm, 2)
     name = str(gemm.outputs[0].name)
     result = add_node(gemm, "MatMul", [x, weight], f"{name}/product")
     if bias is not None:
