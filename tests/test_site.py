@@ -21,7 +21,8 @@ LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)|(?:src|srcset)=\"([^\"]+)\"")
 def public_packages() -> list[str]:
     """Return the packages and modules of torchq that have public names."""
     places = [path for path in (ROOT / "torchq").iterdir() if path.name[0] not in "_."]
-    private = {"cli", "utils", "version", "config", "descriptor"}
+    # What a runtime is, is public in torchq.runtimes.
+    private = {"cli", "utils", "version", "config", "descriptor", "runtime"}
     return sorted({path.stem for path in places if path.suffix in ("", ".py")} - private)
 
 

@@ -99,7 +99,7 @@ class Runtime:
     ``dataclasses.replace`` returns one with other settings. Those that run models in this process
     derive from :class:`torchq.runtimes.Engine`.
 
-    Attributes:
+    Args:
         name: The word of ``target=``.
         recipe: Returns the configuration of :func:`torchq.quantize_` where none is given.
         placement: Where it wants quantizers beside the inputs of layers; None for nowhere.

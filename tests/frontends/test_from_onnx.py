@@ -222,7 +222,7 @@ def stored(**fields: Any) -> Any:
             lambda model: model.opset_import[0].__setattr__("version", 99),
             "opset 99; expected at mo",
         ),
-        (lambda model: model.graph.node[0].input.__setitem__(0, "no"), "reads 'no', which noth"),
+        (lambda model: model.graph.node[0].input.__setitem__(0, "no"), "reads 'no', which no"),
         (lambda model: model.graph.node[0].output.__setitem__(0, "a"), "computes the output 'y'"),
         (lambda model: model.graph.initializer[0].dims.append(7), r"holds 4 elements; expected 28"),
         (stored(raw_data=bytes(19)), r"holds 4 elements and a rest of 3 bytes; expected 4"),

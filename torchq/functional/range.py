@@ -28,7 +28,7 @@ torch.fx.wrap("_both_ends")
 class Range(NamedTuple):
     """The values that codes represent: ``[low, high]``, or ``[-high, high]`` without ``low``.
 
-    Attributes:
+    Args:
         high: float32 or float64, >= 0, of a granularity's
             :meth:`~torchq.formats.Granularity.amax_shape`; without elements while it is unknown.
         low: the same shape and dtype, <= 0; None for a symmetric range. Unsigned codes represent

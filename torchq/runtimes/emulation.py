@@ -29,6 +29,19 @@ from torchq.graph.operators import (
 from torchq.nn import TensorQuantizer
 from torchq.utils import short_repr
 
+__all__ = [
+    "Backend",
+    "Handler",
+    "NodeCall",
+    "fixed_point",
+    "integer_average_pooling",
+    "multiply",
+    "operation_of",
+    "quantize_multiplier",
+    "shift_leaky_relu",
+    "writes_first_argument",
+]
+
 # Operators that return codes for codes, one grid before and behind them, beside moves and max.
 _KEEPS_GRID = frozenset(["relu", "dropout", "identity", "adaptive_max_pool2d"])
 
