@@ -194,7 +194,9 @@ def test_unknown_operators_are_named_all_at_once() -> None:
 
 def test_operators_of_optimized_and_quantized_files_are_refused_with_advice() -> None:
     fused = helper.make_node("FusedConv", ["x"], ["y"], domain="com.microsoft")
-    with pytest.raises(FrontendError, match=r"FusedConv \(1\). Read the file from before its run"):
+    with pytest.raises(
+        FrontendError, match=r"FusedConv \(1\). Read the file from before its runtime optimized it"
+    ):
         torchq.from_onnx(file_of([fused], [1], []))
     codes = helper.make_node("QLinearConv", ["x"] * 8, ["y"])
     with pytest.raises(FrontendError, match=r"QLinearConv \(1\). .*quant_format=QuantFormat.QDQ"):
@@ -220,9 +222,12 @@ def stored(**fields: Any) -> Any:
     [
         (
             lambda model: model.opset_import[0].__setattr__("version", 99),
-            "opset 99; expected at mo",
+            "opset 99; expected at most",
         ),
-        (lambda model: model.graph.node[0].input.__setitem__(0, "no"), "reads 'no', which no"),
+        (
+            lambda model: model.graph.node[0].input.__setitem__(0, "no"),
+            "reads 'no', which nothing before it computes",
+        ),
         (lambda model: model.graph.node[0].output.__setitem__(0, "a"), "computes the output 'y'"),
         (lambda model: model.graph.initializer[0].dims.append(7), r"holds 4 elements; expected 28"),
         (stored(raw_data=bytes(19)), r"holds 4 elements and a rest of 3 bytes; expected 4"),

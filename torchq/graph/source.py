@@ -37,7 +37,6 @@ _BINARY = {getattr(ast, row.syntax): row.name for row in _ROWS if row.syntax}
 _NUMBERED = frozenset(["add", "mul", "matmul", "cat", "pool", "activation", "attention"])
 #: Classes of torch whose methods are followed from those of subclasses.
 _FOLLOWED = frozenset(["Sequential", "_ConvNd", *(row.layer for row in _ROWS)])
-_STATIC = ast.dump(ast.Name("staticmethod", ast.Load()))
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _OWN = ("children", "named_children")
 _LISTING = ("enumerate", "zip", "list", "tuple", "reversed", "iter", "len", "map")

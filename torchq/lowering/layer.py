@@ -89,7 +89,7 @@ class DeployedLayer(CodesModule):
 
     @property
     def _bias(self) -> Tensor | None:
-        """What the kernel adds."""
+        """The bias that the kernel adds."""
         return self.bias
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

@@ -115,7 +115,10 @@ def build_fastest(task: Task) -> tuple[nn.Module, FastestReport]:
     for rows, batch in batches.items():
         for engine, median in _medians(modules, batch, _MEASUREMENT).items():
             seconds[engine][rows] = median
-    order = sorted(seconds, key=lambda engine: sum(map(math.log, seconds[engine].values())))
+    # Those far behind were not measured on, so they come last.
+    order = sorted(
+        seconds, key=lambda e: (e not in modules, sum(map(math.log, seconds[e].values())))
+    )
     for text in notes[order[0]]:
         warnings.warn(text, stacklevel=3)
     found = [Candidate(engine, seconds[engine]) for engine in order]

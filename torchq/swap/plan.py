@@ -88,7 +88,7 @@ class Decision:
 
     @property
     def outcome(self) -> tuple[Any, ...]:
-        """What it changes in a model, without who decided it and why."""
+        """The part that changes a model, without who decided it and why."""
         slots = (self.input, self.weight, self.output)
         return (self.name, self.cls, *slots, self.calls, self.ranges)
 

@@ -300,8 +300,9 @@ def recording_operators(modules: Iterable[nn.Module]) -> Iterator[dict[int, Reco
     try:
         for module in modules:
             cls = type(module)
-            is_graph = isinstance(module, fx.GraphModule)
-            if is_graph or "forward" in vars(module) or rewritten(cls) is None:  # type: ignore[arg-type]
+            if isinstance(module, fx.GraphModule) or "forward" in vars(module):
+                continue
+            if rewritten(cls) is None:  # type: ignore[arg-type]
                 continue
             change_class(module, _routed_class(cls, True))  # type: ignore[arg-type]
             changed.append((module, cls))
