@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,9 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchq
-from tests.workflow.version2 import record_of
 from torchq import QuantDescriptor, TensorQuantizer
-from torchq.errors import TorchqError
 from torchq.swap import plan_of
 from torchq.workflow import embed_record_
 
@@ -83,20 +80,10 @@ def with_ranges(model: nn.Module) -> nn.Module:
     return model
 
 
-def as_written_by_0_2_0(record: dict[str, Any]) -> None:
-    """Leave the first slot of each module in the groups, and no group of one."""
-    groups = []
-    for group in record["shared"]:
-        first = {path.rpartition(".")[0]: path for path in reversed(group)}
-        groups.append([path for path in group if path in first.values()])
-    record["shared"] = [group for group in groups if len(group) > 1]
-
-
 @pytest.mark.parametrize("calibrated", [True, False])
-@pytest.mark.parametrize("written_by", ["now", "0.2.0"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_quantizer_in_two_slots_of_one_module_is_loaded(
-    name: str, written_by: str, calibrated: bool, tmp_path: Path
+    name: str, calibrated: bool, tmp_path: Path
 ) -> None:
     build, make, owner = NETWORKS[name]
     model = with_ranges(make()) if calibrated else make()
@@ -104,16 +91,9 @@ def test_a_quantizer_in_two_slots_of_one_module_is_loaded(
     record = plan_of(model).to_dict()
     assert any(sum(p.startswith(f"{owner}.") for p in g) > 1 for g in record["shared"]), slots
     torchq.save(model, tmp_path / "m.pt")
-    if written_by == "0.2.0":
-        data = torch.load(tmp_path / "m.pt", weights_only=True)
-        data["torchq"] = record_of(model)
-        as_written_by_0_2_0(data["torchq"])
-        assert data["torchq"]["shared"] != record["shared"]
-        torch.save(data, tmp_path / "m.pt")
     loaded = torchq.load(build().eval(), tmp_path / "m.pt")
     assert torch.equal(loaded(X), model(X))
-    if written_by == "now":
-        assert plan_of(loaded).to_dict() == record
+    assert plan_of(loaded).to_dict() == record
     assert plan_of(loaded).outcome() == plan_of(model).outcome()
     assert plan_of(loaded).modes == plan_of(model).modes
 
@@ -127,18 +107,6 @@ def test_a_folder_of_weights_keeps_the_sharing(tmp_path: Path) -> None:
     loaded = torchq.load(nn.Sequential(Sum()).eval(), tmp_path / "m.bin")
     assert loaded[0].quant_add.input_quantizer is loaded[0].quant_add.other_quantizer
     assert torch.equal(loaded(X), whole(X))
-
-
-def test_slots_with_other_ranges_are_not_taken_for_one_quantizer(tmp_path: Path) -> None:
-    model = with_ranges(one_range_sum())
-    torchq.save(model, tmp_path / "m.pt")
-    data = torch.load(tmp_path / "m.pt", weights_only=True)
-    data["torchq"] = record_of(model)
-    as_written_by_0_2_0(data["torchq"])
-    data["state_dict"]["quant_add.other_quantizer.amax"] = torch.tensor(7.0)
-    torch.save(data, tmp_path / "m.pt")
-    with pytest.raises(TorchqError, match=r"quant_add\.other_quantizer: is a quantizer of"):
-        torchq.load(Sum().eval(), tmp_path / "m.pt")
 
 
 def test_a_quantizer_per_axis_may_stand_in_two_slots_of_its_author(tmp_path: Path) -> None:
