@@ -14,6 +14,7 @@ from torchq.nn.convert import (
     register,
     revert_,
 )
+from torchq.nn.exact_sums import exact_sums
 from torchq.nn.modules.attention import (
     QuantMultiheadAttention,
     QuantScaledDotProductAttention,
@@ -141,6 +142,7 @@ __all__ = [
     "Tap",
     "TensorQuantizer",
     "convert_",
+    "exact_sums",
     "freeze_norm_",
     "is_weight_quantizer",
     "quantizing_only",
