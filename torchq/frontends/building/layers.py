@@ -42,24 +42,36 @@ def filled(
 
 def convolution(
     builder: GraphBuilder,
-    weight: Constant,
-    bias: Constant | None,
+    stored: Sequence[Constant],
     window: tuple[Sequence[int], Sequence[int], Sequence[int]],
     groups: int,
     extra: Sequence[int] | None = None,
 ) -> nn.Module:
-    """Return a convolution (stride, padding, dilation), a transposed one with ``extra`` sizes."""
+    """Return a convolution (stride, padding, dilation), a transposed one with ``extra`` sizes.
+
+    It stores a weight, and a bias if there are two constants.
+    """
     stride, padding, dilation = (tuple(part) for part in window)
-    first, second, *kernel = weight.tensor.shape
+    first, second, *kernel = stored[0].tensor.shape
     spatial, size = len(kernel), tuple(kernel)
-    options: dict[str, Any] = {"bias": bias is not None, "groups": groups, "dilation": dilation}
+    options: dict[str, Any] = {"bias": len(stored) > 1, "groups": groups, "dilation": dilation}
     if extra is None:
         channels, table = (second * groups, first), CONVOLUTIONS
     else:
         channels, table = (first, second * groups), TRANSPOSED
         options["output_padding"] = tuple(extra)
     module = table[spatial](*channels, size, stride, padding, device="meta", **options)
-    return filled(builder, module, weight, bias)
+    return filled(builder, module, *stored)
+
+
+def batch_norm(
+    builder: GraphBuilder, ndim: int, stored: Sequence[Constant], eps: float, momentum: float
+) -> nn.Module:
+    """Return a BatchNorm with the weight, bias, mean and variance of a file."""
+    weight, bias, mean, variance = stored
+    module = filled(builder, BATCH_NORMS[ndim](mean.tensor.numel(), eps, momentum), weight, bias)
+    module.running_mean, module.running_var = mean.tensor.clone(), variance.tensor.clone()
+    return module
 
 
 def symmetric(pads: Sequence[int] | str) -> list[int] | None:

@@ -54,10 +54,9 @@ def _convolution(layer: CaffeLayer) -> Value:
     if list(weight.tensor.shape) != [*expected, *kernel]:
         shape = tuple(weight.tensor.shape)
         layer.refuse(f"its weight has the shape {shape}; expected {[*expected, *kernel]}")
-    bias = layer.vector(1, "bias", out) if with_bias else None
+    stored = [weight, layer.vector(1, "bias", out)] if with_bias else [weight]
     extra = [0] * spatial if transposed else None
-    window = (stride, pad, dilation)
-    module = convolution(layer.builder, weight, bias, window, groups, extra)
+    module = convolution(layer.builder, stored, (stride, pad, dilation), groups, extra)
     return layer.module(module, layer.inputs[0])
 
 

@@ -16,6 +16,7 @@ from torchq.frontends.building.layers import (
     CONVOLUTIONS,
     GLOBAL_POOLS,
     INSTANCE_NORMS,
+    batch_norm,
     convolution,
     filled,
     pooling,
@@ -63,7 +64,8 @@ def _convolution(node: SymbolContext) -> Value:
         node.refuse(f"its weight has {out} filters; expected num_filter, {filters}")
     bias = _bias(node, out, transposed)
     sizes = (stride, pad, dilation)
-    return node.layer(convolution(node.builder, weight, bias, sizes, groups, extra))
+    stored = [weight] if bias is None else [weight, bias]
+    return node.layer(convolution(node.builder, stored, sizes, groups, extra))
 
 
 @converter("FullyConnected")
@@ -119,7 +121,7 @@ def _upsampling(node: SymbolContext) -> Value:
     weight, pad = node.parameter(1, "weight"), -(-(scale - 1) // 2)
     window = ([scale] * 2, [pad] * 2, [1, 1])
     channels = weight.tensor.shape[0]
-    return node.layer(convolution(node.builder, weight, None, window, channels, [0, 0]))
+    return node.layer(convolution(node.builder, [weight], window, channels, [0, 0]))
 
 
 @converter("_contrib_AdaptiveAvgPooling2D")
@@ -165,12 +167,10 @@ def _batch_norm(node: SymbolContext) -> Value:
         scale = node.call(torch.ones_like, gamma) if fixed else gamma
         states = (scale, beta, mean, variance)
         return node.call(operators.batch_norm, node.inputs[0], *states, eps, axis)
-    module = BATCH_NORMS[ndim](gamma.tensor.numel(), eps, 1 - momentum)
-    filled(node.builder, module, gamma, beta)
+    module = batch_norm(node.builder, ndim, parts, eps, 1 - momentum)
     if fixed:
         module.weight = node.builder.parameter(gamma, "fixed", torch.ones_like(gamma.tensor))
     module.weight.requires_grad_(not fixed)
-    module.running_mean, module.running_var = mean.tensor.clone(), variance.tensor.clone()
     return node.layer(module)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from torchq.frontends.building.graph import Constant, Ints, Value
+from torchq.frontends.building.graph import Ints, Value
 from torchq.frontends.onnx.context import GraphBuilder, NodeContext, converter
 
 
@@ -17,52 +17,36 @@ def _if(node: NodeContext) -> list[Value]:
     branches = [node.attr(name, object) for name in ("then_branch", "else_branch")]
     if condition is not None:
         return node.builder.convert_nodes(branches[0 if bool(condition.reshape(-1)[0]) else 1])
-    return _decided_by_the_network(node, branches)
-
-
-def _decided_by_the_network(node: NodeContext, branches: list[Any]) -> list[Value]:
-    """Convert both branches as modules, of which each call takes one."""
-    values = node.builder.values
-    names = list(dict.fromkeys(name for graph in branches for name in names_from_outside(graph)))
-    missing = [name for name in names if name not in values]
-    if missing:
-        node.refuse(f"a branch reads {missing[0]!r}, which nothing before it computes")
-    names = [n for n in names if not (values[n] is None or isinstance(values[n], Constant))]
-    modules = [branch_module(node.builder, graph, names) for graph in branches]
     counts = [len(graph.output) for graph in branches]
     if counts != [len(node.output_names)] * 2:
         node.refuse(f"its branches have {counts} outputs; expected {len(node.output_names)}")
-    arguments = [values[name] for name in names]
-    condition: Any = node.inputs[0]
-    if isinstance(condition, Ints):  # sizes decide: a flag, which exporters know while they trace
-        condition = condition.items[0]
-    result = node.module(Conditional(*modules), condition, *arguments)
+    values = node.builder.values
+    read = dict.fromkeys(name for graph in branches for name in _read(graph))
+    names = [name for name in read if isinstance(values.get(name), (fx.Node, Ints))]
+    modules = [_branch(node.builder, graph, names) for graph in branches]
+    flag: Any = node.inputs[0]
+    if isinstance(flag, Ints):  # sizes decide: a flag, which exporters know while they trace
+        flag = flag.items[0]
+    result = node.module(Conditional(*modules), flag, *(values[name] for name in names))
     return [result] if counts[0] == 1 else node.parts(counts[0], result)
 
 
-def names_from_outside(graph: Any) -> list[str]:
-    """Return the names that a sub-graph reads and does not compute, in order."""
-    own = {tensor.name for tensor in graph.initializer} | {value.name for value in graph.input}
-    own |= {name for node in graph.node for name in node.output}
-    return list(dict.fromkeys(name for name in _read(graph) if name and name not in own))
-
-
 def _read(graph: Any) -> Iterator[str]:
+    """Yield the names that a sub-graph reads, its own too."""
     for node in graph.node:
         yield from node.input
         for attribute in node.attribute:
             if attribute.type == attribute.GRAPH:
-                yield from names_from_outside(attribute.g)
+                yield from _read(attribute.g)
     yield from (output.name for output in graph.output)
 
 
-def branch_module(outer: GraphBuilder, graph: Any, names: Sequence[str]) -> fx.GraphModule:
+def _branch(outer: GraphBuilder, graph: Any, names: Sequence[str]) -> fx.GraphModule:
     """Return a sub-graph as a module that takes the values of ``names``."""
     inner = outer.inside()
     for name in names:
-        node = inner.input(name)
+        inner.values[name] = node = inner.input(name)
         node.meta["onnx_name"] = name
-        inner.values[name] = node
     end = NodeContext(inner, "output", "output", 1, {}, [], [], [])
     outputs = [end.tensor(value) for value in inner.convert_nodes(graph)]
     found = [output.name for output in graph.output]

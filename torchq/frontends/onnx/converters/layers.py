@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torchq.frontends.building.layers import (
     CONVOLUTIONS,
     GLOBAL_POOLS,
     INSTANCE_NORMS,
+    batch_norm,
     convolution,
     filled,
     pooling,
@@ -25,8 +26,7 @@ from torchq.frontends.onnx.context import NodeContext, converter
 from torchq.frontends.onnx.converters.quantization import module_name, weighted
 
 
-@dataclass(frozen=True)
-class _Window:
+class _Window(NamedTuple):
     """A window; its pads are numbers (all before, then all behind) or SAME_UPPER or SAME_LOWER."""
 
     kernel: list[int]
@@ -53,13 +53,12 @@ def _window(node: NodeContext) -> _Window:
 
 def _padded(node: NodeContext, window: _Window) -> tuple[Value, list[int]]:
     """Return the input, padded where both sides differ, and the padding that is left to a layer."""
-    x, none, padding = node.inputs[0], [0] * len(window.kernel), symmetric(window.pads)
-    if padding is not None:
-        return x, padding
-    if isinstance(window.pads, str):
-        options = (window.kernel, window.stride, window.dilation, window.pads == "SAME_UPPER")
-        return node.call(pad_same, x, *options), none
-    return node.call(F.pad, x, pad_amounts(window.pads), "constant", 0.0), none
+    x, (*sizes, pads), padding = node.inputs[0], window, symmetric(window.pads)
+    if isinstance(pads, str):
+        x = node.call(pad_same, x, *sizes, pads == "SAME_UPPER")
+    elif padding is None:
+        x = node.call(F.pad, x, pad_amounts(pads), "constant", 0.0)
+    return x, padding or [0] * len(window.kernel)
 
 
 def pad_same(
@@ -69,28 +68,27 @@ def pad_same(
     return F.pad(x, pad_amounts(same_pads(x, kernel, stride, dilation, upper)))
 
 
-def _stored(node: NodeContext) -> tuple[Constant, Constant | None] | None:
-    """Return weight and bias where both are known, else None."""
-    weight, bias = node.inputs[1], node.input(2)
-    if isinstance(weight, Constant) and (bias is None or isinstance(bias, Constant)):
-        return weight, bias
-    return None
+def _constants(node: NodeContext, *indices: int) -> list[Constant] | None:
+    """Return the inputs that are there if all of them are known, else None."""
+    found = [node.input(index) for index in indices]
+    constants = [value for value in found if isinstance(value, Constant)]
+    return constants if len(constants) == len(found) - found.count(None) else None
 
 
 @converter("Conv")
 def _conv(node: NodeContext) -> Value:
-    window, groups, stored = _window(node), node.attr("group", 1), _stored(node)
+    window, groups, stored = _window(node), node.attr("group", 1), _constants(node, 1, 2)
     x, padding = _padded(node, window)
     sizes = (window.stride, padding, window.dilation)
     if stored is None:
         return node.call(convolve, x, node.inputs[1], node.input(2), *sizes, groups)
-    module = convolution(node.builder, *stored, sizes, groups)
+    module = convolution(node.builder, stored, sizes, groups)
     return weighted(node, module, stored[0], x)
 
 
 @converter("ConvTranspose")
 def _conv_transpose(node: NodeContext) -> Value:
-    window, groups, stored = _window(node), node.attr("group", 1), _stored(node)
+    window, groups, stored = _window(node), node.attr("group", 1), _constants(node, 1, 2)
     extra = node.attr("output_padding", [0] * len(window.kernel))
     window = _transposed_window(node, window, extra)
     stride, dilation = window.stride, window.dilation
@@ -100,7 +98,7 @@ def _conv_transpose(node: NodeContext) -> Value:
         options = (stride, dilation, groups, window.pads, extra)
         return node.call(conv_transpose, *node.inputs[:2], node.input(2), *options)
     sizes = (stride, padding, dilation)
-    module = convolution(node.builder, *stored, sizes, groups, extra)
+    module = convolution(node.builder, stored, sizes, groups, extra)
     return weighted(node, module, stored[0], node.inputs[0])
 
 
@@ -123,28 +121,6 @@ def _transposed_window(node: NodeContext, window: _Window, extra: list[int]) -> 
         before.append(half if window.pads == "SAME_UPPER" else total - half)
         behind.append(total - before[-1])
     return _Window(window.kernel, window.stride, window.dilation, before + behind)
-
-
-@converter("ConvInteger")
-def _conv_integer(node: NodeContext) -> Value:
-    window, groups = _window(node), node.attr("group", 1)
-    if isinstance(window.pads, str):
-        node.refuse("automatic padding of integers is not supported")
-    x = node.call(shifted, node.inputs[0], node.input(2), 0)
-    weight = node.call(shifted, node.inputs[1], node.input(3), 0)
-    x = node.call(F.pad, x, pad_amounts(window.pads))
-    sizes = (window.stride, [0] * len(window.kernel), window.dilation)
-    y = node.call(convolve, x, weight, None, *sizes, groups)
-    return node.call(torch.Tensor.to, y, torch.int32)
-
-
-def shifted(x: Tensor, zero_point: Tensor | None, axis: int) -> Tensor:
-    """Return integers as exact float64 minus their zero point, one or along ``axis``."""
-    if zero_point is None:
-        return x.double()
-    if zero_point.numel() > 1:
-        zero_point = zero_point.view([-1 if i == axis % x.dim() else 1 for i in range(x.dim())])
-    return x.double() - zero_point.double()
 
 
 @converter("MaxPool", "AveragePool")
@@ -203,20 +179,18 @@ def _linear(
     bias: Constant | None,
     factors: tuple[float, float] = (1.0, 1.0),
 ) -> Value:
-    """Return a call of a linear layer."""
-    tensor = weight.tensor.t() if transposed else weight.tensor
-    key = "transposed" if transposed else ""
+    """Return a call of a linear layer; weight and bias are multiplied by factors."""
+    tensor, key = (weight.tensor.t(), "transposed") if transposed else (weight.tensor, "")
+    alpha, beta = factors
     module = nn.Linear(tensor.shape[1], tensor.shape[0], bias is not None, device="meta")
-    module.weight = node.builder.parameter(weight, *_scaled(key, tensor, factors[0]))
+    if alpha != 1.0:
+        key, tensor = f"{key} * {alpha}", tensor * alpha
+    module.weight = node.builder.parameter(weight, key, tensor)
     if bias is not None:
         vector = bias.tensor.reshape(-1).expand(tensor.shape[0])
-        module.bias = node.builder.parameter(bias, *_scaled("", vector, factors[1]))
+        vector = vector if beta == 1.0 else vector * beta
+        module.bias = node.builder.parameter(bias, f"* {beta}" if beta != 1.0 else "", vector)
     return weighted(node, module, weight, x, transposed)
-
-
-def _scaled(key: str, tensor: Tensor, factor: float) -> tuple[str, Tensor]:
-    """Return a form of a parameter and its key, with a factor in both."""
-    return (key, tensor) if factor == 1.0 else (f"{key} * {factor}", tensor * factor)
 
 
 @converter("MatMul")
@@ -224,8 +198,6 @@ def _matmul(node: NodeContext) -> Value:
     weight = node.inputs[1]
     if isinstance(weight, Constant) and weight.tensor.dim() == 2 and node.floating(1):
         return _linear(node, node.inputs[0], weight, True, None)
-    if not node.floating(0):
-        return node.call(integer_matmul, *node.inputs)
     return node.call(torch.matmul, *node.inputs)
 
 
@@ -233,30 +205,22 @@ def _matmul(node: NodeContext) -> Value:
 def _gemm(node: NodeContext) -> Value:
     x, weight, bias = node.inputs[0], node.inputs[1], node.input(2)
     transposed = node.attr("transA", False), node.attr("transB", False)
-    alpha, beta = node.attr("alpha", 1.0), node.attr("beta", 1.0)
-    if _is_linear(node) and isinstance(weight, Constant):
+    factors = node.attr("alpha", 1.0), node.attr("beta", 1.0)
+    if isinstance(weight, Constant) and _is_linear(node, weight, 0 if transposed[1] else 1):
         x = node.call(torch.t, x) if transposed[0] else x
         own = bias if isinstance(bias, Constant) else None
-        return _linear(node, x, weight, not transposed[1], own, (alpha, beta))
-    return node.call(gemm, x, weight, bias, alpha, beta, *transposed)
+        return _linear(node, x, weight, not transposed[1], own, factors)
+    return node.call(gemm, x, weight, bias, *factors, *transposed)
 
 
-def _is_linear(node: NodeContext) -> bool:
-    """Return True for a product that a linear layer computes: known weight and bias."""
-    weight, bias = node.inputs[1], node.input(2)
-    if not isinstance(weight, Constant) or not weight.tensor.is_floating_point():
-        return False
+def _is_linear(node: NodeContext, weight: Constant, axis: int) -> bool:
+    """Return True for a product that a linear layer computes; ``axis`` is that of its outputs."""
+    bias = node.input(2)
+    known = weight.tensor.is_floating_point() and (bias is None or isinstance(bias, Constant))
     if node.attr("alpha", 1.0) != 1.0 and weight in node.builder.weights:
         return False  # the codes of the file would have another scale
-    if bias is None:
-        return True
-    out = weight.tensor.shape[0 if node.attr("transB", 0) else 1]
-    return (
-        isinstance(bias, Constant)
-        and bias.tensor.numel() in (1, out)
-        and tuple(bias.tensor.shape[-1:]) in ((), (1,), (out,))
-        and bias.tensor.numel() == (bias.tensor.shape[-1] if bias.tensor.dim() else 1)
-    )
+    *rest, last = (1, *bias.tensor.shape) if isinstance(bias, Constant) else (1, 1)
+    return known and last in (1, weight.tensor.shape[axis]) and set(rest) <= {1}
 
 
 def gemm(
@@ -270,30 +234,9 @@ def gemm(
     return y + (c if beta == 1.0 else (c * beta).to(y.dtype))
 
 
-def integer_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Return the product of integer matrices in their element type, modulo its range."""
-    if a.is_floating_point():  # the file does not tell the type
-        return torch.matmul(a, b)
-    return torch.matmul(a.to(torch.int64), b.to(torch.int64)).to(a.dtype)
-
-
-@converter("MatMulInteger")
-def _matmul_integer(node: NodeContext) -> Value:
-    a = node.call(shifted, node.inputs[0], node.input(2), -2)
-    b = node.call(shifted, node.inputs[1], node.input(3), -1)
-    return node.call(torch.Tensor.to, node.call(torch.matmul, a, b), torch.int32)
-
-
 @converter("Einsum")
 def _einsum(node: NodeContext) -> Value:
     return node.call(torch.einsum, node.attr("equation", str).replace(" ", ""), list(node.inputs))
-
-
-def _constants(node: NodeContext, *indices: int) -> list[Constant] | None:
-    """Return inputs that are all known, else None."""
-    found = [node.input(index) for index in indices]
-    constants = [value for value in found if isinstance(value, Constant)]
-    return constants if len(constants) == len(found) else None
 
 
 @converter("BatchNormalization")
@@ -305,11 +248,8 @@ def _batch_norm(node: NodeContext) -> Value:
     if parts is None or ndim not in BATCH_NORMS or not node.floating(0):
         x, scale, bias, mean, var = node.inputs
         return node.call(F.batch_norm, x, mean, var, scale, bias, False, 0.0, epsilon)
-    scale_, bias_, mean_, var_ = parts
-    module = BATCH_NORMS[ndim](scale_.tensor.numel(), epsilon, 1 - momentum)
-    filled(node.builder, module, scale_, bias_)
-    module.running_mean, module.running_var = mean_.tensor.clone(), var_.tensor.clone()
-    return node.module(module, node.inputs[0], name=module_name(node, scale_))
+    module = batch_norm(node.builder, ndim, parts, epsilon, 1 - momentum)
+    return node.module(module, node.inputs[0], name=module_name(node, parts[0]))
 
 
 @converter("InstanceNormalization")
@@ -326,7 +266,7 @@ def _instance_norm(node: NodeContext) -> Value:
 @converter("LayerNormalization")
 def _layer_norm(node: NodeContext) -> Value | list[Value]:
     axis, epsilon, shape = node.attr("axis", -1), node.attr("epsilon", 1e-5), node.shape(0)
-    parts = _constants(node, 1) if node.input(2) is None else _constants(node, 1, 2)
+    parts = _constants(node, 1, 2)
     tail = None if shape is None else shape[axis % len(shape) :]
     several = len([name for name in node.output_names if name]) > 1
     is_plain = tail is not None and None not in tail and not several
@@ -351,10 +291,8 @@ def layer_norm(
 
 @converter("GroupNormalization")
 def _group_norm(node: NodeContext) -> Value:
-    groups, epsilon = node.attr("num_groups", int), node.attr("epsilon", 1e-5)
-    parts = _constants(node, 1, 2)
-    shape = node.shape(0)
-    channels = shape[1] if shape else None
+    groups, epsilon, shape = node.attr("num_groups", int), node.attr("epsilon", 1e-5), node.shape(0)
+    parts, channels = _constants(node, 1, 2), shape[1] if shape else None
     if parts is None or channels is None or parts[0].tensor.numel() != channels:
         return node.call(group_norm, *node.inputs, groups, epsilon)
     module = filled(node.builder, nn.GroupNorm(groups, channels, epsilon), *parts)
