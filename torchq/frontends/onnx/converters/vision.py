@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,19 +15,27 @@ from torchq.frontends.building.graph import Value
 from torchq.frontends.onnx.context import NodeContext, converter
 
 
+class ResizeOptions(NamedTuple):
+    """The attributes of the ONNX operator Resize; see there."""
+
+    mode: str = "nearest"
+    coordinates: str = "half_pixel"
+    nearest: str = "round_prefer_floor"
+    cubic_a: float = -0.75
+    exclude_outside: bool = False
+    extrapolation: float = 0.0
+    antialias: bool = False
+
+
+_OPTIONS = {"coordinates": "coordinate_transformation_mode", "nearest": "nearest_mode"}
+_OPTIONS |= {"cubic_a": "cubic_coeff_a", "extrapolation": "extrapolation_value"}
+
+
 @converter("Resize")
 def _resize(node: NodeContext) -> Value:
-    options = ResizeOptions(
-        node.attr("mode", "nearest"),
-        node.attr("coordinate_transformation_mode", "half_pixel"),
-        node.attr("nearest_mode", "round_prefer_floor"),
-        node.attr("cubic_coeff_a", -0.75),
-        node.attr("exclude_outside", False),
-        node.attr("extrapolation_value", 0.0),
-        node.attr("antialias", False),
-    )
-    scales = node.constant(2)
-    sizes: Any = None
+    defaults = ResizeOptions()._asdict().items()
+    options = ResizeOptions(*(node.attr(_OPTIONS.get(name, name), own) for name, own in defaults))
+    scales, sizes = node.constant(2), None
     factors: Any = scales.tolist() if scales is not None and scales.numel() else None
     if factors is None and node.input(3) is not None:
         sizes = node.ints_or_input(3)
@@ -39,42 +45,34 @@ def _resize(node: NodeContext) -> Value:
     if axes is None:
         given = factors or sizes
         axes = list(range(len(given) if isinstance(given, list) else node.ndim(0)))
-    simple = _as_upsample(node, factors, sizes, list(axes), options)
+    policy = node.attr("keep_aspect_ratio_policy", "stretch")
+    simple = _as_upsample(node, factors, sizes, axes, options) if policy == "stretch" else None
     if simple is not None:
         return simple
-    policy = node.attr("keep_aspect_ratio_policy", "stretch")
     roi = node.input(1) if options.coordinates == "tf_crop_and_resize" else None
-    values = dataclasses.astuple(options)
-    return node.call(resize, node.inputs[0], factors, sizes, list(axes), policy, roi, values)
+    return node.call(resize, node.inputs[0], factors, sizes, axes, policy, roi, list(options))
 
 
 def _as_upsample(
     node: NodeContext, factors: Any, sizes: Any, axes: list[int], options: ResizeOptions
 ) -> Value:
     """Return a call of torch's own resizing of images where it computes the same, else None."""
-    shape, policy = node.shape(0), node.attr("keep_aspect_ratio_policy", "stretch")
-    if shape is None or len(shape) != 4 or not node.floating(0) or policy != "stretch":
-        return None
-    mode = _torch_mode(options)
-    if mode is None or options.antialias or options.exclude_outside:
+    shape, mode = node.shape(0), _torch_mode(options)
+    if shape is None or len(shape) != 4 or not node.floating(0) or mode is None:
         return None
     if isinstance(factors, list):
-        full = dict(zip((axis % 4 for axis in axes), factors, strict=True))
-        if full.get(0, 1.0) != 1.0 or full.get(1, 1.0) != 1.0:
+        full = dict.fromkeys(range(4), 1.0) | dict(zip([a % 4 for a in axes], factors, strict=True))
+        *rest, height, width = full.values()
+        if rest != [1, 1] or not all(f >= 1 and float(f).is_integer() for f in (height, width)):
             return None
-        pair = (full.get(2, 1.0), full.get(3, 1.0))
-        if not all(float(f).is_integer() for f in pair) or min(pair) < 1:
-            return None
-        module = nn.Upsample(scale_factor=pair, mode=mode[0], align_corners=mode[1])
+        module = nn.Upsample(scale_factor=(height, width), mode=mode[0], align_corners=mode[1])
         return node.module(module, node.inputs[0])
     if not isinstance(sizes, list) or axes not in ([0, 1, 2, 3], [2, 3]):
         return None
-    size = sizes[-2:]
-    if len(sizes) == 4 and any(
-        isinstance(s, int) and s != n for s, n in zip(sizes[:2], shape[:2], strict=True)
-    ):
+    pairs = zip(sizes[:-2], shape, strict=False)
+    if any(isinstance(size, int) and size != own for size, own in pairs):
         return None
-    return node.call(F.interpolate, node.inputs[0], list(size), None, mode[0], mode[1])
+    return node.call(F.interpolate, node.inputs[0], sizes[-2:], None, *mode)
 
 
 def _torch_mode(options: ResizeOptions) -> tuple[str, bool | None] | None:
@@ -82,18 +80,20 @@ def _torch_mode(options: ResizeOptions) -> tuple[str, bool | None] | None:
     if options.mode == "nearest":
         same = options.coordinates == "asymmetric" and options.nearest == "floor"
         return ("nearest", None) if same else None
-    name = {"linear": "bilinear", "cubic": "bicubic"}.get(options.mode)
-    if name is None or (name == "bicubic" and options.cubic_a != -0.75):
+    corners = {"half_pixel": False, "pytorch_half_pixel": False, "align_corners": True}
+    special = options.antialias or options.exclude_outside or options.cubic_a != -0.75
+    if special or options.coordinates not in corners:
         return None
-    if options.coordinates in ("half_pixel", "pytorch_half_pixel"):
-        return name, False
-    return (name, True) if options.coordinates == "align_corners" else None
+    return _MODES[options.mode], corners[options.coordinates]
+
+
+_MODES = {"linear": "bilinear", "cubic": "bicubic"}
 
 
 @converter("GridSample")
 def _grid_sample(node: NodeContext) -> Value:
     mode = node.attr("mode", "linear")
-    mode = {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)
+    mode = _MODES.get(mode, mode)
     if mode == "bicubic" and node.ndim(0) != 4:
         node.refuse("cubic sampling of volumes is not supported")
     padding, align = node.attr("padding_mode", "zeros"), node.attr("align_corners", False)
@@ -117,19 +117,6 @@ def _roi_align(node: NodeContext) -> Value:
     return node.call(roi_align, *node.inputs, size, *options, node.attr("mode", "avg") == "max")
 
 
-@dataclass(frozen=True)
-class ResizeOptions:
-    """The attributes of the ONNX operator Resize; see there."""
-
-    mode: str = "nearest"
-    coordinates: str = "half_pixel"
-    nearest: str = "round_prefer_floor"
-    cubic_a: float = -0.75
-    exclude_outside: bool = False
-    extrapolation: float = 0.0
-    antialias: bool = False
-
-
 def resize(
     x: Tensor,
     scales: Sequence[float] | Tensor | None,
@@ -137,30 +124,28 @@ def resize(
     axes: Sequence[int],
     policy: str,
     roi: Tensor | None,
-    options: tuple[str, str, str, float, bool, float, bool],
+    options: Sequence[Any],
 ) -> Tensor:
     """Return ``x`` resized along ``axes``, one axis after the other.
 
     ``roi`` holds (2 * axes,) normalised bounds, ``options`` the fields of :class:`ResizeOptions`.
     """
     settings = ResizeOptions(*options)
-    own = [x.shape[axis] for axis in axes]
+    own, crops = [x.shape[axis] for axis in axes], roi is not None
     if sizes is not None:
         wanted = sizes.tolist() if isinstance(sizes, Tensor) else list(sizes)
         factors = [w / n for w, n in zip(wanted, own, strict=True)]
         if policy != "stretch":
-            factor = min(factors) if policy == "not_larger" else max(factors)
-            factors = [factor] * len(own)
-            wanted = [math.floor(factor * n + 0.5) for n in own]
+            factors = [(min if policy == "not_larger" else max)(factors)] * len(own)
+            wanted = [math.floor(f * n + 0.5) for f, n in zip(factors, own, strict=True)]
     else:
         assert scales is not None
         factors = scales.tolist() if isinstance(scales, Tensor) else list(scales)
         wanted = [math.floor(n * factor) for n, factor in zip(own, factors, strict=True)]
-    bounds = None if roi is None else roi.tolist()
+    bounds = [0.0] * len(axes) + [1.0] * len(axes) if roi is None else roi.tolist()
     for place, axis in enumerate(axes):
-        span = (0.0, 1.0) if bounds is None else (bounds[place], bounds[len(axes) + place])
-        crops = settings.coordinates == "tf_crop_and_resize"
         if wanted[place] != own[place] or factors[place] != 1.0 or crops:
+            span = bounds[place], bounds[len(axes) + place]
             x = _resize_axis(x, axis, wanted[place], factors[place], span, settings)
     return x
 
@@ -183,9 +168,7 @@ def _coordinates(
     if mode == "pytorch_half_pixel" and count == 1:
         return torch.full_like(at, -0.5)
     if mode == "half_pixel_symmetric":
-        adjustment = count / length
-        center = size / 2
-        return center * (1 - adjustment) + (at + 0.5) / factor - 0.5
+        return size / 2 * (1 - count / length) + (at + 0.5) / factor - 0.5
     return (at + 0.5) / factor - 0.5
 
 
@@ -277,10 +260,9 @@ def roi_align(
         shape = (rois.shape[0], x.shape[1], *size)
         example = x.new_zeros(shape) if torch.jit.is_tracing() else None
         return write_operator("RoiAlign", 16, [x, rois, batches], options, shape, x.dtype, example)
-    settings = size, ratio, half_pixel, largest
     rois = rois * scale - (0.5 if half_pixel else 0.0)
     images = zip(rois, batches, strict=True)
-    results = [_align_one(x[int(b)], roi, *settings) for roi, b in images]
+    results = [_align_one(x[int(b)], roi, size, ratio, half_pixel, largest) for roi, b in images]
     return torch.stack(results) if results else x.new_zeros(0, x.shape[1], *size)
 
 
