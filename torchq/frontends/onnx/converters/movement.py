@@ -23,23 +23,16 @@ from torchq.frontends.building.graph import Constant, Ints, Value
 from torchq.frontends.onnx.context import CONVERTERS, NodeContext, converter
 from torchq.frontends.onnx.converters.quantization import module_name
 
-#: How a Constant states numbers, and their element types.
-_STATED = {
-    "value_float": torch.float32,
-    "value_floats": torch.float32,
-    "value_int": torch.int64,
-    "value_ints": torch.int64,
-}
-
 
 @converter("Constant", dtypes=None)
 def _constant(node: NodeContext) -> Value:
-    if node.attr("value") is not None:
-        return Constant(node.attr("value"))
-    for name, dtype in _STATED.items():
-        if node.attr(name) is not None:
-            return Constant(torch.tensor(node.attr(name), dtype=dtype))
-    node.refuse("strings and sparse tensors are not supported")
+    (name, value), *_ = node.attributes.items()
+    if name == "value":
+        return Constant(value)
+    if name.removesuffix("s") not in ("value_float", "value_int"):
+        node.refuse("strings and sparse tensors are not supported")
+    dtype = torch.float32 if "float" in name else torch.int64
+    return Constant(torch.tensor(value, dtype=dtype))
 
 
 @converter("Shape", dtypes=None)
@@ -92,21 +85,16 @@ def _constant_of_shape(node: NodeContext) -> Value:
 
 @converter("Range")
 def _range(node: NodeContext) -> Value:
-    bounds = [_bound(node, index) for index in range(3)]
+    bounds: list[Any] = []  # numbers, and nodes that compute a size
+    for value in node.inputs:
+        if isinstance(value, Ints):
+            bounds += value.items
+        elif isinstance(value, Constant):
+            bounds += value.tensor.reshape(-1).tolist()
     dtype = node.dtype(0)
-    if dtype is not None and None not in bounds and any(isinstance(b, fx.Node) for b in bounds):
+    if dtype is not None and len(bounds) == 3 and any(isinstance(b, fx.Node) for b in bounds):
         return node.call(torch.arange, *bounds, dtype=dtype)
     return node.call(range_of, *node.inputs)
-
-
-def _bound(node: NodeContext, index: int) -> float | fx.Node | None:
-    """Return a bound of a range: a number, or a node that computes a size; None for a tensor."""
-    value = node.inputs[index]
-    if isinstance(value, Ints) and len(value.items) == 1:
-        return value.items[0]
-    if isinstance(value, Constant) and value.tensor.numel() == 1:
-        return value.tensor.item()
-    return None
 
 
 def non_zero(x: Tensor) -> Tensor:
@@ -148,12 +136,9 @@ def _is_table(node: NodeContext, axis: int) -> bool:
 
 @converter("ArgMax", "ArgMin")
 def _arg(node: NodeContext) -> Value:
-    options = (
-        node.attr("axis", 0),
-        node.attr("keepdims", True),
-        node.attr("select_last_index", False),
-    )
-    return node.call(arg_extreme, node.inputs[0], *options, node.op_type == "ArgMax")
+    flags = node.attr("keepdims", True), node.attr("select_last_index", False)
+    options = node.attr("axis", 0), *flags, node.op_type == "ArgMax"
+    return node.call(arg_extreme, node.inputs[0], *options)
 
 
 def arg_extreme(x: Tensor, axis: int, keep: bool, last: bool, largest: bool) -> Tensor:
@@ -250,30 +235,27 @@ def _concat(node: NodeContext) -> Value:
 @converter("Split", dtypes=None)
 def _split(node: NodeContext) -> list[Value]:
     axis, count, value = node.attr("axis", 0), len(node.output_names), node.inputs[0]
-    sizes: Any = node.attr("split", list | None)
-    if sizes is None and node.input(1) is not None:
-        sizes = node.ints_or_input(1)
+    sizes: Any = node.attr("split", list | None) or node.ints_or_input(1)
     if isinstance(value, Ints) and isinstance(sizes, list):
         ends = list(accumulate(sizes, initial=0))
         return [node.sizes(value.items[start:end]) for start, end in pairwise(ends)]
     size = (node.shape(0) or {axis: None})[axis]
     if sizes is None and size is not None and size % count == 0:
-        return node.call_parts(count, torch.split, value, size // count, axis)
-    if isinstance(sizes, list):
-        return node.call_parts(count, torch.split, value, list(sizes), axis)
+        sizes = size // count
+    if isinstance(sizes, (list, int)):
+        return node.call_parts(count, torch.split, value, sizes, axis)
     return node.call_parts(count, split, value, sizes, count, axis)
 
 
 @converter("Slice", dtypes=None)
 def _slice(node: NodeContext) -> Value:
     value = node.inputs[0]
-    starts: Any = node.ints(1)
-    ends: Any = node.ints(2)
-    count = len(starts or ())
-    axes: Any = node.ints(3) if node.input(3) is not None else list(range(count))
-    steps: Any = node.ints(4) if node.input(4) is not None else [1] * count
-    if starts is None or ends is None or axes is None or steps is None:
-        return node.call(slice_axes, value, *[node.input(i) for i in range(1, 5)])
+    given: list[Any] = [node.ints_or_input(index) for index in range(1, 5)]
+    starts, ends, axes, steps = given
+    if not all(isinstance(part, list | None) for part in given):
+        return node.call(slice_axes, value, *given)
+    count = len(starts)
+    axes, steps = axes or list(range(count)), steps or [1] * count
     numbers = all(isinstance(item, int) for item in (*starts, *ends, *axes, *steps))
     if isinstance(value, Ints) and numbers and count == 1:
         return node.sizes(value.items[_slice_of(starts[0], ends[0], steps[0])])
@@ -309,7 +291,7 @@ def _pad(node: NodeContext) -> Value:
     mode = node.attr("mode", "constant")
     if mode not in ("constant", "reflect", "edge", "wrap"):
         node.refuse(f"the mode {mode!r} is not known")
-    axes = node.known_ints(3, "axes") if node.input(3) is not None else None
+    axes = node.axes(3)
     return node.call(pad, node.inputs[0], node.ints_or_input(1), node.number(2), axes, mode)
 
 
@@ -324,8 +306,7 @@ def _blocks(node: NodeContext) -> Value:
 
 @converter("Trilu")
 def _trilu(node: NodeContext) -> Value:
-    k = 0 if node.input(1) is None else node.number(1)
-    return node.call(triangle, node.inputs[0], k, node.attr("upper", True))
+    return node.call(triangle, node.inputs[0], node.number(1) or 0, node.attr("upper", True))
 
 
 _LARGEST = 2**33
@@ -339,9 +320,7 @@ def check_size(sizes: Sequence[int], what: str) -> None:
     """Refuse a shape with more elements than any machine holds."""
     if torch.jit.is_tracing():
         return  # sizes are tensors there, and their product must not become part of the graph
-    count = 1
-    for size in sizes:
-        count *= size
+    count = math.prod(sizes)
     if isinstance(count, int) and count > _LARGEST:
         raise ValueError(
             f"{what}: got the shape {tuple(sizes)}; expected at most {_LARGEST} elements"
@@ -351,20 +330,16 @@ def check_size(sizes: Sequence[int], what: str) -> None:
 def reshape(x: Tensor, shape: Tensor | Sequence[int], allow_zero: bool) -> Tensor:
     """Return ``x`` reshaped: -1 is the rest, 0 the size at that place unless ``allow_zero``."""
     sizes = _numbers(shape)
-    if not allow_zero:
-        sizes = [
-            x.shape[i] if isinstance(size, int) and size == 0 else size
-            for i, size in enumerate(sizes)
-        ]
+    if not allow_zero:  # a symbolic size is none of the zeros
+        sizes = [x.shape[i] if isinstance(n, int) and n == 0 else n for i, n in enumerate(sizes)]
     return torch.reshape(x, sizes)
 
 
 def expand(x: Tensor, shape: Tensor | Sequence[int]) -> Tensor:
     """Return ``x`` broadcast with ``shape``, in both directions."""
     sizes = _numbers(shape)
-    missing = x.dim() - len(sizes)
-    sizes = [1] * missing + sizes
-    own = [1] * (len(sizes) - x.dim()) + list(x.shape)
+    count = max(x.dim(), len(sizes))
+    own, sizes = ([1] * (count - len(part)) + list(part) for part in (x.shape, sizes))
     result = [a if isinstance(b, int) and b == 1 else b for a, b in zip(own, sizes, strict=True)]
     check_size(result, "expand")
     return x.expand(result)
@@ -390,17 +365,13 @@ def range_of(start: Tensor, limit: Tensor, delta: Tensor) -> Tensor:
     """Return ``start, start + delta, ...`` below ``limit``, in the element type of ``start``."""
     count = max(0, int(torch.ceil((limit.double() - start.double()) / delta.double())))
     check_size([count], "range_of")
-    return (start + torch.arange(count, device=start.device).to(start.dtype) * delta).to(
-        start.dtype
-    )
+    steps = torch.arange(count, device=start.device).to(start.dtype) * delta
+    return (start + steps).to(start.dtype)
 
 
 def triangle(x: Tensor, k: Tensor | int, upper: bool) -> Tensor:
     """Return the upper or lower triangle of matrices, seen from the k-th diagonal."""
-    k = int(k)
-    if x.shape[-1] == 0 or x.shape[-2] == 0:
-        return x
-    return torch.triu(x, k) if upper else torch.tril(x, k)
+    return torch.triu(x, int(k)) if upper else torch.tril(x, int(k))
 
 
 def slice_axes(x: Tensor, *bounds: Tensor | Sequence[int] | None) -> Tensor:
@@ -444,17 +415,10 @@ def gather_elements(x: Tensor, indices: Tensor, axis: int) -> Tensor:
 
 def gather_nd(x: Tensor, indices: Tensor, batch_dims: int) -> Tensor:
     """Return the slices of ``x`` at positions that the last dimension of ``indices`` spells out."""
-    depth = indices.shape[-1]
-    batch, rest = x.shape[:batch_dims], x.shape[batch_dims + depth :]
-    flat = x.reshape(batch.numel(), *x.shape[batch_dims:])
-    places = indices.reshape(batch.numel(), -1, depth).to(torch.int64)
-    rows = torch.arange(batch.numel(), device=x.device).unsqueeze(1)
-    index = (rows, *places.unbind(-1))
-    found = flat[index] if depth else flat.unsqueeze(1)
-    return found.reshape((*batch, *indices.shape[batch_dims:-1], *rest))
-
-
-_REDUCE = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
+    behind = range(indices.dim() - 2, -1, -1)
+    sizes = zip(indices.shape[:batch_dims], behind, strict=False)
+    batch = [torch.arange(n, device=x.device).view(-1, *[1] * more) for n, more in sizes]
+    return x[(*batch, *indices.long().unbind(-1))]
 
 
 def scatter_elements(
@@ -464,24 +428,21 @@ def scatter_elements(
     indices = _positive(indices, x.shape[axis])
     if reduction == "none":
         return x.scatter(axis, indices, updates)
-    return x.scatter_reduce(axis, indices, updates, _REDUCE[reduction])
+    names = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
+    return x.scatter_reduce(axis, indices, updates, names[reduction])
 
 
-def scatter_nd(x: Tensor, indices: Tensor, updates: Tensor, reduction: str) -> Tensor:
-    """Return ``x`` with updates written to, or combined with, slices that ``indices`` name."""
-    depth, indices = indices.shape[-1], indices.to(torch.int64)
-    leading = x.shape[:depth]
-    sizes = torch.tensor(leading, device=x.device)
-    indices = torch.where(indices < 0, indices + sizes, indices)
-    flat_index = torch.zeros(indices.shape[:-1], dtype=torch.int64, device=x.device)
-    for axis in range(depth):
-        flat_index = flat_index * leading[axis] + indices[..., axis]
-    rows = x.reshape(leading.numel(), -1)
-    values = updates.reshape(-1, rows.shape[1])
-    places = flat_index.reshape(-1, 1).expand_as(values)
-    if reduction == "none":
-        return rows.scatter(0, places, values).reshape(x.shape)
-    return rows.scatter_reduce(0, places, values, _REDUCE[reduction]).reshape(x.shape)
+@converter("ScatterND")
+def _scatter_nd(node: NodeContext) -> Value:
+    reduction = node.attr("reduction", "none")
+    if reduction not in ("none", "add"):
+        node.refuse(f"its reduction is {reduction}; expected none or add")
+    return node.call(scatter_nd, *node.inputs, reduction == "add")
+
+
+def scatter_nd(x: Tensor, indices: Tensor, updates: Tensor, add: bool) -> Tensor:
+    """Return ``x`` with updates written or added to the slices that ``indices`` name."""
+    return x.index_put(indices.long().unbind(-1), updates, add)
 
 
 def one_hot(indices: Tensor, depth: Tensor, values: Tensor, axis: int) -> Tensor:
@@ -542,4 +503,3 @@ CONVERTERS.row("GatherND", gather_nd, batch_dims=0)
 CONVERTERS.row("NonZero", non_zero)
 CONVERTERS.row("OneHot", one_hot, axis=-1)
 CONVERTERS.row("Scatter ScatterElements", scatter_elements, axis=0, reduction="none")
-CONVERTERS.row("ScatterND", scatter_nd, reduction="none")
