@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,9 @@ class Importer:
             free_batch_(self.model, where)
         self.builder = GraphBuilder(where, self.convert_nodes)
         self.builder.shapes, self.builder.dtypes = infer_types(self.model, where)
-        self.builder.readers = count_readers(self.model.graph)
+        for graph in _graphs(self.model.graph, where):
+            read = [*(name for node in graph.node for name in node.input)]
+            self.builder.readers.update([*read, *(value.name for value in graph.output)])
 
     def run(self) -> fx.GraphModule:
         """Convert the whole model."""
@@ -186,9 +189,33 @@ OLDEST, NEWEST = 11, 28
 _DEEPEST = 32
 
 
+def _graphs(graph: Any, where: str, depth: int = 0) -> Iterator[Any]:
+    """Yield a graph and its sub-graphs; names must be text, which protobuf does not promise."""
+    if depth > _DEEPEST:
+        raise FrontendError(f"{where}: sub-graphs are nested more than {_DEEPEST} deep")
+    names = [graph.name, *(v.name for v in (*graph.initializer, *graph.input, *graph.output))]
+    for node in graph.node:
+        names += [node.name, node.op_type, node.domain, *node.input, *node.output]
+        names += [attribute.name for attribute in node.attribute]
+    broken = next((name for name in names if not isinstance(name, str)), None)
+    if broken is not None:
+        raise FrontendError(f"{where}: got the name {broken!r}; expected names in UTF-8")
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == attribute.GRAPH:
+                yield from _graphs(attribute.g, where, depth + 1)
+
+
+def _operators(model: Any, where: str) -> collections.Counter[tuple[str, str]]:
+    """Count the operators of a model, by domain and name."""
+    nodes = (node for graph in _graphs(model.graph, where) for node in graph.node)
+    return collections.Counter((domain_of(node), node.op_type) for node in nodes)
+
+
 def prepare(model: Any, where: str) -> Any:
     """Return a model of nothing but operators that can be converted."""
-    _check_names(model.graph, where)
+    counts = _operators(model, where)
     version = opset_versions(model).get("", OLDEST)
     if version > NEWEST:
         raise FrontendError(
@@ -196,12 +223,17 @@ def prepare(model: Any, where: str) -> Any:
         )
     if version < OLDEST:
         model = _upgraded(model, where, version)
+        counts = _operators(model, where)
     for _ in range(_DEEPEST):
-        expanded = _expand_functions(model, where)
-        if expanded is None:
+        model, before = _without_functions(model, where, counts), counts
+        counts = _operators(model, where)
+        if counts == before:
             break
-        model = expanded
-    _check_operators(model, where)
+    named = sorted((qualified(*key), count) for key, count in counts.items())
+    unknown = {name: count for name, count in named if name not in CONVERTERS}
+    if unknown:
+        text = ", ".join(f"{name} ({count})" for name, count in unknown.items())
+        raise FrontendError(f"{where}: no converter for {text}. {_advice(unknown)}")
     return model
 
 
@@ -209,8 +241,7 @@ def _upgraded(model: Any, where: str, version: int) -> Any:
     """Return a model of an old opset in the oldest one that converters know."""
     sizes = {tensor.name: math.prod(tensor.dims) for tensor in model.graph.initializer}
     prelus = (node for node in model.graph.node if node.op_type == "PRelu")
-    slopes = [name for node in prelus for name in node.input[1:]]
-    if version < 7 and any(sizes.get(name) != 1 for name in slopes):
+    if version < 7 and any(sizes.get(name) != 1 for node in prelus for name in node.input[1:]):
         raise FrontendError(
             f"{where}: got opset {version}, where a PRelu has a slope of each channel; "
             f"expected opset 7 or newer"
@@ -225,18 +256,6 @@ def _upgraded(model: Any, where: str, version: int) -> Any:
         ) from error
 
 
-def _check_names(graph: Any, where: str) -> None:
-    """Refuse names that are no text: protobuf gives bytes that are not UTF-8 as they are."""
-    tensors = [*graph.initializer, *graph.input, *graph.output]
-    names = [graph.name, *(tensor.name for tensor in tensors)]
-    for node in graph.node:
-        names += [node.name, node.op_type, node.domain, *node.input, *node.output]
-        names += [attribute.name for attribute in node.attribute]
-    broken = next((name for name in names if not isinstance(name, str)), None)
-    if broken is not None:
-        raise FrontendError(f"{where}: got the name {broken!r}; expected names in UTF-8")
-
-
 def opset_versions(model: Any) -> dict[str, int]:
     """Return the version of each domain; that of ONNX's own operators is ``""``."""
     return {domain_of(entry): entry.version for entry in model.opset_import}
@@ -247,56 +266,29 @@ def domain_of(message: Any) -> str:
     return "" if message.domain == "ai.onnx" else str(message.domain)
 
 
-def _expand_functions(model: Any, where: str) -> Any:
-    """Replace operators without a converter by the functions that define them, None for nothing."""
-    versions, found = opset_versions(model), set()
-    for domain, op_type in _operators(model.graph, where):
-        is_known = qualified(domain, op_type) in CONVERTERS or domain not in ("", "ai.onnx.ml")
-        if not is_known and _is_function(domain, op_type, versions.get(domain, 1)):
-            found.add((domain, op_type))
-    if not found:
-        return None
-    for node in model.graph.node:
-        if (domain_of(node), node.op_type) in found:
-            _write_defaults(node, versions)
+def _without_functions(model: Any, where: str, operators: Iterable[tuple[str, str]]) -> Any:
+    """Replace operators without a converter by the functions that the standard defines them by."""
+    defs, versions = import_optional("onnx", "from_onnx").defs, opset_versions(model)
+    schemas: dict[tuple[str, str], Any] = {}
+    for domain, op_type in operators:
+        version = versions.get(domain, 1)
+        if qualified(domain, op_type) not in CONVERTERS and defs.has(op_type, version, domain):
+            schema = defs.get_schema(op_type, version, domain)
+            if schema.has_function or schema.has_context_dependent_function:
+                schemas[domain, op_type] = schema
+    for node in model.graph.node if schemas else ():
+        schema = schemas.get((domain_of(node), node.op_type))
+        given = {attribute.name for attribute in node.attribute}
+        for name, attribute in schema.attributes.items() if schema else ():
+            if name not in given and attribute.default_value.type:  # the inliner reads no defaults
+                node.attribute.append(attribute.default_value)
     inliner = import_optional("onnx.inliner", "from_onnx")
     try:
-        result = inliner.inline_selected_functions(
-            model, sorted(found), inline_schema_functions=True
-        )
+        names = sorted(schemas)
+        return inliner.inline_selected_functions(model, names, inline_schema_functions=True)
     except Exception as error:  # the binding raises several kinds
         log.debug("%s: %s: %s", where, type(error).__name__, error)
-        return None
-    same = _operators(result.graph, where) == _operators(model.graph, where)
-    return None if same else result
-
-
-def _write_defaults(node: Any, versions: dict[str, int]) -> None:
-    """Write the attributes that a node leaves out, which the inliner would leave out as well."""
-    defs = import_optional("onnx", "from_onnx").defs
-    schema = defs.get_schema(node.op_type, versions.get(node.domain, 1), node.domain)
-    given = {attribute.name for attribute in node.attribute}
-    for name, attribute in schema.attributes.items():
-        if name not in given and attribute.default_value.type:
-            node.attribute.append(attribute.default_value)
-
-
-def _is_function(domain: str, op_type: str, version: int) -> bool:
-    """Return True if the standard defines an operator by others."""
-    try:
-        schema = import_optional("onnx", "from_onnx").defs.get_schema(op_type, version, domain)
-    except Exception:  # the binding raises several kinds for operators that the standard lacks
-        return False
-    return bool(schema.has_function or schema.has_context_dependent_function)
-
-
-def _check_operators(model: Any, where: str) -> None:
-    counts = _operators(model.graph, where).items()
-    named = sorted((qualified(*key), count) for key, count in counts)
-    unknown = {name: count for name, count in named if name not in CONVERTERS}
-    if unknown:
-        text = ", ".join(f"{name} ({count})" for name, count in unknown.items())
-        raise FrontendError(f"{where}: no converter for {text}. {_advice(unknown)}")
+        return model
 
 
 def _advice(unknown: Iterable[str]) -> str:
@@ -308,39 +300,15 @@ def _advice(unknown: Iterable[str]) -> str:
     return "Write one with torchq.frontends.onnx.converter, or cut the graph before them"
 
 
-def _operators(graph: Any, where: str, depth: int = 0) -> collections.Counter[tuple[str, str]]:
-    """Count the operators of a graph and of its sub-graphs."""
-    if depth > _DEEPEST:
-        raise FrontendError(f"{where}: sub-graphs are nested more than {_DEEPEST} deep")
-    result: collections.Counter[tuple[str, str]] = collections.Counter()
-    for node in graph.node:
-        result[domain_of(node), node.op_type] += 1
-        for attribute in node.attribute:
-            if attribute.type == attribute.GRAPH:
-                _check_names(attribute.g, where)
-                result += _operators(attribute.g, where, depth + 1)
-    return result
-
-
-def count_readers(graph: Any) -> collections.Counter[str]:
-    """Count how often each tensor is read, by nodes, sub-graphs and outputs."""
-    result = collections.Counter(output.name for output in graph.output)
-    for node in graph.node:
-        result.update(node.input)
-        for attribute in node.attribute:
-            if attribute.type == attribute.GRAPH:
-                result += count_readers(attribute.g)
-    return result
-
-
 def with_sizes(x: Tensor, name: str, sizes: Sequence[int | None]) -> Tensor:
     """Return ``x`` if it has the sizes that the file states, None for open ones; else raise."""
-    if torch.jit.is_tracing():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", torch.jit.TracerWarning)  # sizes are no numbers there
-            wrong = _differ(x, sizes)
-    else:
-        wrong = _differ(x, sizes)
+    tracing = torch.jit.is_tracing()
+    with warnings.catch_warnings() if tracing else contextlib.nullcontext():
+        if tracing:  # sizes are no numbers there
+            warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        wrong = x.dim() != len(sizes) or any(
+            size is not None and bool(size != own) for size, own in zip(sizes, x.shape, strict=True)
+        )
     if wrong:
         wanted = tuple("any" if size is None else size for size in sizes)
         raise InputError(
@@ -349,9 +317,3 @@ def with_sizes(x: Tensor, name: str, sizes: Sequence[int | None]) -> Tensor:
             "from_onnx(path, free_batch=True) frees the first size"
         )
     return x
-
-
-def _differ(x: Tensor, sizes: Sequence[int | None]) -> bool:
-    return x.dim() != len(sizes) or any(
-        size is not None and bool(size != own) for size, own in zip(sizes, x.shape, strict=True)
-    )
