@@ -61,16 +61,20 @@ def test_collecting(method: str, granularity: Granularity) -> None:
         assert bool((calibrator.range().high > 0).all())
 
 
-RECIPES = ["int8", "int8_per_tensor", "w4a4", "fp8", "mxfp8", "nvfp4"]
+CONFIGS = {
+    name: torchq.recipes.by_name(name)
+    for name in ("int8", "int8_per_tensor", "w4a4", "fp8", "mxfp8", "nvfp4")
+}
+CONFIGS["asymmetric"] = torchq.recipes.int8(symmetric=False)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_training_step(recipe: str) -> None:
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_training_step(name: str) -> None:
     model = nn.Sequential(
         nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 16, 4)
     )
     x, target = torch.randn(2, 3, 6, 6), torch.tensor([0, 3])
-    torchq.quantize_(model, torchq.recipes.by_name(recipe))
+    torchq.quantize_(model, CONFIGS[name])
     torchq.calibrate(model, [x], progress=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = model[0].weight.detach().clone()
@@ -81,10 +85,10 @@ def test_a_training_step(recipe: str) -> None:
     assert not torch.equal(model[0].weight, before)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_an_uncalibrated_forward(recipe: str) -> None:
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_uncalibrated_forward(name: str) -> None:
     model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.Flatten(), nn.Linear(32 * 16, 4)).eval()
-    torchq.quantize_(model, torchq.recipes.by_name(recipe))
+    torchq.quantize_(model, CONFIGS[name])
     with NoSync(), torch.no_grad():
         y = model(torch.randn(2, 3, 6, 6))
     assert bool(y.isfinite().all())

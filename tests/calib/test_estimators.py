@@ -11,7 +11,6 @@ import torch
 from torchq.calib import HistogramCalibrator, estimators
 from torchq.calib.estimators import entropy, largest, lp, mse, percentile
 from torchq.calib.histogram import Histogram
-from torchq.errors import ConfigError
 from torchq.formats import (
     E2M1,
     E4M3,
@@ -104,32 +103,16 @@ def test_entropy_has_the_optimum_of_the_naive_loop(
     assert abs(entropy(histogram_of(counts), format).item() - naive_entropy(counts, levels)) <= 1
 
 
+@pytest.mark.parametrize("power", [0.5, 1.0, 2.0, 2.4, 10.0])
 @pytest.mark.parametrize("kind", ["normal", "laplace", "uniform", "zeros", "sparse"])
 @pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_mse_has_the_optimum_of_the_naive_loop(
-    kind: str, format: Format, generator: torch.Generator
-) -> None:
-    counts = random_counts(kind, 150 if format.bits < 8 else 280, generator)
-    assert abs(mse(histogram_of(counts), format).item() - naive_lp(counts, format)) <= 1
-
-
-@pytest.mark.parametrize("power", [0.5, 1.0, 2.4, 10.0])
-@pytest.mark.parametrize("kind", ["normal", "laplace", "zeros"])
-@pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_lp_has_the_optimum_of_the_naive_loop(
+def test_mse_and_lp_have_the_optimum_of_the_naive_loop(
     kind: str, format: Format, power: float, generator: torch.Generator
 ) -> None:
     counts = random_counts(kind, 150 if format.bits < 8 else 280, generator)
     found = lp(histogram_of(counts), format, power=power).item()
+    assert power != 2.0 or found == mse(histogram_of(counts), format).item()
     assert abs(found - naive_lp(counts, format, power)) <= 1
-
-
-@pytest.mark.parametrize("power", [0.0, -1.0, 10.5, math.nan])
-def test_lp_has_a_power_in_range(power: float) -> None:
-    calibrator = HistogramCalibrator()
-    calibrator.collect(torch.ones(3))
-    with pytest.raises(ConfigError, match=r"power: got .*; expected 0 < power <= 10"):
-        calibrator.range("lp", power=power)
 
 
 def test_full_size_entropy_has_the_optimum_of_the_naive_loop(generator: torch.Generator) -> None:
@@ -176,12 +159,6 @@ def test_percentile_interpolates_within_the_bin() -> None:
     histogram = histogram_of([10, 0, 10], width=0.5)
     values = [percentile(histogram, INT8, percentile=p).item() for p in (25.0, 50.0, 75.0, 100.0)]
     assert values == [0.25, 0.5, 1.25, 1.5]
-
-
-@pytest.mark.parametrize("percent", [0.0, -1.0, 100.5, float("nan")])
-def test_percentile_out_of_range_is_an_error(percent: float) -> None:
-    with pytest.raises(ConfigError, match=r"percentile: got .*; expected 0 < percentile <= 100"):
-        percentile(histogram_of([1, 2]), INT8, percentile=percent)
 
 
 def test_largest_is_exact() -> None:

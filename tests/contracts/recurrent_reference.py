@@ -1,12 +1,12 @@
-"""Recurrent layers computed step by step, on tensors quantized with the range of a call.
+"""Recurrent layers computed step by step from torch's formulas, on quantized operands.
 
-This is the reference of the rows of recurrent modules in the module contract. It is written from
-torch's formulas alone: INT8, a range for each row of a weight, and one for each input and for the
-hidden state of each step.
+This is the reference of the recurrent layers in the module contract and in
+tests/nn/test_recurrent.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,76 +16,91 @@ from torch import Tensor, nn
 from torchq import QuantDescriptor
 from torchq.functional import fake_quantize, reduce_amax
 
-__all__ = ["after_products", "recurrent_by_hand"]
+__all__ = ["recurrent_by_hand"]
 
 State = tuple[Tensor, ...]
+#: The name of a quantizer, such as ``"weight_hh_l0"``, and a tensor, to the quantized tensor.
+Quantize = Callable[[str, Tensor], Tensor]
 
 
-def recurrent_by_hand(plain: nn.RNNBase, x: Tensor) -> Any:
-    """Return what a quantized copy of the layer ``plain`` must give for ``x``."""
+def by_the_range_of_the_call(slot: str, x: Tensor) -> Tensor:
+    """Return INT8: a range for each row of a weight, and one for any other tensor."""
+    granularity = QuantDescriptor(axis=0 if slot.startswith("weight") else None).granularity
+    return fake_quantize(x, reduce_amax(x, granularity), granularity=granularity)
+
+
+def recurrent_by_hand(
+    plain: nn.RNNBase,
+    x: Tensor,
+    quantize: Quantize = by_the_range_of_the_call,
+    state: State | None = None,
+    keep: Tensor | None = None,
+) -> Any:
+    """Return what a quantized copy of the layer ``plain`` must give for a padded batch ``x``.
+
+    ``keep`` (T, N) tells which elements are no padding; a row's state stays where it is padding.
+    """
     y, last = (x.transpose(0, 1) if plain.batch_first else x), list[State]()
     ends = ("", "_reverse") if plain.bidirectional else ("",)
+    if state is None:
+        widths = [plain.proj_size or plain.hidden_size]
+        widths += [plain.hidden_size] if isinstance(plain, nn.LSTM) else []
+        state = tuple(y.new_zeros(plain.num_layers * len(ends), y.shape[1], w) for w in widths)
+    keep = torch.ones(y.shape[:2], dtype=torch.bool) if keep is None else keep
     for level in range(plain.num_layers):
-        y = _quantized(y)
-        parts = [_direction(plain, y, f"_l{level}{end}", last) for end in ends]
-        y = torch.cat(parts, -1)
+        y, outputs = quantize(f"input_l{level}", y), []
+        for end in ends:
+            own = tuple(part[len(last)] for part in state)
+            outputs.append(_direction(plain, y, f"_l{level}{end}", own, quantize, keep, last))
+        y = torch.cat(outputs, -1)
     states = tuple(torch.stack(parts) for parts in zip(*last, strict=True))
     y = y.transpose(0, 1) if plain.batch_first else y
     return y, states if len(states) > 1 else states[0]
 
 
-def _direction(plain: nn.RNNBase, x: Tensor, end: str, last: list[State]) -> Tensor:
+def _direction(
+    plain: nn.RNNBase,
+    x: Tensor,
+    end: str,
+    state: State,
+    quantize: Quantize,
+    keep: Tensor,
+    last: list[State],
+) -> Tensor:
     """Return the outputs of one direction of a level, and append its last state to ``last``."""
-    state = _zeros(plain, x[0], plain.proj_size or plain.hidden_size)
     outputs = dict[int, Tensor]()
     steps = range(len(x))
     for step in reversed(steps) if end.endswith("reverse") else steps:
-        state = _step(plain, x[step], state, end)
-        outputs[step] = state[0]
+        new, rows = _step(plain, x[step], state, end, quantize), keep[step].unsqueeze(1)
+        state = tuple(torch.where(rows, n, o) for n, o in zip(new, state, strict=True))
+        outputs[step] = torch.where(rows, new[0], 0.0)
     last.append(state)
     return torch.stack([outputs[step] for step in steps])
 
 
-def _step(plain: nn.Module, x: Tensor, state: State, end: str) -> State:
+def _step(plain: nn.RNNBase, x: Tensor, state: State, end: str, quantize: Quantize) -> State:
     """Return the state after one step on a quantized input."""
-    weights = [_quantized_rows(getattr(plain, f"weight_{kind}{end}")) for kind in ("ih", "hh")]
+
+    def weight(kind: str) -> Tensor:
+        return quantize(f"{kind}{end}", getattr(plain, f"{kind}{end}"))
+
     biases = [getattr(plain, f"bias_{kind}{end}") if plain.bias else None for kind in ("ih", "hh")]
-    i = F.linear(x, weights[0], biases[0])
-    h = F.linear(_quantized(state[0]), weights[1], biases[1])
-    y, *memory = after_products(plain, i, h, state)
-    if getattr(plain, "proj_size", 0):
-        y = F.linear(_quantized(y), _quantized_rows(getattr(plain, f"weight_hr{end}")))
+    i = F.linear(x, weight("weight_ih"), biases[0])
+    h = F.linear(quantize(f"hidden{end}", state[0]), weight("weight_hh"), biases[1])
+    y, *memory = _after_products(plain, i, h, state)
+    if plain.proj_size:
+        y = F.linear(quantize(f"projected{end}", y), weight("weight_hr"))
     return y, *memory
 
 
-def after_products(plain: nn.Module, i: Tensor, h: Tensor, state: State) -> State:
-    """Return the state after the products of the input and of the hidden state, by kind of layer.
-
-    It is that before a projection; a plain recurrent layer has tanh.
-    """
-    if isinstance(plain, nn.LSTM | nn.LSTMCell):
+def _after_products(plain: nn.RNNBase, i: Tensor, h: Tensor, state: State) -> State:
+    """Return the state after the products of the input and of the hidden state."""
+    if isinstance(plain, nn.LSTM):
         first, forget, value, out = (i + h).chunk(4, 1)
         cell = forget.sigmoid() * state[1] + first.sigmoid() * value.tanh()
         return out.sigmoid() * cell.tanh(), cell
-    if isinstance(plain, nn.GRU | nn.GRUCell):
+    if isinstance(plain, nn.GRU):
         (ir, iz, iv), (hr, hz, hv) = i.chunk(3, 1), h.chunk(3, 1)
         update = (iz + hz).sigmoid()
         return ((1 - update) * (iv + (ir + hr).sigmoid() * hv).tanh() + update * state[0],)
-    return ((i + h).tanh(),)
-
-
-def _zeros(plain: nn.RNNBase, x: Tensor, width: int) -> State:
-    """Return the state before the first step of rows ``x``."""
-    hidden = x.new_zeros(len(x), width)
-    if not isinstance(plain, nn.LSTM):
-        return (hidden,)
-    return hidden, x.new_zeros(len(x), plain.hidden_size)
-
-
-def _quantized(x: Tensor) -> Tensor:
-    return fake_quantize(x, reduce_amax(x))
-
-
-def _quantized_rows(weight: Tensor) -> Tensor:
-    granularity = QuantDescriptor(axis=0).granularity
-    return fake_quantize(weight, reduce_amax(weight, granularity), granularity=granularity)
+    return ((i + h).relu() if getattr(plain, "nonlinearity", "") == "relu" else (i + h).tanh(),)

@@ -75,15 +75,6 @@ def test_aligned_amax_broadcasts_to_its_group(
     assert int((ratio == 1).sum()) == math.prod(expected)
 
 
-@pytest.mark.parametrize("granularity", [PerTensor(), PerAxis((0,)), PerAxis((1,)), PerBlock(2)])
-def test_layout_does_not_matter(granularity: Granularity, generator: torch.Generator) -> None:
-    x = torch.randn(4, 6, 3, 3, generator=generator)
-    expected = granularity.amax(x)
-    assert torch.equal(granularity.amax(x.to(memory_format=torch.channels_last)), expected)
-    assert torch.equal(granularity.amax(x.flip(0).flip(0)), expected)
-    assert torch.equal(granularity.amax(torch.cat([x, x], 3)[..., :3]), expected)
-
-
 def test_amax_keeps_dtype_and_shows_nan(dtype: torch.dtype) -> None:
     x = torch.tensor(
         [[1.0, -3.0], [math.nan, 2.0], [math.inf, 0.0]], dtype=dtype, requires_grad=True

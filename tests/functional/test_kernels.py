@@ -16,7 +16,6 @@ from torchq.formats import CATALOG, INT8, Granularity, PerAxis, PerBlock, PerTen
 from torchq.functional import fake_quantize, learned_fake_quantize, reduce_amax
 from torchq.functional.kernels import (
     backend_for,
-    mask_gradient,
     reference,
     tiled,
     use_backend,
@@ -219,10 +218,3 @@ def test_forced_where_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     with use_backend("tiled"), pytest.raises(ConfigError, match=expected):
         fake_quantize(torch.ones(3), 1.0)
     assert backend_for(torch.ones(3)) == "reference"
-
-
-def test_the_gradient_is_exactly_zero_outside_the_range() -> None:
-    mask = torch.tensor([1, 0, 0, 1], dtype=torch.int8)
-    grad = torch.tensor([torch.inf, torch.inf, torch.nan, -0.0])
-    for backend in ("reference", "tiled"):
-        assert mask_gradient(backend, grad, mask).tolist() == [torch.inf, 0.0, 0.0, 0.0]

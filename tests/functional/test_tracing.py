@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from tests.contracts.quantize_contract import same
-from tests.no_sync import NoSync
 from torchq import formats
 from torchq.formats import CATALOG, Granularity, PerAxis, PerBlock, PerTensor
-from torchq.functional import fake_quantize, learned_fake_quantize, quantize, reduce_amax
+from torchq.functional import fake_quantize, learned_fake_quantize, reduce_amax
 
 CASES: list[tuple[str, Granularity, str | None]] = [
     ("int8", PerTensor(), None),
@@ -45,21 +44,6 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-@pytest.mark.parametrize(("name", "granularity", "scales"), CASES, ids=str)
-@pytest.mark.parametrize("function", [fake_quantize, learned_fake_quantize])
-def test_no_host_sync(
-    function: Callable[..., Tensor], name: str, granularity: Granularity, scales: str | None
-) -> None:
-    x = torch.randn(3, 10, requires_grad=True)
-    scale_format = None if scales is None else CATALOG[scales]
-    with NoSync():
-        amax = reduce_amax(x, granularity).requires_grad_(function is learned_fake_quantize)
-        function(x, amax, CATALOG[name], granularity, scale_format).sum().backward()
-        quantize(x, amax, CATALOG[name], granularity, scale_format)
-        fake_quantize(x, 1.0, CATALOG[name])
-    assert x.grad is not None
 
 
 @pytest.mark.parametrize(("name", "granularity", "scales"), CASES, ids=str)

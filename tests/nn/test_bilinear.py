@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq.functional import fake_quantize
 
 
 class Pairing(nn.Module):
@@ -42,37 +40,12 @@ def model(batch: dict[str, Tensor]) -> Pairing:
     return model
 
 
-def test_each_input_has_its_own_range(model: Pairing, batch: dict[str, Tensor]) -> None:
-    layer: Any = model.bilinear
-    ranges = layer.input1_quantizer.amax, layer.input2_quantizer.amax
-    with torchq.disabled(model):
-        a, b = model.left(batch["x"]), 10 * model.right(batch["y"])
-    assert torch.equal(ranges[0], a.abs().max()) and torch.equal(ranges[1], b.abs().max())
-    amax = layer.weight.detach().abs().amax((1, 2), keepdim=True)
-    assert torch.equal(layer.weight_quantizer.amax, amax)
-    weight = layer.weight_quantizer(layer.weight)
-    a, b = fake_quantize(model.left(batch["x"]), ranges[0]), 10 * model.right(batch["y"])
-    expected = nn.functional.bilinear(a, fake_quantize(b, ranges[1]), weight, layer.bias)
-    assert torch.equal(model(**batch), expected)
-
-
 @pytest.mark.parametrize("recipe", ["int8", "fp8", "mxfp8", "nvfp4", "w4a4"])
 def test_every_recipe_selects_it(recipe: str, batch: dict[str, Tensor]) -> None:
     model = Pairing()
     report = torchq.quantize_(model, torchq.recipes.by_name(recipe))
     assert {d.name for d in report.replaced} == {"left", "right", "bilinear"}
     assert model(**batch).isfinite().all()
-
-
-def test_a_file_loads_into_a_float_model(
-    model: Pairing, batch: dict[str, Tensor], tmp_path: Path
-) -> None:
-    torchq.save(model, tmp_path / "m.pt")
-    twin = torchq.load(Pairing().eval(), tmp_path / "m.pt")
-    assert torch.equal(twin(**batch), model(**batch))
-    torchq.restore_(model)
-    assert type(model.bilinear) is nn.Bilinear
-    assert [name for name, _ in model.bilinear.named_children()] == []
 
 
 def test_deployed_models_simulate_it_and_say_so(model: Pairing, batch: dict[str, Tensor]) -> None:

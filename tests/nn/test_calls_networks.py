@@ -124,22 +124,6 @@ def test_rules_select_calls() -> None:
     assert report.replaced[0].by == "type:torch.nn.modules.linear.Linear"
 
 
-class Recomputing(nn.Module):
-    """Checkpoints inside its own forward, which repeats the call in the backward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernel = nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        from torch.utils.checkpoint import checkpoint
-
-        def product(x: Tensor) -> Tensor:
-            return x @ self.kernel
-
-        return checkpoint(product, x, use_reentrant=False) if self.training else product(x)
-
-
 class Mixed(nn.Module):
     """Computes the weight of a call beside a child that makes the same kind of call."""
 
@@ -149,19 +133,6 @@ class Mixed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(self.linear(x), 2 * self.kernel)
-
-
-def test_a_call_that_checkpointing_repeats_is_quantized_both_times() -> None:
-    torch.manual_seed(0)
-    model, x = Recomputing(), torch.randn(2, 4)
-    torchq.quantize_(model, example=x)
-    gradients = []
-    for training in (True, False):
-        model.train(training).zero_grad()
-        model(x).square().sum().backward()
-        assert model.kernel.grad is not None
-        gradients.append(model.kernel.grad.clone())
-    assert torch.equal(*gradients)
 
 
 def test_a_computed_weight_beside_a_child_with_the_same_kind_of_call() -> None:

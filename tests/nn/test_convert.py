@@ -6,7 +6,6 @@ The cases are refusals, weight_norm, fused transformer layers and legacy checkpo
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import pytest
@@ -21,11 +20,8 @@ from torchq.nn import (
     QUANTIZED,
     QuantLinear,
     QuantModule,
-    TensorQuantizer,
     convert_,
-    is_weight_quantizer,
     register,
-    revert_,
 )
 
 INT8 = QuantDescriptor()
@@ -95,45 +91,6 @@ def test_none_leaves_a_tensor_alone(generator: torch.Generator) -> None:
     assert torch.equal(only_input(x), plain(fake_quantize(x, x.abs().max())))
 
 
-def test_quantized_weights() -> None:
-    module = QuantLinear(4, 2)
-    assert [(q, w is module.weight) for q, w in module.quantized_weights()] == [
-        (module.weight_quantizer, True)
-    ]
-    assert is_weight_quantizer(module, module.weight_quantizer) and not is_weight_quantizer(
-        module, module.input_quantizer
-    )
-
-
-def test_quantizers_are_where_the_weight_is() -> None:
-    module = convert_(nn.Linear(2, 2, device="meta").eval(), input=INT8, weight=ROWS)
-    assert module.input_quantizer.amax.is_meta and module.weight_quantizer.amax.is_meta  # type: ignore[union-attr]
-    assert not module.input_quantizer.training  # type: ignore[union-attr]
-
-
-def test_legacy_checkpoint_of_a_module() -> None:
-    """pytorch-quantization writes ``_input_quantizer._amax``.
-
-    Every legacy shape of a per-channel amax is taken.
-    """
-    for shape in ((), (1,), (8,), (8, 1, 1, 1)):
-        module = convert_(nn.Conv2d(3, 8, 3), input=INT8, weight=ROWS)
-        state = {k: v for k, v in module.state_dict().items() if "quantizer" not in k}
-        state |= {
-            "_input_quantizer._amax": torch.tensor(2.0),
-            "_weight_quantizer._amax": torch.full(shape, 0.5),
-        }
-        nn.Sequential(module).load_state_dict(
-            {f"0.{key}": value for key, value in state.items()}, strict=True
-        )
-        assert module.input_quantizer.amax.item() == 2.0  # type: ignore[union-attr, operator]
-        expected = convert_(copy.deepcopy(revert_(copy.deepcopy(module))), input=INT8, weight=ROWS)  # type: ignore[arg-type]
-        expected.input_quantizer.set_amax(2.0)  # type: ignore[union-attr, operator]
-        expected.weight_quantizer.set_amax(torch.full((8, 1, 1, 1), 0.5))  # type: ignore[union-attr, operator]
-        x = torch.randn(1, 3, 5, 5)
-        assert torch.equal(module(x), expected(x))
-
-
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
 @pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
 def test_old_style_weight_norm(norm: Any, generator: torch.Generator) -> None:
@@ -160,36 +117,6 @@ def test_old_style_weight_norm(norm: Any, generator: torch.Generator) -> None:
     assert torch.equal(model[0].weight_quantizer.amax, reduce_amax(weight, ROWS.granularity))
     model(x).sum().backward()
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
-
-
-def layer(**options: Any) -> nn.TransformerEncoderLayer:
-    return nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, **options).eval()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"activation": "gelu"}, {"norm_first": True}, {"activation": nn.SiLU()}],
-    ids=str,
-)
-def test_transformer_layer_does_not_bypass_its_children(
-    options: dict[str, Any], generator: torch.Generator
-) -> None:
-    """torch's fast path, in eval mode without gradients, would read weights past quantizers."""
-    x, model = torch.randn(2, 5, 8, generator=generator), layer(**options)
-    with torch.no_grad():
-        torchq.quantize_(model)
-        quantized = model(x)
-        with torchq.disabled(model, "linear1"):
-            assert not torch.equal(model(x), quantized)
-        with torchq.disabled(model):
-            off = model(x)
-        torchq.restore_(model)
-        expected = model(x)
-    assert type(model) is nn.TransformerEncoderLayer
-    assert model.activation_relu_or_gelu == layer(**options).activation_relu_or_gelu
-    # the fused kernel adds in another order: float32 tolerance
-    torch.testing.assert_close(off, expected)
-    assert torch.equal(off, model(x.requires_grad_()).detach()) or not torch.equal(off, quantized)
 
 
 def test_register_checks_its_class() -> None:
@@ -233,24 +160,3 @@ def test_a_registered_class_is_swapped() -> None:
         assert torch.equal(model(x), expected)
     torchq.restore_(model)
     assert type(model[0]) is OwnLinear
-
-
-def test_direct_construction_takes_descriptors() -> None:
-    module = torchq.nn.QuantConv2d(
-        3,
-        4,
-        3,
-        padding=1,
-        input_descriptor=QuantDescriptor(4),
-        weight_descriptor=QuantDescriptor(4, axis=0),
-    )
-    assert (
-        isinstance(module.input_quantizer, TensorQuantizer)
-        and module.input_quantizer.descriptor.num_bits == 4
-    )
-    assert module(torch.randn(1, 3, 4, 4)).shape == (1, 4, 4, 4)
-    assert (
-        "QuantConv2d(\n  3, 4, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1)\n"
-        "  (input_quantizer): TensorQuantizer(int4" in repr(module)
-    )
-    assert math.isfinite(module(torch.zeros(1, 3, 4, 4)).sum().item())

@@ -200,20 +200,6 @@ def test_learned_ranges_start_from_it() -> None:
     assert q.amax.grad is not None
 
 
-def test_a_failed_calibration_gives_it_back() -> None:
-    model = network()
-    wanted = model.state_dict()
-
-    def interrupted() -> Any:
-        yield torch.randn(5, 8)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        torchq.calibrate(model, interrupted(), force=True, progress=False)
-    assert set(model.state_dict()) == set(wanted)
-    assert all(torch.equal(value, wanted[key]) for key, value in model.state_dict().items())
-
-
 @pytest.mark.parametrize(
     ("descriptor", "arguments", "text"),
     [

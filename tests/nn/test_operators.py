@@ -6,7 +6,6 @@ They have torch's numbers when off, and follow the definition when on.
 from __future__ import annotations
 
 import copy
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from torchq import QuantDescriptor
 from torchq.errors import ConfigError, QuantizationError
 from torchq.functional import fake_quantize
 from torchq.nn import QuantModule, convert_, revert_, share_quantizers_
-from torchq.nn.calls.modules import RoutedModule, route_, trace_forward
+from torchq.nn.calls.modules import RoutedModule, route_
 
 BINARY = [
     (torchq.nn.QuantAdd, torch.add),
@@ -123,34 +122,6 @@ def test_wiring_changes_the_forward_alone() -> None:
     assert torch.equal(module(x), expected)
 
 
-def test_wired_modules_follow_the_training_mode() -> None:
-    module, x = wired(Gate(), torchq.nn.Add()), torch.ones(64, 4)
-    assert (module.train()(x) == 0).any()
-    assert not (module.eval()(x) == 0).any()
-
-
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
-)
-def test_wired_modules_copy(copied: Any) -> None:
-    module, x = wired(Gate(), torchq.nn.QuantAdd()).eval(), torch.randn(3, 4)
-    twin = copied(module)
-    assert type(twin) is type(module)
-    assert torch.equal(twin(x), module(x))
-    twin.q.input_quantizer.set_amax(0.01)
-    assert not torch.equal(twin(x), module(x))
-
-
-def test_an_argument_may_choose_another_branch() -> None:
-    x, mask = torch.randn(3, 4), torch.ones(3, 4)
-    module = wired(Gate(), torchq.nn.QuantAdd()).eval()
-    result = module(x, mask)
-    expected = module.q(module.linear(x), x) + mask
-    assert torch.equal(result, expected)
-    torchq.restore_(module)
-    assert not torch.equal(result, module(x, mask))
-
-
 def test_wiring_needs_the_operator() -> None:
     module = Gate()
     with pytest.raises(
@@ -182,22 +153,6 @@ def test_a_forward_that_iterates_over_its_children_does_not_meet_the_new_ones() 
     wired(module, torchq.nn.Cat())
     for candidate in (module, copy.deepcopy(module)):
         assert torch.equal(candidate(x), expected)
-
-
-def test_traces_are_the_modules_own() -> None:
-    module = Gate()
-    kinds = {node.op for node in trace_forward(module, True).nodes}
-    assert kinds == {"placeholder", "call_module", "call_function", "get_attr", "output"}
-    assert module.training
-
-
-@pytest.mark.filterwarnings(
-    "ignore:.*Function'> should not be instantiated:DeprecationWarning"
-)  # torch 2.9
-def test_wired_modules_compile_whole() -> None:
-    torch._dynamo.reset()
-    module, x = wired(Gate(), torchq.nn.QuantAdd()).eval(), torch.randn(3, 4)
-    assert torch.equal(torch.compile(module, backend="eager", fullgraph=True)(x), module(x))
 
 
 def test_sharing_is_one_quantizer(tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -115,23 +113,6 @@ def test_deepcopy_and_pickle(d: QuantDescriptor, x: torch.Tensor) -> None:
             assert torch.equal(twin(x), q(x))
 
 
-def test_a_whole_model_loads_in_another_process(x: torch.Tensor, tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(6, 3), nn.ReLU(), nn.Linear(3, 2))
-    torchq.quantize_(model)
-    torchq.calibrate(model, [x], progress=False)
-    torch.save({"model": model, "x": x, "y": model(x).detach()}, tmp_path / "model.pt")
-    code = "import sys, torch; d = torch.load(sys.argv[1], weights_only=False); "
-    code += "assert torch.equal(d['model'](d['x']), d['y']); print('same')"
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "model.pt")],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
-    )
-    assert done.stdout.strip() == "same", done.stderr
-
-
 @pytest.mark.parametrize("convert", ["half", "bfloat16", "double", "to_half"])
 @pytest.mark.parametrize("d", DESCRIPTORS, ids=str)
 def test_amax_keeps_float32_to_the_bit(d: QuantDescriptor, convert: str, x: torch.Tensor) -> None:
@@ -166,39 +147,6 @@ def test_meta_to_empty_and_load(d: QuantDescriptor, x: torch.Tensor) -> None:
         built = TensorQuantizer(d)
     built.load_state_dict(q.state_dict(), assign=True)
     assert torch.equal(built(x), q(x))
-
-
-def test_the_range_follows_its_module(device: torch.device, x: torch.Tensor) -> None:
-    model = nn.Linear(6, 2, device=device)
-    torchq.nn.convert_(model, input=QuantDescriptor(), weight=QuantDescriptor(axis=0))
-    torchq.calibrate(model, [x], progress=False)
-    for where in (device, torch.device("cpu"), device):
-        model.to(where)
-        assert (
-            model.input_quantizer.amax.device.type
-            == model.weight_quantizer.amax.device.type
-            == where.type
-        )
-        assert model(x.to(where)).device.type == where.type
-
-
-def test_exponential_average(x: torch.Tensor) -> None:
-    """An average over every floating key of the state dict keeps equal ranges equal to the bit."""
-    model = nn.Sequential(nn.Linear(6, 3))
-    torchq.quantize_(model)
-    torchq.calibrate(model, [x], progress=False)
-    average = copy.deepcopy(model).eval()
-    amax = model[0].input_quantizer.amax.clone()
-    for decay in (0.5, 0.9, 0.75):
-        with torch.no_grad():
-            model[0].weight.add_(0.1)
-            for key, value in average.state_dict().items():
-                if value.dtype.is_floating_point:
-                    value *= decay
-                    value += (1 - decay) * model.state_dict()[key]
-    assert list(average.state_dict()) == list(model.state_dict())
-    torch.testing.assert_close(average[0].input_quantizer.amax, amax)
-    assert not torch.equal(average(x), nn.functional.linear(x, average[0].weight, average[0].bias))
 
 
 @pytest.mark.parametrize("switch", ["observing", "quantizing"])

@@ -273,6 +273,11 @@ def test_repr_tells_what_it_does() -> None:
     assert repr(TensorQuantizer()) == "TensorQuantizer(int8 per-tensor max, amax=unknown, quantize)"
     assert "amax=1.5, off" in repr(TensorQuantizer(QuantDescriptor(amax=1.5), mode="off"))
     assert "amax=1 .. 2 (2)" in repr(TensorQuantizer(QuantDescriptor(axis=0, amax=[1.0, 2.0])))
+    delegating = TensorQuantizer()
+    delegating.delegate = lambda x, quantizer: x
+    assert "delegated" in repr(delegating)
+    with pytest.raises(ConfigError, match="got the delegate 3; expected a function"):
+        delegating.delegate = 3  # type: ignore[assignment]
     assert "amax=dynamic" in repr(TensorQuantizer(QuantDescriptor(dynamic=True)))
     assert "amax=meta" in repr(
         TensorQuantizer(QuantDescriptor(amax=1.0), device=torch.device("meta"))

@@ -107,23 +107,6 @@ def test_a_failed_calibration_changes_nothing() -> None:
     assert quantizer.descriptor.unsigned is True and quantizer.amax == 1.0
 
 
-def test_an_interrupted_calibration_keeps_every_choice(
-    generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = quantized(net(), generator)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    last = model[4].input_quantizer
-
-    def interrupted(**options: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(last, "finish_calibration", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        torchq.calibrate(model, [torch.ones(3, 6)], force=True, progress=False)
-    assert signs(model) == [False, True, False]
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-
-
 def test_only_an_undecided_descriptor_takes_a_choice() -> None:
     quantizer = TensorQuantizer(AUTO)
     quantizer.set_unsigned(True)
@@ -174,6 +157,11 @@ def test_files_carry_the_choice(tmp_path: Path, generator: torch.Generator) -> N
     other = net()
     torchq.quantize_(other)
     assert torch.equal(torchq.load(other, tmp_path / "model.pt")(x), model(x))
+    data = torch.load(tmp_path / "model.pt", weights_only=True)
+    data["state_dict"]["2.input_quantizer.unsigned"] = torch.tensor(77, dtype=torch.int8)
+    torch.save(data, tmp_path / "bad.pt")
+    with pytest.raises(ConfigError, match=r"unsigned: got \[77\]; expected -1, 0 or 1"):
+        torchq.load(net(), tmp_path / "bad.pt")
     torchq.save(loaded, tmp_path / "again.pt")
     again = torchq.load(loaded, tmp_path / "again.pt")
     assert signs(again) == [False, True, False] and torch.equal(again(x), model(x))

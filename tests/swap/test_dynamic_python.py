@@ -137,11 +137,10 @@ def test_copies_pickles_and_files_have_the_operators(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings(
     "ignore:.*Function'> should not be instantiated:DeprecationWarning"  # torch 2.9
 )
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_models_stay_dynamic(backend: str) -> None:
+def test_compiled_models_stay_dynamic() -> None:
     model = quantized()
     del model.__dict__["last"]
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for gain in (1.0, 5.0):
         model.gain = gain
         assert torch.equal(compiled(X), model(X))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq.nn import QuantModule, TensorQuantizer
+from torchq.nn import QuantModule
 
 X = torch.randn(1, 3, 96, 96, generator=torch.Generator().manual_seed(0))
 
@@ -88,15 +88,3 @@ def test_layers_that_are_faster_in_float_stay_float(
     for name in expected:
         why = {d.name: d.reason for d in report.skipped}[name]
         assert why.startswith("onnxruntime runs") and why.endswith("faster in float")
-
-
-def test_the_run_leaves_no_trace() -> None:
-    model = Net().train()
-    torchq.quantize_(model, target="openvino", exclude="last")
-    quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
-    quantizers[0].mode = "off"
-    before = [q.mode for q in quantizers]
-    assert torchq.plan(model, target="onnxruntime", example=X).replaced
-    assert [q.mode for q in quantizers] == before
-    assert model.training
-    assert not any(m._forward_hooks for m in model.modules())

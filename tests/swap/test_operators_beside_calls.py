@@ -82,15 +82,6 @@ def test_off_is_float_and_restoring_gives_everything_back() -> None:
     assert torch.equal(model(X), expected(X))
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_compiles_whole() -> None:
-    model = quantized()
-    torch.compiler.reset()
-    with torch.no_grad():
-        found = torch.compile(model, backend="aot_eager", fullgraph=True)(X)
-        torch.testing.assert_close(found, model(X))
-
-
 @pytest.mark.eight_bit_products
 def test_export_and_deploy_agree(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
@@ -133,25 +124,3 @@ def test_operators_are_places_in_the_source() -> None:
     with pytest.raises(QuantizationError, match="no operator matmul; expected a place"):
         route_(block, {"matmul": "quant_matmul"}, sites)
     assert type(block) is Attention
-
-
-SOURCE = """
-class Generated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.query, self.key = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
-
-    def forward(self, x):
-        return torch.matmul(F.linear(x, self.query), F.linear(x, self.key).transpose(1, 2))
-"""
-
-
-@pytest.mark.filterwarnings("ignore:.* only .* quantized")
-def test_calls_and_operators_without_source_code_stay_float_with_a_reason() -> None:
-    names: dict[str, Any] = {"nn": nn, "torch": torch, "F": F, "__name__": "generated"}
-    exec(SOURCE, names)
-    report = torchq.plan(Net(names["Generated"]()), target=TARGET, example=X)
-    reasons = [d.reason for d in report.skipped if d.name == "block"]
-    assert any("its source does not show 1 of its operators" in reason for reason in reasons)
-    assert any("linear with a weight in code whose source does not" in text for text in reasons)
-    assert {d.name for d in report.replaced} == {"stem"}

@@ -92,30 +92,6 @@ def test_what_is_computed_from_sizes_alone_gets_no_quantizers() -> None:
         assert failed == [] and [operator.kind for operator in found] == ["cat", "cat"]
 
 
-def test_operators_become_children_and_go_again() -> None:
-    model, x = Operators().eval(), torch.randn(2, 4, 4, 4)
-    expected = model(x)
-    keys = list(model.state_dict())
-    report = torchq.quantize_(model, target="openvino")
-    names = {d.name for d in report.replaced}
-    assert {
-        "conv",
-        "quant_add",
-        "quant_add_4",
-        "quant_mul",
-        "quant_matmul_1",
-        "quant_cat",
-        "quant_pool_2",
-    } <= names
-    with torchq.disabled(model):
-        assert torch.equal(model(x), expected)
-    assert not torch.equal(model(x), expected)
-    torchq.restore_(model)
-    assert type(model) is Operators
-    assert list(model.state_dict()) == keys
-    assert torch.equal(model(x), expected)
-
-
 @pytest.mark.parametrize("target", [r.name for r in RUNTIMES.values() if r.placement])
 def test_targets_quantize_what_they_say(target: str) -> None:
     model, x = Residual().eval(), torch.randn(2, 3, 16, 16)

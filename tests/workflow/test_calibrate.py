@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-import sys
+import copy
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import torchq
 from torchq import QuantConfig, QuantDescriptor, Rule
-from torchq.calib import methods
 from torchq.errors import CalibrationError, ConfigError
 from torchq.functional import reduce_amax
 from torchq.nn import TensorQuantizer
@@ -169,13 +168,6 @@ def test_weights_follow_the_descriptor_and_activations_the_method(data: list[Ten
     assert 0 < model[0].weight_quantizer.amax < model[0].weight.abs().max()
 
 
-@pytest.mark.parametrize("method", methods())
-def test_every_method(method: str, data: list[Tensor]) -> None:
-    model = net()
-    torchq.calibrate(model, data, method=method, progress=False)
-    assert all(q.calibrated and bool((q.amax > 0).all()) for q in quantizers(model).values())
-
-
 def test_what_is_known_is_kept(data: list[Tensor]) -> None:
     """A second run warns and changes nothing; ``force`` replaces ranges, but never fixed ones."""
     model = net(
@@ -214,68 +206,25 @@ def test_a_single_quantizer_is_a_model_too(data: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "text"),
+    ("batches", "error", "text"),
     [
-        (
-            lambda: torchq.calibrate(nn.Linear(2, 2), []),
-            ConfigError,
-            "calibrate: Linear has no quantizer; .*Run torchq.quantize_",
-        ),
-        (
-            lambda: torchq.calibrate(net(), [], progress=False),
-            CalibrationError,
-            "calibrate: got no batch; expected at least one",
-        ),
-        (
-            lambda: torchq.calibrate(net(), iter(()), progress=False),
-            CalibrationError,
-            "got no batch; .*make a new one",
-        ),
-        (
-            lambda: torchq.calibrate(net(), torch.ones(1, 4)),
-            ConfigError,
-            r"got a Tensor as batches; .*Pass \[batch\] for one batch",
-        ),
-        (
-            lambda: torchq.calibrate(net(), torch.ones(1, 4).numpy()),
-            ConfigError,
-            r"got a ndarray as batches; .*Pass \[batch\] for one batch",
-        ),
-        (
-            lambda: torchq.calibrate(net(), 5),  # type: ignore[arg-type]
-            ConfigError,
-            "got a int as batches; expected an iterable of batches",
-        ),
-        (
-            lambda: torchq.calibrate(net(), [torch.ones(1, 4).numpy()], progress=False),
-            ConfigError,
-            r"got a batch of ndarray, without a tensor; expected one. .*from_numpy\(array\)",
-        ),
-        (
-            lambda: torchq.calibrate(net(), {"x": torch.ones(1, 4)}),
-            ConfigError,
-            "got a dict as batches; expected an iterable of batches",
-        ),
-        (
-            lambda: torchq.calibrate(net(), [], on_unseen="ignore"),
-            ConfigError,
-            "got on_unseen='ignore'; expected 'error', 'disable' or",
-        ),
-        (
-            lambda: torchq.calibrate(net(), [torch.ones(1, 4)], method="maximum"),
-            ConfigError,
-            "calibrate: got method='maximum'; expected one of: max, ",
-        ),
-        (
-            lambda: torchq.calibrate(net(), [torch.ones(1, 4)], percentile=9),
-            ConfigError,
-            r"got options \['percentile'\]",
-        ),
+        ([], CalibrationError, "calibrate: got no batch; expected at least one"),
+        (iter(()), CalibrationError, "got no batch; .*make a new one"),
+        (torch.ones(1, 4), ConfigError, r"got a Tensor as batches; .*Pass \[batch\] for one batch"),
+        (torch.ones(1, 4).numpy(), ConfigError, r"got a ndarray as batches; .*Pass \[batch\] for"),
+        (5, ConfigError, "got a int as batches; expected an iterable of batches"),
+        ([torch.ones(1, 4).numpy()], ConfigError, r"got a batch of ndarray, .*from_numpy\(array\)"),
+        ({"x": torch.ones(1, 4)}, ConfigError, "got a dict as batches; expected an iterable of b"),
     ],
 )
-def test_refusals(call: Any, error: type[Exception], text: str) -> None:
+def test_what_is_no_batches_is_named(batches: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        call()
+        torchq.calibrate(net(), batches, progress=False)
+
+
+def test_a_float_model_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"Linear has no quantizer; .*Run torchq.quantize_"):
+        torchq.calibrate(nn.Linear(2, 2), [])
 
 
 class Unread(list[Tensor]):
@@ -307,6 +256,9 @@ class Unread(list[Tensor]):
         ({"method": "moving_average", "momentum": "x"}, "got options"),
         ({"method": "mse", "timeout": 1}, r"'mse': got options \['timeout'\]; expected none"),
         ({"method": "auto"}, "calibrate: got method='auto'; expected one of: max, "),
+        ({"weights": "magic"}, "calibrate: got weights='magic'; expected one of: max, "),
+        ({"on_unseen": "ignore"}, "got on_unseen='ignore'; expected 'error', 'disable' or"),
+        ({"percentile": 9}, r"got options \['percentile'\]"),
         ({"method": "activation"}, "calibrate: got method='activation'; expected one of: max, "),
         ({"forward": 3}, "calibrate: got forward=3; expected a function of the model and a batch"),
         ({"method": ["max"]}, r"calibrate: got method=\['max'\]; expected one of: max, "),
@@ -352,33 +304,6 @@ def test_all_bad_weights_are_named_and_the_others_have_ranges(data: list[Tensor]
     assert model[2].weight_quantizer.calibrated
 
 
-def test_a_bad_weight_is_named(data: list[Tensor]) -> None:
-    model = net()
-    with torch.no_grad():
-        model[2].weight[0, 0] = float("nan")
-    with pytest.raises(CalibrationError, match=r"2.weight_quantizer: .*NaN or infinite"):
-        torchq.calibrate(model, data, progress=False)
-    assert model[0].input_quantizer.calibrated and model[0].weight_quantizer.calibrated
-
-
-def test_progress_and_logs(
-    data: list[Tensor],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """A bar by default, nothing without; never more than a line of log, at debug."""
-    shown, silent = net(), net()
-    monkeypatch.setattr("torchq.utils.progress._DELAY", 0.0)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with caplog.at_level(logging.INFO):
-        torchq.calibrate(shown, data)
-    assert "calibrate" in (bar := capsys.readouterr()).err and "/3" in bar.err and bar.out == ""
-    torchq.calibrate(silent, data, progress=False)
-    assert capsys.readouterr() == ("", "")
-    assert caplog.records == []
-
-
 def test_the_report_says_what_was_calibrated_kept_and_unseen(data: list[Tensor]) -> None:
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
     torchq.quantize_(model)
@@ -403,24 +328,107 @@ def test_the_report_says_what_was_calibrated_kept_and_unseen(data: list[Tensor])
     assert "no data reached it" in text
 
 
-def test_an_interruption_between_two_ranges_sets_none(
-    data: list[Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C arrives while the second of several ranges is being set."""
-    model = net()
-    calls: list[int] = []
-    original = torchq.TensorQuantizer.finish_calibration
+def held(model: nn.Module) -> nn.Module:
+    """Hold scales as they are, as those of a checkpoint of others."""
+    for name, quantizer in quantizers(model).items():
+        if name.endswith("input_quantizer"):
+            quantizer.set_qparams(0.1)
+    return model
 
-    def finish(self: torchq.TensorQuantizer) -> None:
+
+KNOWN: dict[str, Callable[[], nn.Module]] = {
+    "unknown ranges": net,
+    "symmetric": lambda: calibrated(net()),
+    "two ends": lambda: calibrated(net(torchq.recipes.int8(symmetric=False))),
+    "chosen signs": lambda: calibrated(net(torchq.recipes.integer(4, 4))),
+    "held scales": lambda: held(net()),
+}
+
+
+def calibrated(model: nn.Module) -> nn.Module:
+    torchq.calibrate(model, [torch.linspace(-1, 1, 20).view(5, 4)], progress=False)
+    return model
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("late", [False, True], ids=["between batches", "between ranges"])
+@pytest.mark.parametrize("kind", KNOWN)
+def test_an_interruption_leaves_everything_as_it_was(
+    kind: str, late: bool, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, calls = KNOWN[kind]().train(), []
+    before = copy.deepcopy(model.state_dict())
+    states = [(q.mode, str(q.descriptor), q.training) for q in quantizers(model).values()]
+    original = TensorQuantizer.finish_calibration
+
+    def finish(self: TensorQuantizer) -> None:
         calls.append(1)
         if len(calls) == 2:
-            raise KeyboardInterrupt
+            raise error
         original(self)
 
-    monkeypatch.setattr(torchq.TensorQuantizer, "finish_calibration", finish)
-    with pytest.raises(KeyboardInterrupt):
-        torchq.calibrate(model, data, progress=False)
-    assert not any(q.calibrated for q in quantizers(model).values())
+    def stream() -> Iterator[Tensor]:
+        yield 3 * torch.ones(5, 4)
+        if not late:
+            raise error
+
+    monkeypatch.setattr(TensorQuantizer, "finish_calibration", finish)
+    with pytest.raises(error):
+        torchq.calibrate(model, stream(), force=True, progress=False)
+    assert same(model.state_dict(), before)
+    found = quantizers(model).values()
+    assert [(q.mode, str(q.descriptor), q.training) for q in found] == states
+    assert all(q.calibrator is None for q in found)
+
+
+class Branched(nn.Module):
+    """An auxiliary head that runs only in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.aux = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        self.use_aux = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x).relu()
+        return self.head(x) + self.aux(x) if self.use_aux else self.head(x)
+
+
+@pytest.fixture
+def branched() -> Branched:
+    model = Branched()
+    torchq.quantize_(model)
+    return model
+
+
+def test_unseen_quantizers_are_named_and_only_those(branched: Branched, data: list[Tensor]) -> None:
+    with pytest.raises(CalibrationError) as caught:
+        torchq.calibrate(branched, data, progress=False)
+    assert "aux.0.input_quantizer, aux.2.input_quantizer in 3 batches" in str(caught.value)
+    assert "head" not in str(caught.value) and "body" not in str(caught.value)
+
+
+@pytest.mark.parametrize("on_unseen", ["disable", "dynamic"])
+def test_unseen_branches_can_stay_float(
+    on_unseen: Any, branched: Branched, data: list[Tensor]
+) -> None:
+    torchq.calibrate(branched, data, on_unseen=on_unseen, progress=False)
+    seen: list[Tensor] = []
+    branched.aux[0].input_quantizer.register_forward_hook(
+        lambda module, args, out: seen.append(args[0] - out)
+    )
+    branched.use_aux = True
+    assert branched(data[0]).isfinite().all()
+    assert (seen[0].count_nonzero() == 0) == (on_unseen == "disable")
+
+
+def test_tensors_that_cannot_be_observed_are_named(branched: Branched) -> None:
+    quantizer = branched.head.input_quantizer
+    quantizer.start_calibration()
+    text = r"^head.input_quantizer: MaxCalibrator.collect: got a tensor of torch.int64"
+    with pytest.raises(CalibrationError, match=text):
+        quantizer(torch.ones(2, 2, dtype=torch.int64))
 
 
 def test_weights_that_were_calibrated_alone_are_kept_in_silence() -> None:

@@ -6,9 +6,6 @@ The model is plain, under DDP, and under FSDP2.
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,10 @@ import torch
 from torch import Tensor
 
 import torchq
+from tests.rank_processes import needs_gloo, run_ranks
 from tests.workflow.ranks import METHODS, batches, quantized, ranges
+
+pytestmark = needs_gloo
 
 Results = list[dict[str, Any]]
 
@@ -26,19 +26,7 @@ Results = list[dict[str, Any]]
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What each rank found."""
     folder = tmp_path_factory.mktemp("ranks")
-    script = Path(__file__).with_name("ranks.py")
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(script),
-        str(folder),
-    ]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(launch, env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    run_ranks(Path(__file__).with_name("ranks.py"), folder)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 

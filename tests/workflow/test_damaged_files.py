@@ -7,7 +7,6 @@ import io
 import random
 import re
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,252 +78,139 @@ def rename_child(data: dict[str, Any], name: str) -> None:
     row["names"] = [name]
 
 
-def set_entry(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
-    def change(data: dict[str, Any]) -> None:
-        for key in path[:-1]:
-            data = data[key]
-        data[path[-1]] = value
-
-    return change
+#: Stands for an entry that is taken away.
+GONE = object()
 
 
-def drop(*path: Any) -> Callable[[dict[str, Any]], None]:
-    def change(data: dict[str, Any]) -> None:
-        for key in path[:-1]:
-            data = data[key]
-        del data[path[-1]]
+def change(data: Any, path: str, value: Any) -> None:
+    """Set an entry of nested dictionaries and lists, or delete it."""
+    *parents, last = (int(key) if key.lstrip("-").isdigit() else key for key in path.split("/"))
+    for key in parents:
+        data = data[key]
+    if value is GONE:
+        del data[last]
+    else:
+        data[last] = value
 
-    return change
 
-
-RECORD, STATE = "torchq", "state_dict"
 AMAX, WEIGHT_AMAX = "first.input_quantizer.amax", "first.weight_quantizer.amax"
-BAD: dict[str, tuple[Callable[[dict[str, Any]], None], type[Exception], str]] = {
-    "no version": (drop(RECORD, "version"), ConfigError, "record: got .*; expected the entries"),
-    "version as text": (set_entry(RECORD, "version", value="2"), ConfigError, "version: got '2'"),
-    "version as bool": (set_entry(RECORD, "version", value=True), ConfigError, "version"),
-    "no decisions": (drop(RECORD, "decisions"), ConfigError, "expected the entries"),
-    "unknown entry": (set_entry(RECORD, "more", value={}), ConfigError, "expected the entries"),
-    "record is a list": (set_entry(RECORD, value=[1]), ConfigError, "record: got"),
-    "decisions are a mapping": (
-        set_entry(RECORD, "decisions", value={}),
-        ConfigError,
-        "decisions: got {}; expected a list",
-    ),
-    "layer is None": (
-        set_entry(RECORD, "decisions", 0, value=None),
-        ConfigError,
-        r"decisions\[0\]: got None",
-    ),
-    "number as path": (
-        set_entry(RECORD, "decisions", 0, "names", value=[3]),
-        ConfigError,
-        r"decisions\[0\]\.names: got \[3\]; expected a list of one or more paths",
-    ),
-    "no path": (
-        set_entry(RECORD, "decisions", 0, "names", value=[]),
-        ConfigError,
-        r"decisions\[0\]\.names: got \[\]",
-    ),
-    "layer has another slot": (
-        set_entry(RECORD, "decisions", 0, "result", value={}),
-        ConfigError,
-        "expected the entries names, class, input, weight, output",
-    ),
-    "unknown field": (
-        set_entry(RECORD, "decisions", 0, "input", value={"bits": 8}),
-        ConfigError,
-        r"decisions\[0\] of 'first'\.input: .*bits",
-    ),
-    "bits of another planet": (
-        set_entry(RECORD, "decisions", 0, "input", value={"num_bits": 10**30}),
-        ConfigError,
-        "first",
-    ),
-    "reason is a number": (
-        set_entry(RECORD, "decisions", 0, "reason", value=3),
-        ConfigError,
-        r"'first'\.reason: got 3; expected a string",
-    ),
-    "unknown module": (
-        set_entry(RECORD, "decisions", 0, "names", value=["third"]),
-        QuantizationError,
-        "third: got no such module",
-    ),
-    "another class": (
-        set_entry(RECORD, "decisions", 0, "class", value="os.system"),
-        QuantizationError,
-        "first: got torch.nn.modules.conv.Conv2d; expected os.system",
-    ),
-    "work is endless": (
-        set_entry(RECORD, "work", "amounts", "first", value=float("inf")),
-        ConfigError,
-        r"work\.amounts\['first'\]: got inf; expected a number >= 0",
-    ),
-    "work of nobody": (
-        set_entry(RECORD, "work", "amounts", value={}),
-        ConfigError,
-        "work: got .*; expected a class for each amount",
-    ),
-    "unknown mode": (
-        set_entry(RECORD, "modes", "first.input_quantizer", value="loud"),
-        ConfigError,
-        "modes.*'loud'",
-    ),
-    "mode of nobody": (
-        set_entry(RECORD, "modes", "nobody", value="off"),
-        QuantizationError,
-        "nobody: is no quantizer of the model",
-    ),
-    "shared alone": (set_entry(RECORD, "shared", value=[["a"]]), ConfigError, "shared: got"),
-    "shared nobody": (set_entry(RECORD, "shared", value=[["a", "b"]]), QuantizationError, "share"),
-    "placed quantizer": (
-        set_entry(RECORD, "placed", value=[]),
-        ConfigError,
-        "placed: got",
-    ),
-    "operator without decision": (
-        drop(RECORD, "decisions", -1),
-        QuantizationError,
-        "no operator for quant_add",
-    ),
-    "one child for two operators": (
-        set_entry(RECORD, "operators", "", "sites", value={"a": "quant_add", "b": "quant_add"}),
-        ConfigError,
-        "every child once",
-    ),
-    "unknown operator": (
-        set_entry(RECORD, "decisions", -1, "class", value="os.System"),
-        QuantizationError,
-        "no operator for quant_add",
-    ),
-    "child in the way": (lambda d: rename_child(d, "first"), QuantizationError, "has an attribute"),
-    "child is forward": (lambda d: rename_child(d, "forward"), QuantizationError, "an attribute"),
-    "child is a keyword": (lambda d: rename_child(d, "class"), ConfigError, "identifiers"),
-    "child is code": (
-        lambda d: rename_child(d, 'z", None) or print("owned") or getattr(self, "0'),
-        ConfigError,
-        "expected names that are Python identifiers",
-    ),
-    "fusions is a mapping": (
-        set_entry(RECORD, "fusions", value={}),
-        ConfigError,
-        "fusions: got {}; expected a list",
-    ),
-    "unknown fusion": (
-        set_entry(RECORD, "fusions", value=[{"kind": "magic"}]),
-        ConfigError,
-        "magic",
-    ),
-    "fusion of nobody": (
-        set_entry(
-            RECORD,
-            "fusions",
-            value=[
-                {"kind": "batchnorm", "norms": ["x"], "layers": ["first"], "constant_pad": False}
-            ],
-        ),
-        FuseError,
-        "x",
-    ),
-    "no state": (drop(STATE), ConfigError, "got no 'state_dict'"),
-    "state is a list": (set_entry(STATE, value=[]), ConfigError, "got no 'state_dict'"),
-    "tensor missing": (drop(STATE, "first.bias"), QuantizationError, "first.bias is missing"),
-    "tensor too many": (
-        set_entry(STATE, "third.bias", value=torch.ones(1)),
-        QuantizationError,
-        "third.bias is not expected",
-    ),
-    "tensor misshapen": (
-        set_entry(STATE, "second.weight", value=torch.ones(4, 4, 3, 3)),
-        QuantizationError,
-        r"second.weight has shape \(4, 4, 3, 3\), not \(4, 4, 1, 1\)",
-    ),
-    "tensor is text": (
-        set_entry(STATE, "second.weight", value="text"),
-        QuantizationError,
-        "second.weight is a str",
-    ),
-    "complex weight": (
-        set_entry(STATE, "second.bias", value=torch.ones(4, dtype=torch.complex64)),
-        QuantizationError,
-        "second.bias has the type torch.complex64",
-    ),
-    "sparse weight": (
-        set_entry(STATE, "second.bias", value=torch.ones(4).to_sparse()),
-        QuantizationError,
-        "second.bias is not a dense tensor",
-    ),
-    "amax missing": (drop(STATE, AMAX), QuantizationError, f"{AMAX} is missing"),
-    "amax complex": (
-        set_entry(STATE, AMAX, value=torch.tensor(1j)),
-        QuantizationError,
-        f"{AMAX} has the type",
-    ),
-    "amax sparse": (
-        set_entry(STATE, WEIGHT_AMAX, value=torch.ones(4, 1, 1, 1).to_sparse()),
-        QuantizationError,
-        "is not a dense tensor",
-    ),
-    "amax integer": (
-        set_entry(STATE, AMAX, value=torch.tensor(1)),
-        ConfigError,
-        "expected a floating-point tensor",
-    ),
-    "amax misshapen": (
-        set_entry(STATE, AMAX, value=torch.ones(7)),
-        ConfigError,
-        r"amax has shape \(7,\); expected one value",
-    ),
-    "amax repeated to a terabyte": (
-        set_entry(STATE, AMAX, value=torch.ones(1).expand(2**40)),
-        QuantizationError,
-        rf"{AMAX} repeats its numbers to the shape",
-    ),
-    "weight amax misshapen": (
-        set_entry(STATE, WEIGHT_AMAX, value=torch.ones(3, 1, 1, 1)),
-        ConfigError,
-        rf"{WEIGHT_AMAX}: amax has shape \(3, 1, 1, 1\)",
-    ),
-    "amax empty and misshapen": (
-        set_entry(STATE, AMAX, value=torch.ones(0, 3)),
-        ConfigError,
-        "expected a range",
-    ),
-}
 FACTORS = "first.input_quantizer.pre_quant_scale"
-BAD_FACTORS: dict[str, tuple[Any, type[Exception], str]] = {
-    "text": ("3", QuantizationError, "is a str, not a tensor"),
-    "a list": ([1.0], QuantizationError, "is a list, not a tensor"),
-    "None": (None, QuantizationError, "is a NoneType, not a tensor"),
-    "sparse": (torch.ones(3, 1, 1).to_sparse(), QuantizationError, "is not a dense tensor"),
-    "complex": (torch.ones(3, 1, 1) * 1j, QuantizationError, "has the type torch.complex64"),
-    "integer": (torch.ones(3, 1, 1, dtype=torch.int32), ConfigError, "got torch.int32"),
-    "repeated": (torch.ones(1).expand(2**40), QuantizationError, "repeats its numbers"),
-    "zero": (torch.zeros(3, 1, 1), ConfigError, "got zero, negative, NaN or infinite values"),
-    "negative": (torch.tensor(-1.0), ConfigError, "got zero, negative, NaN or infinite values"),
-    "NaN": (torch.tensor(float("nan")), ConfigError, "got zero, negative, NaN or infinite"),
-    "for 5 channels": (torch.ones(5), ConfigError, r"got shape \(5,\); expected .* \(3, 1, 1\)"),
-    "for columns": (torch.ones(3), ConfigError, r"got shape \(3,\)"),
-    "for images": (torch.ones(2, 3, 1, 1), ConfigError, r"got shape \(2, 3, 1, 1\)"),
-    "empty": (torch.ones(0), ConfigError, r"got shape \(0,\)"),
-}
-for name, (factors, error, text) in BAD_FACTORS.items():
-    BAD[f"factors {name}"] = set_entry(STATE, FACTORS, value=factors), error, f"{FACTORS}:? {text}"
-for value in (float("nan"), float("inf"), -1.0, 1e39):
-    tensor = torch.tensor(value, dtype=torch.float64)
-    text = f"{AMAX}: got negative, NaN or infinite values"
-    BAD[f"amax {value}"] = (set_entry(STATE, AMAX, value=tensor), ConfigError, text)
+FUSION = {"kind": "batchnorm", "norms": ["x"], "layers": ["first"], "constant_pad": False}
+BAD_RECORDS: list[tuple[str, Any, str]] = [
+    ("version", GONE, "record: got .*; expected the entries"),
+    ("version", "2", "version: got '2'"),
+    ("version", True, "version"),
+    ("decisions", GONE, "expected the entries"),
+    ("more", {}, "expected the entries"),
+    ("decisions", {}, "decisions: got {}; expected a list"),
+    ("decisions/0", None, r"decisions\[0\]: got None"),
+    ("decisions/0/names", [3], r"names: got \[3\]; expected a list of one or more paths"),
+    ("decisions/0/names", [], r"decisions\[0\]\.names: got \[\]"),
+    ("decisions/0/result", {}, "expected the entries names, class, input, weight, output"),
+    ("decisions/0/input", {"bits": 8}, r"decisions\[0\] of 'first'\.input: .*bits"),
+    ("decisions/0/input", {"num_bits": 10**30}, "first"),
+    ("decisions/0/reason", 3, r"'first'\.reason: got 3; expected a string"),
+    ("work/amounts/first", float("inf"), r"got inf; expected a number >= 0"),
+    ("work/amounts", {}, "work: got .*; expected a class for each amount"),
+    ("modes/first.input_quantizer", "loud", "modes.*'loud'"),
+    ("shared", [["a"]], "shared: got"),
+    ("placed", [], "placed: got"),
+    ("operators//sites", {"a": "quant_add", "b": "quant_add"}, "every child once"),
+    ("fusions", {}, "fusions: got {}; expected a list"),
+    ("fusions", [{"kind": "magic"}], "magic"),
+]
+RECORDS_OF_ANOTHER_MODEL: list[tuple[str, Any, str]] = [
+    ("decisions/0/names", ["third"], "third: got no such module"),
+    ("decisions/0/class", "os.system", "first: got torch.*; expected os.system"),
+    ("modes/nobody", "off", "nobody: is no quantizer of the model"),
+    ("shared", [["a", "b"]], "share"),
+    ("decisions/-1", GONE, "no operator for quant_add"),
+    ("decisions/-1/class", "os.System", "no operator for quant_add"),
+]
+TENSORS_OF_ANOTHER_MODEL: list[tuple[str, Any, str]] = [
+    ("first.bias", GONE, "first.bias is missing"),
+    ("third.bias", torch.ones(1), "third.bias is not expected"),
+    ("second.weight", torch.ones(4, 4, 3, 3), r"has shape \(4, 4, 3, 3\), not \(4, 4, 1, 1\)"),
+    ("second.weight", "text", "second.weight is a str"),
+    ("second.bias", torch.ones(4) * 1j, "second.bias has the type torch.complex64"),
+    ("second.bias", torch.ones(4).to_sparse(), "second.bias is not a dense tensor"),
+    (AMAX, GONE, f"{AMAX} is missing"),
+    (AMAX, torch.tensor(1j), f"{AMAX} has the type"),
+    (WEIGHT_AMAX, torch.ones(4, 1, 1, 1).to_sparse(), "is not a dense tensor"),
+    (AMAX, torch.ones(1).expand(2**40), rf"{AMAX} repeats its numbers to the shape"),
+    ("first.input_quantizer.amin", torch.tensor(-1.0), "is not expected"),
+    (FACTORS, "3", "is a str, not a tensor"),
+    (FACTORS, None, "is a NoneType, not a tensor"),
+    (FACTORS, torch.ones(3, 1, 1).to_sparse(), "is not a dense tensor"),
+    (FACTORS, torch.ones(3, 1, 1) * 1j, "has the type torch.complex64"),
+    (FACTORS, torch.ones(1).expand(2**40), "repeats its numbers"),
+]
+BAD_RANGES: list[tuple[str, Any, str]] = [
+    (AMAX, torch.tensor(1), "expected a floating-point tensor"),
+    (AMAX, torch.ones(7), r"amax has shape \(7,\); expected one value"),
+    (WEIGHT_AMAX, torch.ones(3, 1, 1, 1), rf"{WEIGHT_AMAX}: amax has shape \(3, 1, 1, 1\)"),
+    (AMAX, torch.ones(0, 3), "expected a range"),
+    *(
+        (AMAX, torch.tensor(value, dtype=torch.float64), f"{AMAX}: got negative, NaN or infinite")
+        for value in (float("nan"), float("inf"), -1.0, 1e39)
+    ),
+    (FACTORS, torch.ones(3, 1, 1, dtype=torch.int32), "got torch.int32"),
+    *(
+        (FACTORS, torch.tensor(value), f"{FACTORS}: got zero, negative, NaN or infinite values")
+        for value in (0.0, -1.0, float("nan"))
+    ),
+    (FACTORS, torch.ones(5), r"got shape \(5,\); expected .* \(3, 1, 1\)"),
+    (FACTORS, torch.ones(3), r"got shape \(3,\)"),
+    (FACTORS, torch.ones(2, 3, 1, 1), r"got shape \(2, 3, 1, 1\)"),
+    (FACTORS, torch.ones(0), r"got shape \(0,\)"),
+]
+BAD: list[tuple[str, Any, type[Exception], str]] = [
+    ("torchq", [1], ConfigError, "record: got"),
+    ("torchq/fusions", [FUSION], FuseError, "x"),
+    ("state_dict", GONE, ConfigError, "got no 'state_dict'"),
+    ("state_dict", [], ConfigError, "got no 'state_dict'"),
+    *((f"torchq/{path}", value, ConfigError, text) for path, value, text in BAD_RECORDS),
+    *(
+        (f"torchq/{path}", value, QuantizationError, text)
+        for path, value, text in RECORDS_OF_ANOTHER_MODEL
+    ),
+    *(
+        (f"state_dict/{path}", value, QuantizationError, text)
+        for path, value, text in TENSORS_OF_ANOTHER_MODEL
+    ),
+    *((f"state_dict/{path}", value, ConfigError, text) for path, value, text in BAD_RANGES),
+]
 
 
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize(("path", "value", "error", "text"), BAD)
 def test_bad_files_are_refused_and_change_nothing(
-    name: str, data: dict[str, Any], tmp_path: Path
+    path: str,
+    value: Any,
+    error: type[Exception],
+    text: str,
+    data: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
-    change, error, text = BAD[name]
     bad = copy.deepcopy(data)
-    change(bad)
+    change(bad, path, value)
+    refused(bad, tmp_path / "bad.pt", error, text)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "text"),
+    [
+        ("first", QuantizationError, "has an attribute"),
+        ("forward", QuantizationError, "an attribute"),
+        ("class", ConfigError, "identifiers"),
+        ('z", None) or print("owned") or getattr(self, "0', ConfigError, "Python identifiers"),
+    ],
+)
+def test_children_of_impossible_names_are_refused(
+    name: str, error: type[Exception], text: str, data: dict[str, Any], tmp_path: Path
+) -> None:
+    bad = copy.deepcopy(data)
+    rename_child(bad, name)
     refused(bad, tmp_path / "bad.pt", error, text)
 
 
@@ -369,9 +255,9 @@ def test_bytes_changed_at_random_give_named_errors(data: dict[str, Any], tmp_pat
 def test_a_changed_bit_of_the_numbers_is_found(data: dict[str, Any], tmp_path: Path) -> None:
     torch.save(data, tmp_path / "good.pt")
     good, source = (tmp_path / "good.pt").read_bytes(), random.Random(0)
-    expected = {key: value.clone() for key, value in data[STATE].items()}
+    expected = {key: value.clone() for key, value in data["state_dict"].items()}
     for key in ("first.weight", "second.bias", AMAX):
-        place = good.index(data[STATE][key].flatten()[:1].numpy().tobytes())
+        place = good.index(data["state_dict"][key].flatten()[:1].numpy().tobytes())
         bad = bytearray(good)
         bad[place] ^= 1 << source.randrange(8)
         (tmp_path / "bad.pt").write_bytes(bad)
@@ -400,7 +286,7 @@ def test_files_without_checksums_are_read(data: dict[str, Any], tmp_path: Path) 
     torch.save(data, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     for name in ("none.pt", "old.pt"):
         found = torchq.load(Net().eval(), tmp_path / name).state_dict()
-        assert all(torch.equal(found[key], value) for key, value in data[STATE].items())
+        assert all(torch.equal(found[key], value) for key, value in data["state_dict"].items())
 
 
 def test_a_compressed_file_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:

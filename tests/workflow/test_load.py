@@ -21,6 +21,7 @@ CONFIGS: dict[str, Callable[[], Net]] = {
     "w4a4": lambda: quantized(torchq.recipes.w4a4(), target=None),
     "tensorrt": lambda: quantized(target="tensorrt"),
     "openvino": quantized,
+    "asymmetric": lambda: quantized(torchq.recipes.int8(symmetric=False), target=None),
 }
 
 
@@ -79,25 +80,6 @@ def test_load_model_builds_and_loads(tmp_path: Path) -> None:
     assert torch.equal(torchq.load_model(Net, tmp_path / "m.pt").eval()(X), model(X))
     with pytest.raises(ConfigError, match=r"factory returned a int; expected a torch\.nn\.Module"):
         torchq.load_model(lambda: 3, tmp_path / "m.pt")  # type: ignore[arg-type, return-value]
-
-
-def test_a_sign_that_calibration_chose_is_loaded(tmp_path: Path) -> None:
-    def build() -> nn.Module:
-        descriptor = QuantDescriptor(4, unsigned="auto")
-        return nn.Sequential(nn.ReLU(), torchq.TensorQuantizer(descriptor), nn.Linear(2, 2))
-
-    model, x = build(), torch.randn(8, 2)
-    torchq.quantize_(model)
-    torchq.calibrate(model, [x], progress=False)
-    torchq.save(model, tmp_path / "m.pt")
-    loaded = torchq.load_model(build, tmp_path / "m.pt")
-    assert loaded[1].descriptor.unsigned is True
-    assert torch.equal(loaded(x), model(x))
-    data = torch.load(tmp_path / "m.pt", weights_only=True)
-    data["state_dict"]["1.unsigned"] = torch.tensor(77, dtype=torch.int8)
-    torch.save(data, tmp_path / "bad.pt")
-    with pytest.raises(ConfigError, match=r"1\.unsigned: got \[77\]; expected -1, 0 or 1"):
-        torchq.load(build(), tmp_path / "bad.pt")
 
 
 def test_a_model_without_numbers_is_refused_before_anything_changes(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq.errors import ConfigError
 from torchq.workflow.layer_matrices import input_matrix
 from torchq.workflow.output_search import WEIGHT_FRACTIONS, search_weight_amax
 
@@ -114,10 +113,3 @@ def test_without_batches_weights_take_their_largest_magnitude() -> None:
         torchq.calibrate(model, weights=weights)
         models.append(model.state_dict())
     assert all(torch.equal(t, models[1][name]) for name, t in models[0].items())
-
-
-def test_an_unknown_method_is_named() -> None:
-    model = net()
-    torchq.quantize_(model, torchq.recipes.integer(8, 4))
-    with pytest.raises(ConfigError, match="calibrate: got weights='magic'; expected one of: max, "):
-        torchq.calibrate(model, batches(), weights="magic")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -77,29 +75,6 @@ def test_round_trip(model: Net, x: torch.Tensor, tmp_path: Path) -> None:
         with torch.no_grad():
             assert torch.equal(loaded(x), model(x))
     assert plan_of(target) == plan_of(model)
-
-
-def test_in_another_process(model: Net, x: torch.Tensor, tmp_path: Path) -> None:
-    small = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
-    torchq.quantize_(small)
-    torchq.calibrate(small, [x], progress=False)
-    torchq.save(small, tmp_path / "m.pt")
-    torch.save((x, small(x).detach()), tmp_path / "xy.pt")
-    code = (
-        "import sys, torch, torchq; from torch import nn\n"
-        "m = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))\n"
-        "m = torchq.load(m, sys.argv[1] + '/m.pt')\n"
-        "x, y = torch.load(sys.argv[1] + '/xy.pt')\n"
-        "print(torch.equal(m(x), y), m[0].input_quantizer.name)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
-    )
-    assert done.stdout.split() == ["True", "0.input_quantizer"], done.stderr
 
 
 def test_an_uncalibrated_model_is_one_too(x: torch.Tensor, tmp_path: Path) -> None:
