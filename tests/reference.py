@@ -27,7 +27,6 @@ __all__ = [
     "fake_quantize",
     "float_fake_quantize",
     "integer_bounds",
-    "nearest_value",
     "power_of_two_above",
     "round_to",
     "rounded",
@@ -142,15 +141,6 @@ def _round_magnitude(value: Fraction, spec: FloatSpec) -> Fraction:
         exponent = max(exponent, floor_log2)
     spacing = Fraction(2) ** (exponent - spec.mantissa_bits)
     return round(value / spacing) * spacing  # round() of a Fraction is exact and half-to-even.
-
-
-def nearest_value(value: float, spec: FloatSpec) -> float:
-    """Return the saturating :func:`round_to` by a search of all codes, which is its definition."""
-    codes = [code for code in range(spec.num_codes // 2) if math.isfinite(spec.decode(code))]
-    best = min(
-        codes, key=lambda code: (abs(Fraction(spec.decode(code)) - abs(Fraction(value))), code % 2)
-    )
-    return math.copysign(spec.decode(best), value)
 
 
 def integer_bounds(bits: int, unsigned: bool = False, narrow: bool = False) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -87,18 +88,27 @@ def test_weights_of_children_are_quantized_where_they_are_used(example: Any) -> 
         assert torch.equal(got, F.linear(call.input_quantizer(y), weight))
 
 
+@pytest.mark.filterwarnings("ignore:While .*, we found certain side effects:UserWarning")
 def test_a_network_with_calls_goes_all_the_way(tmp_path: Path) -> None:
+    """One module makes a call with its own weight, one with a computed weight, others of parts."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(Network(), Conv1D(4, 11), Mixed()).eval()
+
     torch.manual_seed(0)
-    model = Network().eval()
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    expected = model(TOKENS)
+    model = build()
+    before = {name: vars(m).keys() for name, m in model.named_modules()}
+    keys, expected = list(model.state_dict()), model(TOKENS)
     torchq.quantize_(model, example=TOKENS)
     torchq.calibrate(model, [TOKENS], progress=False)
     torchq.save(model, tmp_path / "m.pt")
-    twin = torchq.load(Network().eval(), tmp_path / "m.pt")
-    assert torch.equal(twin(TOKENS), model(TOKENS))
-    again = copy.deepcopy(model)
-    assert torch.equal(again(TOKENS), model(TOKENS))
+    twins = [torchq.load(build(), tmp_path / "m.pt"), copy.deepcopy(model)]
+    twins.append(pickle.loads(pickle.dumps(model)))
+    for twin in twins:
+        assert [type(m) for m in twin.modules()] == [type(m) for m in model.modules()]
+        assert torch.equal(twin(TOKENS), model(TOKENS))
+    twins[-1][1].input_quantizer.set_amax(0.01)
+    assert not torch.equal(twins[-1](TOKENS), model(TOKENS))
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")(TOKENS)
     torch.testing.assert_close(compiled, model(TOKENS), rtol=1e-4, atol=1e-4)
@@ -106,11 +116,12 @@ def test_a_network_with_calls_goes_all_the_way(tmp_path: Path) -> None:
     error = (deployed(TOKENS) - model(TOKENS)).norm() / model(TOKENS).norm()
     assert error < 0.02  # An integer kernel sums exactly, so a code may round the other way.
     with torch.no_grad():
-        program = torch.export.export(model, (TOKENS,), strict=False).module()
-        assert torch.equal(program(TOKENS), model(TOKENS))
+        for strict in (False, True):
+            program = torch.export.export(model, (TOKENS,), strict=strict).module()
+            assert torch.equal(program(TOKENS), model(TOKENS))
     torchq.restore_(model)
-    assert torch.equal(model(TOKENS), expected)
-    assert model.state_dict().keys() == before.keys()
+    assert torch.equal(model(TOKENS), expected) and list(model.state_dict()) == keys
+    assert {name: vars(m).keys() for name, m in model.named_modules()} == before
 
 
 def test_rules_select_calls() -> None:

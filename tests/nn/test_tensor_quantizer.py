@@ -233,29 +233,6 @@ def test_learned_range_is_a_parameter_that_stays_itself(x: torch.Tensor) -> None
     assert q.amax is parameter and parameter.item() == 3.0
 
 
-def test_inference_mode_makes_ordinary_tensors(x: torch.Tensor) -> None:
-    """Ranges that were set inside inference mode can be trained outside of it."""
-    for d in (
-        QuantDescriptor(),
-        QuantDescriptor(learn_amax=True),
-        QuantDescriptor(axis=1, calib_method="moving_average"),
-    ):
-        q = TensorQuantizer(d)
-        with torch.inference_mode():
-            q.start_calibration()
-            q(x)
-            q.finish_calibration()
-        assert not q.amax.is_inference()
-        data = x.clone().requires_grad_()
-        q(data).sum().backward()
-        assert data.grad is not None
-        with torch.inference_mode():
-            q.forget_amax()
-            assert not q.amax.is_inference()
-            q.set_amax(2.0)
-        assert not q.amax.is_inference()
-
-
 def test_half_between_backward_and_step() -> None:
     """``.half()`` between backward and step: the range stays float32, and so must its gradient."""
     q = TensorQuantizer(QuantDescriptor(amax=1.0, learn_amax=True))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,35 +31,6 @@ def fresh() -> ConvNet:
     model = ConvNet().eval()
     torchq.quantize_(model)
     return model
-
-
-SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
-    "as saved": lambda amax: amax,
-    "[C]": lambda amax: amax.flatten() if amax.dim() else amax,
-    "[1]": lambda amax: amax if amax.dim() else amax.view(1),
-    "[1, 1, 1, 1]": lambda amax: amax if amax.dim() else amax.view(1, 1, 1, 1),
-}
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_s17_strict_state_dict_into_an_uncalibrated_model(shape: str) -> None:
-    model, x = calibrated(), image_batches()[0]
-    state = {
-        k: SHAPES[shape](v) if k.endswith("amax") else v for k, v in model.state_dict().items()
-    }
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    for loaded in (state, torch.load(buffer, weights_only=True)):
-        twin = fresh()
-        twin.load_state_dict(loaded, strict=True)
-        assert torch.equal(twin(x), model(x))
-    scalar = fresh()
-    scalar.load_state_dict(
-        {k: v.max() if k.endswith("amax") else v for k, v in model.state_dict().items()},
-        strict=True,
-    )
-    assert bool(scalar(x).isfinite().all())
 
 
 @pytest.mark.parametrize("stage", ["uncalibrated", "calibrated", "trained"])
@@ -149,30 +118,6 @@ def test_s21_checkpoint_of_the_ancestor() -> None:
     twin.load_state_dict(state, strict=True)
     assert torch.equal(twin(x), model(x))
     assert "stem.0._input_quantizer._amax" in state  # the caller's dictionary is not touched
-
-
-@pytest.mark.parametrize("move", ["half", "double", "bfloat16", "to", "meta"])
-def test_s22_moves_keep_the_ranges(move: str) -> None:
-    model, x = calibrated(), image_batches()[0]
-    before = {n: q.amax.clone() for n, q in quantizers(model).items()}
-    if move == "meta":
-        state = model.state_dict()
-        with torch.device("meta"):
-            model = fresh()
-        model.to_empty(device="cpu").load_state_dict(state)
-    elif move == "to":
-        model.to("cpu", torch.float64)
-    else:
-        getattr(model, move)()
-    for name, q in quantizers(model).items():
-        assert (
-            q.amax.dtype is torch.float32
-            and q.amax.device.type == "cpu"
-            and torch.equal(q.amax, before[name])
-        )
-    dtype = model.head.weight.dtype
-    y = model(x.to(dtype))
-    assert y.dtype is dtype and bool(y.isfinite().all())
 
 
 def test_s22_gpu(device: torch.device) -> None:
