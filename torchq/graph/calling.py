@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from torchq.errors import ConfigError
+from torchq.utils import unwrapped
 
 #: Runs a model on a batch in a way of the user's own: ``forward(model, batch)``.
 Forward = Callable[[nn.Module, Any], Any]
@@ -150,7 +151,7 @@ def _keywords(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parameters(model: nn.Module) -> list[inspect.Parameter]:
     """Return the parameters of ``forward``; if they cannot be read, ``*args`` and ``**kwargs``."""
-    module = _inside(model)
+    module = unwrapped(model)
     schema = getattr(module.forward, "schema", None)
     if isinstance(module, torch.jit.ScriptModule) and schema is not None:
         return [_of_schema(argument) for argument in schema.arguments[1:]]
@@ -168,27 +169,9 @@ def _of_schema(argument: Any) -> inspect.Parameter:
     )
 
 
-def _inside(model: nn.Module) -> nn.Module:
-    """Return the module in a wrapper of torch, which passes all its arguments on.
-
-    ``DataParallel``, ``DistributedDataParallel``, ``AveragedModel`` and what ``torch.compile``
-    returns have one child and a ``forward(*args, **kwargs)``.
-    """
-    children = list(model.children())
-    if len(children) != 1 or not type(model).__module__.startswith("torch."):
-        return model
-    try:
-        kinds = {p.kind for p in inspect.signature(model.forward).parameters.values()}
-    except (TypeError, ValueError):
-        return model
-    if kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
-        return _inside(children[0])
-    return model
-
-
 def _signature_text(model: nn.Module) -> str:
     shown = ", ".join(str(p.replace(annotation=p.empty)) for p in _parameters(model))
-    return f"{type(_inside(model)).__name__}.forward({shown})"
+    return f"{type(unwrapped(model)).__name__}.forward({shown})"
 
 
 def move_to(value: Any, device: torch.device) -> Any:
@@ -215,6 +198,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name))
+
+
+def with_copies(value: Any) -> Any:
+    """Return a value with copies of its tensors, which a forward may overwrite."""
+    return fx.node.map_aggregate(value, lambda v: v.clone() if isinstance(v, Tensor) else v)
 
 
 def map_tensors(

@@ -190,30 +190,15 @@ def _read_elsewhere(
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes whose results ``node`` reads, with repetition."""
     found: list[fx.Node] = []
     if reads_metadata(node):
         return found
-    function = node.op in ("call_function", "call_method")
-    _visit(
-        read_arguments(operator_name(node.target), node.args, node.kwargs)
-        if function
-        else (node.args, node.kwargs),
-        found.append,
-    )
+    values: Any = (node.args, node.kwargs)
+    if node.op in ("call_function", "call_method"):
+        values = read_arguments(operator_name(node.target), node.args, node.kwargs)
+    fx.node.map_arg(values, found.append)
     return found
-
-
-def _visit(value: Any, see: Callable[[fx.Node], None]) -> None:
-    if isinstance(value, fx.Node):
-        see(value)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            _visit(item, see)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            _visit(item, see)
-    elif isinstance(value, slice):
-        _visit((value.start, value.stop, value.step), see)
 
 
 class _Recorder(TorchFunctionMode):

@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from torchq.errors import ConfigError, GraphError
-from torchq.graph.calling import tensors_in
+from torchq.graph.calling import tensors_in, with_copies
 from torchq.graph.operators import may_alias, may_write, operator_name, writes
 
 #: Called with the arguments of a node; returns None or the pair to use instead.
@@ -371,11 +371,11 @@ class _Run(fx.Interpreter):
         def keep(node: fx.Node, value: Any) -> None:
             self.env[node] = value
             if node in wanted:
-                kept[node] = _copied(value) if writers and node < writers[-1] else value
+                kept[node] = with_copies(value) if writers and node < writers[-1] else value
 
         try:
             for node, value in fed.items():
-                keep(node, _after(_copied(value) if writers else value, self._hooks.get(node)))
+                keep(node, _after(with_copies(value) if writers else value, self._hooks.get(node)))
             for node in nodes:
                 keep(node, self._value(node))
                 for dead in released.get(node, ()):
@@ -444,10 +444,6 @@ def _after(value: Any, hooks: tuple[PreHook | None, PostHook | None] | None) -> 
         return value
     found = hooks[1](value)
     return value if found is None else found
-
-
-def _copied(value: Any) -> Any:
-    return fx.node.map_aggregate(value, lambda v: v.clone() if isinstance(v, Tensor) else v)
 
 
 def _place(node: fx.Node) -> str:

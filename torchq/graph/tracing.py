@@ -13,10 +13,10 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from torchq.errors import GraphError
-from torchq.graph.calling import call_arguments, tensors_in
+from torchq.graph.calling import call_arguments, tensors_in, with_copies
 from torchq.utils import evaluating, state_kept, untouched
 
 log = logging.getLogger(__name__)
@@ -134,30 +134,12 @@ def trace_modules(
 ) -> fx.GraphModule:
     """Trace ``model`` with torch.fx in eval mode, keeping calls of leaf modules whole.
 
-    :func:`trace` is for models that this function cannot follow too.
+    Tensors that its code creates are attributes of the result. ``fx.GraphModule`` copies them from
+    ``model``, so they stand there for a moment. :func:`trace` is for models that this function
+    cannot follow too.
     """
     tracer = ModuleTracer(is_leaf)
     tracer.record_stack_traces = record_lines
-    return _traced(tracer, model, given)
-
-
-def trace_or_none(model: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> fx.GraphModule | None:
-    """Trace ``model`` as :func:`trace_modules` does; return None if its code cannot be traced."""
-    try:
-        return _traced(ModuleTracer(is_leaf), model, None)
-    except Exception as error:  # code whose control flow looks at a tensor may raise anything
-        name = type(model).__name__
-        log.debug("%s cannot be traced (%s: %s)", name, type(error).__name__, error)
-        return None
-
-
-def _traced(
-    tracer: ModuleTracer, model: nn.Module, given: Mapping[str, Any] | None
-) -> fx.GraphModule:
-    """Return the traced model, with the tensors that its code creates as attributes.
-
-    ``fx.GraphModule`` copies attributes from ``model``, so they stand there for a moment.
-    """
     with evaluating(model), state_kept(model):
         graph = trace_call(tracer, model, given)
         for tensor, name in tracer.tensor_attrs.items():
@@ -166,11 +148,18 @@ def _traced(
         return fx.GraphModule(tracer.root, graph)
 
 
-def forward_hook_kind(module: nn.Module) -> str | None:
-    """Return ``"a forward hook"``, ``"a forward pre-hook"`` or None: what ``module`` has.
+def trace_or_none(model: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> fx.GraphModule | None:
+    """Trace ``model`` as :func:`trace_modules` does; return None if its code cannot be traced."""
+    try:
+        return trace_modules(model, is_leaf)
+    except Exception as error:  # code whose control flow looks at a tensor may raise anything
+        name = type(model).__name__
+        log.debug("%s cannot be traced (%s: %s)", name, type(error).__name__, error)
+        return None
 
-    torch offers no public way to ask, so this is the one place that reads its hook dictionaries.
-    """
+
+def forward_hook_kind(module: nn.Module) -> str | None:
+    """Return ``"a forward hook"``, ``"a forward pre-hook"`` or None: what ``module`` has."""
     if module._forward_hooks:
         return "a forward hook"
     return "a forward pre-hook" if module._forward_pre_hooks else None
@@ -180,22 +169,15 @@ _LIBRARY = torch.library.Library("torchq", "FRAGMENT")
 _LIBRARY.define("call_whole(Tensor x, str path) -> Tensor")
 
 
-def _fake_call(x: Tensor, path: str) -> Tensor:
-    """Return what a module that keeps the type of tensors returns, without its elements."""
-    return torch.empty_like(x)
-
-
-torch.library.register_fake("torchq::call_whole", _fake_call, lib=_LIBRARY)
+torch.library.register_fake("torchq::call_whole", lambda x, path: torch.empty_like(x), lib=_LIBRARY)
 
 
 @contextmanager
 def opaque_calls(model: nn.Module) -> Iterator[None]:
-    """Let the modules that stay whole write one operator with their path during an export.
+    """Let modules whose ``keeps_tensor_type`` is True write one operator during an export.
 
-    A module says so by an attribute ``keeps_tensor_type`` that is True: it is called with one
-    tensor and returns one of the same shape, element type and device. Quantizers do, so that their
-    calls can be told from arithmetic. Modules with hooks are traced as usual, since a call of the
-    trace would run the hooks again.
+    They take one tensor and return one of its type. Modules with hooks are traced as usual, since a
+    call of the trace would run the hooks again.
     """
     chosen = [
         (path, module)
@@ -204,15 +186,11 @@ def opaque_calls(model: nn.Module) -> Iterator[None]:
     ]
     try:
         for path, module in chosen:
-            vars(module)["forward"] = partial(_opaque, path)
+            vars(module)["forward"] = partial(torch.ops.torchq.call_whole, path=path)
         yield
     finally:
         for _, module in chosen:
             del vars(module)["forward"]
-
-
-def _opaque(path: str, x: Tensor) -> Tensor:
-    return torch.ops.torchq.call_whole(x, path)
 
 
 def restore_calls(traced: fx.GraphModule, model: nn.Module) -> None:
@@ -295,9 +273,9 @@ def _with_fx(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     given = _by_name(model, args, kwargs)
     found = trace_modules(model, given=given, record_lines=True)
     with untouched(model), torch.random.fork_rng():
-        expected = model(*_copied(args), **_copied(kwargs))
+        expected = model(*with_copies(args), **with_copies(kwargs))
     with untouched(model), torch.random.fork_rng():
-        got = found(*_copied(args), **_copied(kwargs))
+        got = found(*with_copies(args), **with_copies(kwargs))
     if not _equal(got, expected):
         raise GraphError("the trace computes something else than the model")
     lost = ["Branches that the model takes in training are not in the graph."]
@@ -315,7 +293,7 @@ def _with_export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str
 ) -> Trace:
     with untouched(model), opaque_calls(model):
-        program = torch.export.export(model, _copied(args), _copied(kwargs), strict=False)
+        program = torch.export.export(model, with_copies(args), with_copies(kwargs), strict=False)
         found = program.module()
     assert isinstance(found, fx.GraphModule)
     restore_calls(found, model)
@@ -337,11 +315,6 @@ def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     """Return the arguments of a call by the names of their parameters."""
     bound = inspect.signature(type(model).forward).bind(model, *args, **kwargs)
     return dict(list(bound.arguments.items())[1:])
-
-
-def _copied(value: Any) -> Any:
-    """Return ``value`` with copies of its tensors: a forward may change its arguments."""
-    return fx.node.map_aggregate(value, lambda v: v.clone() if isinstance(v, Tensor) else v)
 
 
 def _equal(got: Any, expected: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import sys
 import types
 import warnings
@@ -12,9 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
+from torch import Tensor, fx, nn
 
 
 def device_of(model: nn.Module) -> torch.device | None:
@@ -55,10 +54,7 @@ def set_submodule(model: nn.Module, path: str, new: nn.Module) -> None:
 
 
 def twin_of(module: nn.Module) -> nn.Module:
-    """Return a second object that has the attributes, hooks and children of ``module``.
-
-    What is added to one of the two later does not appear in the other.
-    """
+    """Return an object with the attributes, hooks and children of ``module``, but its own lists."""
     twin = copy.copy(module)
     vars(twin).update(
         {name: copy.copy(value) for name, value in vars(module).items() if isinstance(value, dict)}
@@ -67,23 +63,27 @@ def twin_of(module: nn.Module) -> nn.Module:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module inside wrappers of torch, which have no computation of their own.
+    """Return the module inside wrappers of torch, also of one around another.
 
-    These are ``DataParallel``, ``DistributedDataParallel``, ``AveragedModel``, and what
-    ``torch.compile`` and ``checkpoint_wrapper`` return, also one around another.
+    ``DataParallel``, ``DistributedDataParallel``, ``AveragedModel``, and what ``torch.compile`` and
+    ``checkpoint_wrapper`` return, have one child and a ``forward(*args, **kwargs)``.
     """
-    if isinstance(model, (nn.DataParallel, DistributedDataParallel, AveragedModel)):
-        return unwrapped(model.module)
-    if type(model).__name__ in ("OptimizedModule", "CheckpointWrapper"):
-        return unwrapped(next(model.children()))
-    return model
+    children = list(model.children())
+    is_torchs = type(model).__module__.startswith("torch.") and not isinstance(
+        model, fx.GraphModule
+    )
+    if len(children) != 1 or not is_torchs:
+        return model
+    try:
+        kinds = {p.kind for p in inspect.signature(model.forward).parameters.values()}
+    except (TypeError, ValueError):  # scripted
+        return model
+    is_wrapper = kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    return unwrapped(children[0]) if is_wrapper else model
 
 
 def deployed_part(model: nn.Module) -> tuple[str, nn.Module] | None:
-    """Return the first module that ``deploy`` made in a model, behind its path; None without one.
-
-    Its class is told by where it is defined, since the layers that make it are above all users.
-    """
+    """Return the path and the first module that ``deploy`` made in a model; None without one."""
     for name, module in model.named_modules():
         if type(module).__module__.startswith(("torchq.lowering.", "torchq.runtimes.")):
             return name or "(root)", module
@@ -96,9 +96,7 @@ M = TypeVar("M", bound=nn.Module)
 def copy_module(module: M, *, sharing: Iterable[Any] = ()) -> M:
     """Return a deep copy of ``module`` that shares with it what Python cannot copy.
 
-    Children, parameters, buffers and hooks are copied as :func:`copy.deepcopy` copies them. An
-    object below an attribute that cannot be copied (a Python module, a lock, a tensor with a
-    gradient history) is the same object in the copy.
+    That is a Python module, a lock or a tensor with a gradient history below an attribute.
     """
     memo = {id(item): item for item in sharing}
     try:
@@ -186,11 +184,10 @@ def undone_on_error(
     written: Iterable[Tensor | None] = (),
     but: type[BaseException] | tuple[type[BaseException], ...] = (),
 ) -> Iterator[Callable[[], None]]:
-    """Give modules their parts, attributes and tensors back where the body raises.
+    """Give modules their parts, attributes and tensors back where the body raises, ``but`` these.
 
-    Every exception counts, also KeyboardInterrupt, ``but`` these. Replaced and added tensors are
-    undone; of numbers in place those of the tensors that will be ``written``. Yields the function
-    that does so.
+    Of numbers in place, those of the tensors that will be ``written`` are undone. Yields the
+    function that does so.
     """
     modules = list(dict.fromkeys(module for part in parts for module in part.modules()))
     attributes = _attributes_of(modules)
