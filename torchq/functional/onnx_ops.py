@@ -23,6 +23,8 @@ from torchq.utils.optional import import_optional
 
 #: Domain and name of the operator that :func:`mark` writes; :func:`torchq.export_onnx` removes it.
 MARK = ("torchq", "Quantizer")
+#: The first opset with int4 and uint4.
+FOUR_BITS = 21
 
 
 @dataclass(frozen=True)
@@ -72,15 +74,15 @@ def onnx_type(format: Format) -> tuple[Format, OnnxType]:
     )
 
 
-def _stored(format: Format, axis: int | None, legacy: bool) -> tuple[Format, OnnxType]:
-    """Return the type that a tensor is written in: 4 bits for weights alone.
+def stored_type(format: Format, axis: int | None, wide: bool) -> tuple[Format, OnnxType]:
+    """Return the type that a tensor is written in, of 8 bits at least if ``wide``.
 
-    Weights have an axis or blocks. TensorRT takes 4 bits for weights only, no runtime has kernels
-    for 4-bit activations, and the TorchScript exporter has no 4-bit constants: 8 bits, clipped to
-    the bounds, are right everywhere.
+    Weights alone, which have an axis or blocks, are written in 4 bits. TensorRT takes 4 bits for
+    weights only, no runtime has kernels for 4-bit activations, and the TorchScript exporter has no
+    4-bit constants: 8 bits, clipped to the bounds, are right everywhere.
     """
     stored, kind = onnx_type(format)
-    if stored.bits == 4 and (legacy or axis is None):
+    if stored.bits == 4 and (wide or axis is None):
         stored = INT8 if stored.signed else UINT8
         kind = _TYPES[stored.name]
     return stored, kind
@@ -88,8 +90,8 @@ def _stored(format: Format, axis: int | None, legacy: bool) -> tuple[Format, Onn
 
 def opset_needed(format: Format, granularity: Granularity) -> tuple[int, str]:
     """Return the first opset whose QuantizeLinear can do this, and what needs it."""
-    axis, block = _axis(granularity, 1 << 16)
-    _, kind = _stored(format, axis, legacy=False)
+    axis, block = onnx_axis(granularity, 1 << 16)
+    _, kind = stored_type(format, axis, wide=False)
     needs = [
         (kind.opset, f"the type {format}"),
         (21 if block else 0, "blocks"),
@@ -98,11 +100,16 @@ def opset_needed(format: Format, granularity: Granularity) -> tuple[int, str]:
     return max(needs, key=lambda need: need[0])
 
 
-def mark(x: Tensor, name: str, format: str) -> Tensor:
-    """Write an operator behind a quantizer that tells its name; call it only during an export."""
+def mark(x: Tensor, name: str, axis: int) -> Tensor:
+    """Write one operator in the place of a quantizer; call it only during an export.
+
+    The exporters follow every operator several times, so that :func:`torchq.export_onnx` puts the
+    pair in its place only afterwards. ``x`` is what :func:`as_stored` returns, and ``axis`` that of
+    :func:`onnx_axis`, -1 for None.
+    """
     if torch.jit.is_tracing():
-        return _LegacyMark.apply(x, name, format)
-    attributes: dict[str, Any] = {"name": name, "format": format}
+        return _LegacyMark.apply(x, name, axis)
+    attributes: dict[str, Any] = {"name": name, "axis": axis}
     return torch.onnx.ops.symbolic(
         "::".join(MARK), (x,), attributes, dtype=x.dtype, shape=x.shape, version=1
     )
@@ -112,14 +119,38 @@ class _LegacyMark(torch.autograd.Function):
     """The mark for the TorchScript exporter, which calls ``symbolic``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str, format: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, name: str, axis: int) -> Tensor:
         return x.clone()
 
     @staticmethod
-    def symbolic(g: Any, x: Any, name: str, format: str) -> Any:
-        result = g.op("::".join(MARK), x, name_s=name, format_s=format)
+    def symbolic(g: Any, x: Any, name: str, axis: int) -> Any:
+        result = g.op("::".join(MARK), x, name_s=name, axis_i=axis)
         result.setType(x.type())
         return result
+
+
+def clip_bounds(
+    scale: Tensor, point: Tensor, format: Format, stored: Format
+) -> tuple[Tensor, Tensor] | None:
+    """Return the outermost values of ``format``; None where ``stored`` has no wider ones."""
+    if (stored.quant_min, stored.quant_max) == (format.quant_min, format.quant_max):
+        return None
+    return scale * (format.quant_min - point), scale * (format.quant_max - point)
+
+
+def as_stored(x: Tensor, bounds: tuple[Tensor, Tensor] | None, granularity: Granularity) -> Tensor:
+    """Return what QuantizeLinear reads: ``x`` in float32, clipped to :func:`clip_bounds`."""
+    values = x if x.dtype is torch.float32 else x.to(torch.float32)
+    if bounds is None:
+        return values
+    if not torch.jit.is_tracing() and bounds[0].dim() == 0:
+        # Written as Clip at once: onnxscript 0.7 loses constants where it makes a Clip from Min
+        # and Max of one tensor twice.
+        return torch.onnx.ops.symbolic(
+            "Clip", (values, *bounds), dtype=values.dtype, shape=values.shape, version=13
+        )
+    parts = torch.minimum(torch.maximum(granularity.split(values), bounds[0]), bounds[1])
+    return granularity.join(parts, values.shape)
 
 
 def quantize_dequantize(
@@ -143,9 +174,9 @@ def quantize_dequantize_affine(
     Scale and zero point are aligned with ``granularity.split(x)``; a ``zero_point`` of None is 0
     everywhere. With one, formats of 4 bits and fewer are written as 8 bits, clipped.
     """
-    axis, block = _axis(granularity, x.dim())
+    axis, block = onnx_axis(granularity, x.dim())
     legacy = torch.jit.is_tracing()
-    stored, kind = _stored(format, axis if zero_point is None else None, legacy)
+    stored, kind = stored_type(format, axis if zero_point is None else None, legacy)
     point = torch.zeros_like(scale) if zero_point is None else zero_point
     if legacy:
         with constant_while_tracing():
@@ -153,10 +184,7 @@ def quantize_dequantize_affine(
             scale, point = (
                 torch.tensor(t.tolist(), dtype=t.dtype, device=t.device) for t in (scale, point)
             )
-    values = x if x.dtype is torch.float32 else x.to(torch.float32)
-    if (stored.quant_min, stored.quant_max) != (format.quant_min, format.quant_max):
-        bounds = (scale * (format.quant_min - point), scale * (format.quant_max - point))
-        values = _clip(values, *bounds, granularity, legacy)
+    values = as_stored(x, clip_bounds(scale, point, format, stored), granularity)
     if axis is not None:
         scale, point = (t.squeeze(axis + 1) if block else t.reshape(-1) for t in (scale, point))
     emit = _legacy if legacy else _modern
@@ -164,50 +192,8 @@ def quantize_dequantize_affine(
     return result if x.dtype is torch.float32 else result.to(x.dtype)
 
 
-def constant_grid(
-    scale: Tensor, zero_point: Tensor, symmetric: bool, format: Format, granularity: Granularity
-) -> tuple[Tensor, Tensor] | None:
-    """Return a scale and a zero point as an ONNX file holds them, of no dimension or one.
-
-    An exporter that follows the arithmetic from amax to them traces ten operators for each
-    quantizer, three times. None for blocks, formats narrower than their type and without one.
-    """
-    if isinstance(granularity, PerBlock):
-        return None
-    try:
-        axis, _ = _axis(granularity, 1 << 16)
-        stored, kind = _stored(format, axis if symmetric else None, legacy=False)
-    except ExportError:  # Raised again, with the name of the layer, where it is written.
-        return None
-    if (stored.quant_min, stored.quant_max) != (format.quant_min, format.quant_max):
-        return None
-    shape = () if axis is None else (-1,)
-    return scale.float().reshape(shape), zero_point.to(kind.dtype).reshape(shape)
-
-
-def quantize_dequantize_constant(
-    x: Tensor, scale: Tensor, zero_point: Tensor, format: Format, granularity: Granularity
-) -> Tensor:
-    """Write the pair for what :func:`constant_grid` returned; for the newer exporter."""
-    axis, block = _axis(granularity, x.dim())
-    _, kind = _stored(format, axis, legacy=False)
-    values = x if x.dtype is torch.float32 else x.to(torch.float32)
-    result = _modern(values, scale, zero_point, kind, axis, block)
-    return result if x.dtype is torch.float32 else result.to(x.dtype)
-
-
-def _clip(x: Tensor, low: Tensor, high: Tensor, granularity: Granularity, legacy: bool) -> Tensor:
-    if not legacy and low.dim() == 0:
-        # Written as Clip at once: onnxscript 0.7 loses constants where it makes a Clip from Min
-        # and Max of one tensor twice.
-        return torch.onnx.ops.symbolic(
-            "Clip", (x, low, high), dtype=x.dtype, shape=x.shape, version=13
-        )
-    parts = torch.minimum(torch.maximum(granularity.split(x), low), high)
-    return granularity.join(parts, x.shape)
-
-
-def _axis(granularity: Granularity, ndim: int) -> tuple[int | None, int]:
+def onnx_axis(granularity: Granularity, ndim: int) -> tuple[int | None, int]:
+    """Return the attributes ``axis`` and ``block_size`` for a tensor of ``ndim`` dimensions."""
     if isinstance(granularity, PerBlock):
         return granularity.axis % ndim, granularity.size
     if isinstance(granularity, PerAxis):
@@ -234,8 +220,7 @@ def _modern(
         data_type = import_optional("onnx_ir", "torch.onnx.export").DataType
         typed = {**attributes, "output_dtype": data_type[kind.name].value}
     else:
-        is_typed = point.dtype is kind.dtype
-        zero_points = (point if is_typed else point.to(dtype=kind.dtype, device=x.device),)
+        zero_points = (point.to(dtype=kind.dtype, device=x.device),)
     codes = torch.onnx.ops.symbolic(
         "QuantizeLinear",
         (x, scale, *zero_points),

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from torchq.errors import ExportError
-from torchq.functional.onnx_ops import mark
 from torchq.nn import TensorQuantizer
-from torchq.onnx.interface import ExampleCall, fixes_batch, named_calls
+from torchq.onnx.interface import ExampleCall, fixes_batch
 from torchq.onnx.ir import Model, run_passes, save_model, set_opset, undo_passes
 from torchq.onnx.passes import EXPORT_PASSES
 from torchq.onnx.passes.activations import retype_activations
@@ -26,9 +25,10 @@ from torchq.onnx.qdq import read_record, write_record
 from torchq.onnx.report import ExportReport, report_on
 from torchq.onnx.torch_exporters import (
     TorchExportError,
-    constant_grids,
+    marking,
     run_dynamo,
     run_torchscript,
+    write_pairs,
 )
 from torchq.runtime import RUNTIMES, Runtime, check_planned, runtime_of
 from torchq.utils import (
@@ -196,9 +196,7 @@ def _traced(
         stack.enter_context(state_kept(call.model))
         stack.enter_context(torch.no_grad())
         stack.enter_context(evaluating(call.model))
-        if modern:
-            stack.enter_context(constant_grids(active.values()))
-        stack.enter_context(named_calls(call.model, active, _mark))
+        stack.enter_context(marking(call.model, active, opset))
         stack.enter_context(_without_unknown_outputs(call.model))
         stack.enter_context(plain_attention())
         graph = run_dynamo(call, opset) if modern else run_torchscript(call, opset)
@@ -206,6 +204,7 @@ def _traced(
         raise ExportError(
             f"export_onnx: {type(call.model).__name__} returns no tensor; expected one at least"
         )
+    write_pairs(graph, active, opset)
     return graph
 
 
@@ -269,8 +268,3 @@ def _without_unknown_outputs(model: nn.Module) -> Iterator[None]:
             "for; the file leaves it out",
             stacklevel=6,
         )
-
-
-def _mark(name: str, quantizer: TensorQuantizer, x: Tensor, out: Tensor) -> Tensor:
-    """Let a quantizer write its name beside its Q/DQ nodes."""
-    return mark(out, name, quantizer.descriptor.format.name)

@@ -15,7 +15,6 @@ from torchq.onnx.passes.matmuls import keep_integer_matmuls, store_transposed
 from torchq.onnx.passes.pairs import (
     fold_weights,
     merge_duplicates,
-    name_quantizers,
     remove_debug_metadata,
 )
 
@@ -26,7 +25,6 @@ EXPORT_PASSES: tuple[Pass, ...] = (
     lift_constants,
     fold_slices,
     fold_scales,
-    name_quantizers,
     fold_weights,
     merge_duplicates,
     fold_shapes,

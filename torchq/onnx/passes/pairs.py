@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchq.formats import format_by_name
-from torchq.functional.onnx_ops import MARK
+from torchq.functional.onnx_ops import FOUR_BITS
 from torchq.onnx.ir import (
     DataType,
     Model,
@@ -17,12 +17,9 @@ from torchq.onnx.ir import (
     add_initializer,
     add_node,
     are_constant,
-    attribute,
-    bypass,
     computed_by,
     fresh_name,
     input_at,
-    is_constant,
     is_output,
     nodes_of,
     onnx_ir,
@@ -43,55 +40,6 @@ from torchq.onnx.qdq import (
 from torchq.utils.optional import OptionalModule
 
 _passes: Any = OptionalModule("onnx_ir.passes.common", "torchq.onnx")
-
-
-def name_quantizers(model: Model) -> None:
-    """Name each Q/DQ pair after its quantizer, and remove the marks that carried the names.
-
-    Before: The output of each quantizer passes through a mark with its dotted path; the second call
-    of one quantizer is marked ``path#2``, and so on.
-    After: No mark is left. The nodes of a pair are ``path/QuantizeLinear`` and
-    ``path/DequantizeLinear``, their outputs ``path/codes`` and ``path/value``. The record has under
-    ``merged`` the quantizers whose pair the exporter had merged with another's. A node's
-    ``meta["format"]`` is the name of the format of its quantizer.
-    """
-    marks = [node for node in model.graph if (node.domain, node.op_type) == MARK]
-    merged: dict[str, str] = {}
-    named: dict[Node, str] = {}
-    for mark in marks:
-        pair = _pair_behind(mark.inputs[0])
-        if pair is None:
-            continue
-        name = attribute(mark, "name")
-        first = named.setdefault(pair[0], name)
-        if first != name:
-            merged[name] = first
-        else:
-            _name_pair(pair, name, attribute(mark, "format"))
-    for mark in marks:
-        bypass(mark)
-    model.graph.opset_imports.pop(MARK[0], None)
-    add_to_record(model, "merged", merged)
-
-
-def _name_pair(pair: tuple[Node, Node], name: str, format: str) -> None:
-    """Name the nodes, their outputs and a scale that no other node reads."""
-    scale = pair[0].inputs[1]
-    if is_constant(scale) and {use.node for use in scale.uses()} == {*pair}:
-        scale.name = fresh_name(pair[0].graph, f"{name}/scale")
-    for node, role in zip(pair, ("codes", "value"), strict=True):
-        node.name = f"{name}/{node.op_type}"
-        node.meta["format"] = format
-        if not is_output(node.outputs[0]):
-            node.outputs[0].name = fresh_name(node.graph, f"{name}/{role}")
-
-
-def _pair_behind(value: Value) -> tuple[Node, Node] | None:
-    """Return the Q/DQ pair that computes ``value``, through a Cast; None where there is none."""
-    cast = computed_by(value, "Cast")
-    dequantize = computed_by(value if cast is None else cast.inputs[0], "DequantizeLinear")
-    quantize = computed_by(dequantize.inputs[0], "QuantizeLinear") if dequantize else None
-    return (quantize, dequantize) if quantize is not None else None
 
 
 _MODULE_NAMES = "name_scopes"
@@ -120,7 +68,6 @@ def remove_debug_metadata(model: Model) -> None:
 
 
 _FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-_FOUR_BITS_SINCE = 21  # The first opset with int4 and uint4.
 
 
 def fold_weights(model: Model) -> None:
@@ -168,7 +115,7 @@ def _stored_type(model: Model, node: Node) -> DataType:
     written = element_type(node)
     wanted = format_by_name(node.meta["format"]) if "format" in node.meta else format_of(written)
     narrow = wanted.is_integer and wanted.bits <= 4 and format_of(written).bits == 8
-    if not narrow or opset_of(model) < _FOUR_BITS_SINCE:
+    if not narrow or opset_of(model) < FOUR_BITS:
         return written
     return onnx_ir.DataType.INT4 if format_of(written).quant_min else onnx_ir.DataType.UINT4
 
