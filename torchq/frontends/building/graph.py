@@ -185,13 +185,9 @@ class GraphBuilder:
         self.graph = fx.Graph()
         self.root = nn.Module()
         self.values: dict[Any, Value] = {}
-        self._parameters: dict[str, nn.Parameter] = {}
+        self.parameters: dict[str, nn.Parameter] = {}
         self._tensors: dict[int, fx.Node] = {}
         self._kept: list[Tensor] = []
-
-    def share_parameters(self, other: GraphBuilder) -> None:
-        """Use the parameters of another builder for the same tensors of the file."""
-        self._parameters = other._parameters
 
     def input(self, name: str) -> fx.Node:
         """Return a new argument of ``forward``, named after an input of the file."""
@@ -210,10 +206,10 @@ class GraphBuilder:
         tensor = (value.tensor if tensor is None else tensor).contiguous()
         if not value.name:
             return nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
-        found = self._parameters.get(f"{value.name}\0{key}")
+        found = self.parameters.get(f"{value.name}\0{key}")
         if found is None:
             found = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
-            self._parameters[f"{value.name}\0{key}"] = found
+            self.parameters[f"{value.name}\0{key}"] = found
         return found
 
     def stored(self, value: Constant) -> fx.Node:
@@ -279,6 +275,20 @@ MAX_FOLDED = 2**26
 class Attributes(abc.ABC):
     """What a file says of a node, read one by one."""
 
+    #: Attributes that say how a framework computes or trains, not what a network computes.
+    ignored: ClassVar[re.Pattern[str]] = re.compile(r"\w*")
+    noun: ClassVar[str] = "attributes"  # in errors
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self.attributes, self.seen = given, set[str]()
+
+    def check_all_read(self) -> None:
+        """Refuse attributes that the converter did not read, which may change the result."""
+        unread = [name for name in self.attributes if name not in self.seen]
+        unknown = sorted(name for name in unread if not self.ignored.fullmatch(name))
+        if unknown:
+            self.refuse(f"got the {self.noun} {', '.join(unknown)}, which are not supported")
+
     def attr(self, name: str, default: Any = None) -> Any:
         """Return an attribute in the type of ``default``, or ``default`` where it is left out.
 
@@ -315,17 +325,14 @@ class FileNode(Attributes):
         attributes: dict[str, Any],
         inputs: list[Value],
     ) -> None:
-        self.builder = builder
+        super().__init__(attributes)
+        self.builder, self.inputs = builder, inputs
         self.op_type, self.name = op_type, name
-        self.attributes, self.inputs = attributes, inputs
 
     def read(self, name: str, kind: type) -> Any:
         """Return an attribute in a type; here the file has types of its own."""
         value = self.attributes.get(name)
         return kind(value) if kind in (bool, int, float, list) and value is not None else value
-
-    def check_all_read(self) -> None:
-        """Refuse attributes that the converter did not read, in formats that tell."""
 
     def converted(self, convert: Callable[[Any], Any]) -> list[Value]:
         """Return what a converter makes of this node; errors of a damaged file name the node."""

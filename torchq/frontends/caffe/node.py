@@ -19,16 +19,18 @@ from torchq.frontends.building.graph import (
 from torchq.frontends.caffe.messages import Message
 from torchq.frontends.caffe.network import Layer
 
-#: Fields that say how Caffe computes or trains, not what a network computes.
-_IGNORED = re.compile(r"\w*_filler|engine|force_nd_im2col|moving_average_fraction|label_map_file")
-
 
 class Settings(Attributes):
     """The fields of one message of a layer, with their types checked."""
 
+    ignored = re.compile(
+        r"\w*_filler|engine|force_nd_im2col|moving_average_fraction|label_map_file"
+    )
+    noun = "fields"
+
     def __init__(self, message: Message, refuse: Callable[[str], NoReturn]) -> None:
+        super().__init__(message.values)
         self._message, self._refuse = message, refuse
-        self._read: set[str] = set()
 
     def refuse(self, reason: str) -> NoReturn:
         """Raise the error that the layer cannot be converted."""
@@ -37,7 +39,7 @@ class Settings(Attributes):
     def read(self, name: str, kind: type) -> Any:
         """Return a field: the last value of a number or flag, the whole numbers of a list."""
         if kind is bool:
-            self._read.add(name)
+            self.seen.add(name)
             found: list[Any] = self._message.scalars(name) or [None]
             value = found[-1]
             if value not in (True, False, None):
@@ -52,7 +54,7 @@ class Settings(Attributes):
 
     def numbers(self, name: str) -> list[float]:
         """Return the numbers of a field that may be repeated."""
-        self._read.add(name)
+        self.seen.add(name)
         found = self._message.values.get(name, [])
         if any(isinstance(value, (str, Message, bool)) for value in found):
             self.refuse(f"{name} is {found!r}; expected numbers")
@@ -60,7 +62,7 @@ class Settings(Attributes):
 
     def choice(self, name: str, *names: str, first: int = 0) -> str:
         """Return one of the names of an enumeration."""
-        self._read.add(name)
+        self.seen.add(name)
         found = self._message.scalars(name)
         value = found[-1] if found else names[0]
         if isinstance(value, float) and value - first in range(len(names)):
@@ -71,19 +73,12 @@ class Settings(Attributes):
 
     def settings(self, name: str) -> Settings:
         """Return the fields of a message inside this one."""
-        self._read.add(name)
+        self.seen.add(name)
         return Settings(self._message.message(name), self._refuse)
 
     def has(self, name: str) -> bool:
         """Return True if a field is given."""
         return name in self._message.values
-
-    def check_all_read(self) -> None:
-        """Refuse fields that the converter did not read, which may change the result."""
-        unread = [name for name in self._message.values if name not in self._read]
-        unknown = sorted(name for name in unread if not _IGNORED.fullmatch(name))
-        if unknown:
-            self.refuse(f"got the fields {', '.join(unknown)}, which are not supported")
 
 
 class CaffeLayer(FileNode):

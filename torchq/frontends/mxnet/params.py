@@ -19,21 +19,16 @@ from torchq.frontends.building.importer import bytes_of
 
 _LIST = 0x112
 _V1, _V2, _V3 = 0xF993FAC8, 0xF993FAC9, 0xF993FACA
-_DTYPES = {
-    0: torch.float32,
-    1: torch.float64,
-    2: torch.float16,
-    3: torch.uint8,
-    4: torch.int32,
-    5: torch.int8,
-    6: torch.int64,
-    7: torch.bool,
-    8: torch.int16,
-    9: torch.uint16,
-    10: torch.uint32,
-    11: torch.uint64,
-    12: torch.bfloat16,
-}
+#: By the number that stands for them in a file.
+_DTYPES = dict(
+    enumerate(
+        (
+            *(torch.float32, torch.float64, torch.float16, torch.uint8, torch.int32, torch.int8),
+            *(torch.int64, torch.bool, torch.int16, torch.uint16, torch.uint32, torch.uint64),
+            torch.bfloat16,
+        )
+    )
+)
 _MAX_NDIM = 32
 #: The most elements that a sparse array may have when its zeros are written out.
 _MAX_DENSE = 2**28
@@ -69,10 +64,8 @@ class _Reader:
             self._fail(f"begins with {magic:#x}; expected {_LIST:#x}, a list of NDArrays")
         tensors = [self._array() for _ in range(self._count(4))]
         names = [self._name() for _ in range(self._count(8))]
-        if len(names) != len(tensors):
-            self._fail(f"has {len(names)} names for {len(tensors)} arrays; expected one for each")
-        if len(set(names)) != len(names):
-            self._fail("gives a name twice; expected each once")
+        if len({*names}) != len(names) or len(names) != len(tensors):
+            self._fail(f"has the names {names} for {len(tensors)} arrays; expected one for each")
         if self._at != len(self._data):
             self._fail(f"has {len(self._data) - self._at} bytes behind its last name")
         return dict(zip(names, tensors, strict=True))

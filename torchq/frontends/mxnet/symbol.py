@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,8 +14,6 @@ from torchq.frontends.building.importer import Output, text_of
 from torchq.utils import parse_json, short_repr
 
 _VARIABLE = "null"
-#: Auxiliary states that files up to version 0.8 leave out: inputs without, and suffixes.
-_HIDDEN_STATES = {"BatchNorm": (3, ("_moving_mean", "_moving_var"))}
 
 
 @dataclass(frozen=True)
@@ -92,42 +91,26 @@ def _entries(value: Any, count: int, where: str) -> tuple[tuple[int, int], ...]:
 
 
 def _with_hidden_states(nodes: list[SymbolNode]) -> list[SymbolNode]:
-    """Append the variables of auxiliary states that old files leave out."""
-    extra: list[SymbolNode] = []
+    """Append the variables of BatchNorm's statistics, which files up to version 0.8 leave out."""
     result = list(nodes)
     for number, node in enumerate(nodes):
-        count, suffixes = _HIDDEN_STATES.get(node.op, (0, ()))
-        if not suffixes or len(node.inputs) != count:
-            continue
-        first = len(nodes) + len(extra)
-        extra += [SymbolNode(_VARIABLE, node.name + suffix) for suffix in suffixes]
-        states = tuple((first + i, 0) for i in range(len(suffixes)))
-        result[number] = replace(node, inputs=node.inputs + states)
-    return result + extra
+        if node.op == "BatchNorm" and len(node.inputs) == 3:
+            states = ((len(result), 0), (len(result) + 1, 0))
+            result[number] = replace(node, inputs=node.inputs + states)
+            names = (node.name + suffix for suffix in ("_moving_mean", "_moving_var"))
+            result += [SymbolNode(_VARIABLE, name) for name in names]
+    return result
 
 
-#: Operators whose first output has as many dimensions as their first input.
-_KEEPS_FIRST = frozenset(
-    {
-        "Activation", "BatchNorm", "BatchNorm_v1", "BlockGrad", "Cast", "Crop", "Dropout",
-        "InstanceNorm", "L2Normalization", "LRN", "LayerNorm", "LeakyReLU",
-        "LinearRegressionOutput", "LogisticRegressionOutput", "MAERegressionOutput", "MakeLoss",
-        "Pad", "Softmax", "SoftmaxActivation", "SoftmaxOutput", "SwapAxis", "UpSampling",
-        "_contrib_AdaptiveAvgPooling2D", "_contrib_BilinearResize2D", "_contrib_SyncBatchNorm",
-        "_copy", "abs", "amp_cast", "cast", "clip", "erf", "exp", "hard_sigmoid", "identity",
-        "log", "log_softmax", "negative", "pad", "relu", "sigmoid", "slice", "slice_axis",
-        "slice_like", "softmax", "softsign", "sqrt", "square", "swapaxes", "tanh",
-        "transpose",
-    }
-)  # fmt: skip
+#: Operators whose first output may have other dimensions than their first input.
+_CHANGES = re.compile(
+    r"reshape|flatten|fullyconnected|expand_dims|squeeze|stack|slicechannel|_?split\w*|embedding|take"
+    r"|(batch_)?dot|(sum|max|min)(_axis)?|mean|norm|arg(max|min)|where|tile|repeat|broadcast_\w+"
+)
 #: Operators whose inputs and first output have equally many dimensions.
-_KEEPS_ALL = frozenset(
-    {
-        "Concat", "ElementWiseSum", "_Div", "_Minus", "_Mul", "_Plus", "_add", "_div", "_minus",
-        "_mul", "_plus", "_sub", "add_n", "concat", "elemwise_add", "elemwise_div",
-        "elemwise_mul", "elemwise_sub",
-    }
-)  # fmt: skip
+_KEEPS_ALL = re.compile(
+    r"_(plus|minus|mul|div|add|sub)|elemwise_(add|sub|mul|div)|add_n|elementwisesum|concat"
+)
 #: Operators whose attribute ``kernel`` tells the number of dimensions.
 _WINDOWED = frozenset({"Convolution", "Convolution_v1", "Deconvolution", "Pooling", "Pooling_v1"})
 #: Operators on images.
@@ -163,11 +146,9 @@ def _length(text: str) -> int:
 def _spread(known: dict[Output, int], number: int, node: SymbolNode) -> None:
     """Carry numbers between the inputs and the outputs of one operator."""
     result, inputs = (number, 0), node.inputs
-    equal: list[Output] = []
-    if node.op in _KEEPS_ALL:
-        equal = [result, *inputs]
-    elif node.op in _KEEPS_FIRST | _WINDOWED or node.op.lower().endswith("scalar"):
-        equal = [result, *inputs[:1]]
+    equal = [result, *(inputs if _KEEPS_ALL.fullmatch(node.op.lower()) else inputs[:1])]
+    if _CHANGES.fullmatch(node.op.lower()):
+        equal = []
     found = next((known[output] for output in equal if output in known), None)
     if node.op in _WINDOWED and found is None:
         spatial = _length(node.attributes.get("kernel", ""))

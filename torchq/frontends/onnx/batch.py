@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchq.errors import FrontendError
-from torchq.frontends.onnx.inference import infer_shapes
+from torchq.frontends.onnx.inference import Sizes, infer_types
 from torchq.utils.optional import import_optional
 
 #: The name of the freed size while shapes are inferred.
@@ -14,8 +14,6 @@ _BATCH = "torchq_batch"
 _CUTTING = frozenset(["Slice", "Split", "Gather", "Resize", "Upsample"])
 #: Operators whose results are sizes or places.
 _PLACES = frozenset(["Shape", "Size", "NonZero", "NonMaxSuppression"])
-
-Sizes = list["int | str | None"]
 
 
 def free_batch_(model: Any, where: str) -> None:
@@ -30,15 +28,9 @@ def free_batch_(model: Any, where: str) -> None:
     for first in firsts:
         if first and first[0].dim_value == batch:
             first[0].dim_param = _BATCH
-    freed = {node.output[0]: False for node in graph.node if node.op_type == "Reshape"}
-    constants = _constants(graph)
-    while True:
-        shapes = infer_shapes(model, where)
-        changed = [n for n in graph.node if freed.get(n.output[0]) is False]
-        changed = [n for n in changed if _free_reshape(graph, n, shapes, constants, batch)]
-        if not changed:
-            break
-        freed.update({node.output[0]: True for node in changed})
+    constants, shapes = _constants(graph), infer_types(model, where)[0]
+    while sum(_free_reshape(graph, node, shapes, constants, batch) for node in graph.node):
+        shapes = infer_types(model, where)[0]
     fixed = _fixed(graph, shapes)
     for number, node in enumerate(graph.node):
         if _keeps_batch(node, shapes, constants, fixed):
@@ -72,12 +64,11 @@ def _free_reshape(
     graph: Any, node: Any, shapes: dict[str, Sizes], constants: dict[str, list[int]], batch: int
 ) -> bool:
     """Let a Reshape copy the batch from its input, if it repeats it; return True if it did."""
-    source, target = shapes.get(node.input[0]), constants.get(node.input[1])
-    if source is None or target is None or _BATCH not in source:
+    if node.op_type != "Reshape":
         return False
-    axis = source.index(_BATCH)
-    before = [own == 0 or own == size for own, size in zip(target, source[:axis], strict=False)]
-    if len(target) <= axis or not all(before) or target[axis] != batch:
+    source, target = shapes.get(node.input[0], []), constants.get(node.input[1], [])
+    axis = _place_of_batch(source, target)
+    if axis is None or target[axis] != batch:
         return False
     changed = [*target[:axis], 0, *target[axis + 1 :]]
     onnx = import_optional("onnx", "from_onnx")
@@ -85,6 +76,13 @@ def _free_reshape(
     graph.initializer.append(onnx.helper.make_tensor(name, 7, [len(changed)], changed))
     node.input[1], constants[name] = name, changed
     return True
+
+
+def _place_of_batch(source: Sizes, target: list[int]) -> int | None:
+    """Return where a Reshape has the batch of its input if it copies the sizes before it."""
+    axis = source.index(_BATCH) if _BATCH in source else len(target)
+    before = [own == 0 or own == size for own, size in zip(target, source[:axis], strict=False)]
+    return axis if len(target) > axis and all(before) else None
 
 
 def _fixed(graph: Any, shapes: dict[str, Sizes]) -> set[str]:
@@ -126,6 +124,5 @@ def _reshape_keeps_batch(source: Sizes | None, target: list[int] | None) -> bool
     if source is None or _BATCH not in source:
         is_known = source is not None and None not in source
         return is_known or target[:1] == [-1]
-    axis = source.index(_BATCH)
-    before = [own == 0 or own == size for own, size in zip(target, source[:axis], strict=False)]
-    return len(target) > axis and all(before) and target[axis] in (0, -1)
+    axis = _place_of_batch(source, target)
+    return axis is not None and target[axis] in (0, -1)

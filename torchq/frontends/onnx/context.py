@@ -79,31 +79,25 @@ class GraphBuilder(graph.GraphBuilder):
     def inside(self) -> GraphBuilder:
         """Return a builder for a sub-graph, which knows only the constants of this one."""
         inner = GraphBuilder(self.where, self._convert)
-        inner.share_parameters(self)
         known = self.values.items()
         inner.values = {n: v for n, v in known if v is None or isinstance(v, Constant)}
-        inner.shapes, inner.dtypes = dict(self.shapes), dict(self.dtypes)
-        inner.readers, inner.weights = self.readers, self.weights
-        inner.four_bits = self.four_bits
+        for name in ("parameters", "shapes", "dtypes", "readers", "weights", "four_bits"):
+            setattr(inner, name, getattr(self, name))
         return inner
 
     def add_bias(self, node: fx.Node, value: Constant) -> fx.Node | None:
-        """Give a constant to the linear layer that ``node`` calls as its bias."""
+        """Give a constant to the linear layer that ``node`` calls as its bias if it may."""
         layer = self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+        names = [name for name, other in self.values.items() if other is node]
         if type(layer) is not nn.Linear or layer.bias is not None or node.users:
             return None
-        shape, dtype = tuple(value.tensor.shape), value.tensor.dtype
-        if shape != (layer.out_features,) or dtype != layer.weight.dtype:
+        shape, dtype = (layer.out_features,), layer.weight.dtype
+        if tuple(value.tensor.shape) != shape or value.tensor.dtype != dtype:
             return None
-        if sum(other is node for other in self.values.values()) > 1 or self._reads(node) > 1:
+        if len(names) > 1 or self.readers[names[0]] > 1:
             return None
         layer.bias = self.parameter(value)
         return node
-
-    def _reads(self, node: fx.Node) -> int:
-        """Return how many inputs of nodes and outputs of the file read the value of ``node``."""
-        names = {name for name, value in self.values.items() if value is node}
-        return sum(self.readers[name] for name in names)
 
 
 class NodeContext(FileNode):
@@ -143,8 +137,9 @@ class NodeContext(FileNode):
         if isinstance(value, Constant):
             integers = not value.tensor.is_floating_point() and value.tensor.dtype is not torch.bool
             return value.tensor.reshape(-1).tolist() if integers else None
-        known = isinstance(value, Ints) and value.dtype in (torch.int64, torch.int32)
-        return list(value.items) if known else None  # type: ignore[union-attr]
+        if not isinstance(value, Ints) or value.dtype not in (torch.int64, torch.int32):
+            return None
+        return list(value.items)
 
     def ints_or_input(self, index: int) -> Any:
         """Return an input of sizes as a list, or as it is where the network computes the tensor."""
@@ -156,16 +151,12 @@ class NodeContext(FileNode):
         known = self.constant(index)
         return self.input(index) if known is None else known.reshape(-1)[0].item()
 
-    def known_ints(self, index: int, what: str) -> list[int]:
-        """Return the elements of an input that must be known now."""
-        return [int(item) for item in self.known(index, what).reshape(-1).tolist()]
-
     def axes(self, index: int = 1) -> list[int] | None:
         """Return axes: an attribute in old versions, an input in newer ones; None if left out."""
         given = self.attr("axes", list | None)
         if given is not None or self.input(index) is None:
             return given
-        return self.known_ints(index, "axes")
+        return [int(axis) for axis in self.known(index, "axes").reshape(-1).tolist()]
 
     def shape(self, index: int) -> list[int | None] | None:
         """Return the shape of an input: None for a size, or for all of it, that is not known."""

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,14 @@ from torchq.frontends.building.graph import Constant, Value
 from torchq.frontends.onnx.batch import free_batch_
 from torchq.frontends.onnx.context import CONVERTERS, GraphBuilder, NodeContext, qualified
 from torchq.frontends.onnx.inference import infer_types
-from torchq.frontends.onnx.reader import attribute_values, is_four_bits, read_model, tensor_of
+from torchq.frontends.onnx.reader import (
+    DEEPEST,
+    attribute_values,
+    graphs,
+    is_four_bits,
+    read_model,
+    tensor_of,
+)
 from torchq.utils.optional import import_optional
 
 
@@ -69,8 +76,10 @@ class Importer:
         if free_batch:
             free_batch_(self.model, where)
         self.builder = GraphBuilder(where, self.convert_nodes)
-        self.builder.shapes, self.builder.dtypes = infer_types(self.model, where)
-        for graph in _graphs(self.model.graph, where):
+        shapes, self.builder.dtypes = infer_types(self.model, where)
+        for name, sizes in shapes.items():
+            self.builder.shapes[name] = [n if isinstance(n, int) else None for n in sizes]
+        for graph in graphs(self.model.graph, where):
             read = [*(name for node in graph.node for name in node.input)]
             self.builder.readers.update([*read, *(value.name for value in graph.output)])
 
@@ -185,31 +194,11 @@ log = logging.getLogger(__name__)
 
 #: The opset versions of ONNX's own operators whose meaning the converters know.
 OLDEST, NEWEST = 11, 28
-#: How deeply sub-graphs and functions may be nested.
-_DEEPEST = 32
-
-
-def _graphs(graph: Any, where: str, depth: int = 0) -> Iterator[Any]:
-    """Yield a graph and its sub-graphs; names must be text, which protobuf does not promise."""
-    if depth > _DEEPEST:
-        raise FrontendError(f"{where}: sub-graphs are nested more than {_DEEPEST} deep")
-    names = [graph.name, *(v.name for v in (*graph.initializer, *graph.input, *graph.output))]
-    for node in graph.node:
-        names += [node.name, node.op_type, node.domain, *node.input, *node.output]
-        names += [attribute.name for attribute in node.attribute]
-    broken = next((name for name in names if not isinstance(name, str)), None)
-    if broken is not None:
-        raise FrontendError(f"{where}: got the name {broken!r}; expected names in UTF-8")
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.type == attribute.GRAPH:
-                yield from _graphs(attribute.g, where, depth + 1)
 
 
 def _operators(model: Any, where: str) -> collections.Counter[tuple[str, str]]:
     """Count the operators of a model, by domain and name."""
-    nodes = (node for graph in _graphs(model.graph, where) for node in graph.node)
+    nodes = (node for graph in graphs(model.graph, where) for node in graph.node)
     return collections.Counter((domain_of(node), node.op_type) for node in nodes)
 
 
@@ -224,7 +213,7 @@ def prepare(model: Any, where: str) -> Any:
     if version < OLDEST:
         model = _upgraded(model, where, version)
         counts = _operators(model, where)
-    for _ in range(_DEEPEST):
+    for _ in range(DEEPEST):
         model, before = _without_functions(model, where, counts), counts
         counts = _operators(model, where)
         if counts == before:

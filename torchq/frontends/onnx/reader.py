@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,10 @@ _DTYPES = {
     19: torch.float8_e5m2,
     20: torch.float8_e5m2fnuz,
 }
+
+
+#: How deeply sub-graphs and functions may be nested.
+DEEPEST = 32
 
 
 def dtype_of(data_type: int) -> torch.dtype | None:
@@ -74,6 +79,24 @@ def read_model(source: Any) -> tuple[Any, Path | None]:
             f"{where}: got a model without nodes and outputs; expected an ONNX model"
         )
     return model, folder
+
+
+def graphs(graph: Any, where: str, depth: int = 0) -> Iterator[Any]:
+    """Yield a graph and its sub-graphs; names must be text, which protobuf does not promise."""
+    if depth > DEEPEST:
+        raise FrontendError(f"{where}: sub-graphs are nested more than {DEEPEST} deep")
+    names = [graph.name, *(v.name for v in (*graph.initializer, *graph.input, *graph.output))]
+    for node in graph.node:
+        names += [node.name, node.op_type, node.domain, *node.input, *node.output]
+        names += [attribute.name for attribute in node.attribute]
+    broken = next((name for name in names if not isinstance(name, str)), None)
+    if broken is not None:
+        raise FrontendError(f"{where}: got the name {broken!r}; expected names in UTF-8")
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == attribute.GRAPH:
+                yield from graphs(attribute.g, where, depth + 1)
 
 
 def tensor_of(proto: Any, folder: Path | None, where: str) -> Tensor:

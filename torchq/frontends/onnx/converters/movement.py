@@ -418,7 +418,8 @@ def gather_nd(x: Tensor, indices: Tensor, batch_dims: int) -> Tensor:
     behind = range(indices.dim() - 2, -1, -1)
     sizes = zip(indices.shape[:batch_dims], behind, strict=False)
     batch = [torch.arange(n, device=x.device).view(-1, *[1] * more) for n, more in sizes]
-    return x[(*batch, *indices.long().unbind(-1))]
+    places = (*batch, *indices.long().unbind(-1))
+    return x[places]
 
 
 def scatter_elements(
