@@ -133,11 +133,10 @@ def _adaptive(node: SymbolContext) -> Value:
 @converter("_contrib_BilinearResize2D")
 def _bilinear_resize(node: SymbolContext) -> Value:
     node.expect("mode", "size")
-    scales = [node.attr(f"scale_{side}", float | None) for side in ("height", "width")]
-    size, align = [node.attr(s, 1) for s in ("height", "width")], node.attr("align_corners", True)
-    return node.call(
-        resize_bilinear, node.inputs[0], *size, None if None in scales else scales, align
-    )
+    sides = ("height", "width")
+    scales = [node.attr(f"scale_{side}", float | None) for side in sides]
+    size, align = [node.attr(side, 1) for side in sides], node.attr("align_corners", True)
+    return node.call(resize_bilinear, node.inputs[0], size, scales, align)
 
 
 @converter("Crop")
@@ -157,7 +156,8 @@ def _batch_norm(node: SymbolContext) -> Value:
         node.attr(name)  # inference always uses the global statistics
     if node.outputs > 1:
         node.refuse("its mean and variance are read, which is not supported")
-    parts = [node.parameter(i + 1, what) for i, what in enumerate(_STATES)]
+    names = ("gamma", "beta", "moving mean", "moving variance")
+    parts = [node.parameter(i, name) for i, name in enumerate(names, 1)]
     if len({part.tensor.shape for part in parts}) != 1 or parts[0].tensor.dim() != 1:
         shapes = [tuple(part.tensor.shape) for part in parts]
         node.refuse(f"its parameters have the shapes {shapes}; expected equal ones")
@@ -172,9 +172,6 @@ def _batch_norm(node: SymbolContext) -> Value:
         module.weight = node.builder.parameter(gamma, "fixed", torch.ones_like(gamma.tensor))
     module.weight.requires_grad_(not fixed)
     return node.layer(module)
-
-
-_STATES = ("gamma", "beta", "moving mean", "moving variance")
 
 
 @converter("InstanceNorm")
@@ -299,18 +296,18 @@ def _passed_on(node: SymbolContext) -> Value:
 
 def global_pool(x: Tensor, kind: str) -> Tensor:
     """Return the maximum, mean or sum of each channel; its dimensions are kept as 1."""
-    functions: dict[str, Any] = {"max": torch.amax, "avg": torch.mean, "sum": torch.sum}
-    found: Tensor = functions[kind](x, list(range(2, x.dim())), keepdim=True)
+    names = {"max": "amax", "avg": "mean"}
+    found: Tensor = getattr(torch, names.get(kind, kind))(x, list(range(2, x.dim())), keepdim=True)
     return found
 
 
 def resize_bilinear(
-    x: Tensor, height: int, width: int, scales: Sequence[float] | None, align_corners: bool
+    x: Tensor, size: Sequence[int], scales: Sequence[float | None], align_corners: bool
 ) -> Tensor:
-    """Return images of ``height`` and ``width``, or scaled by ``scales``, rounded down."""
-    if scales is not None:
-        height, width = int(scales[0] * x.shape[2]), int(scales[1] * x.shape[3])
-    return F.interpolate(x, (height, width), mode="bilinear", align_corners=align_corners)
+    """Return images of a height and width, or scaled, rounded down."""
+    pairs = zip(size, scales, x.shape[2:], strict=True)
+    size = [new if scale is None else int(scale * own) for new, scale, own in pairs]
+    return F.interpolate(x, size, mode="bilinear", align_corners=align_corners)
 
 
 def crop(

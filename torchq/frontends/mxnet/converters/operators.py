@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchq.frontends.building.functions import (
     depth_to_space,
     lookup,
+    pad_amounts,
     permuted,
     slice_axis,
     space_to_depth,
@@ -21,25 +22,14 @@ from torchq.frontends.building.functions import (
 from torchq.frontends.building.graph import Value
 from torchq.frontends.mxnet.node import SymbolContext, converter, row
 
-_COMPARISONS: dict[str, Callable[..., Tensor]] = {
-    "equal": torch.eq,
-    "not_equal": torch.ne,
-    "greater": torch.gt,
-    "greater_equal": torch.ge,
-    "lesser": torch.lt,
-    "lesser_equal": torch.le,
-}
-_REDUCTIONS: dict[str, Callable[..., Tensor]] = {
-    "sum": torch.sum,
-    "mean": torch.mean,
-    "max": torch.amax,
-    "min": torch.amin,
-}
+_COMPARISONS = {"equal": "eq", "not_equal": "ne", "greater": "gt", "greater_equal": "ge"}
+_COMPARISONS |= {"lesser": "lt", "lesser_equal": "le"}
 
 
 def compare(kind: str, a: Tensor, b: Tensor | float) -> Tensor:
     """Return 1 where a comparison holds, else 0, in the element type of ``a``."""
-    return _COMPARISONS[kind](a, b).to(a.dtype)
+    found: Tensor = getattr(torch, _COMPARISONS[kind])(a, b)
+    return found.to(a.dtype)
 
 
 def add_all(*tensors: Tensor) -> Tensor:
@@ -64,7 +54,8 @@ def reduce(x: Tensor, kind: str, axes: Sequence[int], keepdims: bool, exclude: b
         chosen = [axis for axis in range(x.dim()) if axis not in chosen]
         if not chosen:
             return x
-    return _vector(_REDUCTIONS[kind](x, chosen or list(range(x.dim())), keepdim=keepdims))
+    function = getattr(torch, {"max": "amax", "min": "amin"}.get(kind, kind))
+    return _vector(function(x, chosen or list(range(x.dim())), keepdim=keepdims))
 
 
 def norm(x: Tensor, order: int, axes: Sequence[int], keepdims: bool) -> Tensor:
@@ -139,39 +130,39 @@ def _norm(node: SymbolContext) -> Value:
     return node.call(norm, node.inputs[0], *options)
 
 
-def _compared(kind: str) -> None:
-    old = kind.title()  # as in _Greater_Equal and _GreaterEqualScalar
-    scalars = f"_{kind}_scalar", f"_{old.replace('_', '')}Scalar"
-
-    @converter(f"_{kind}", f"broadcast_{kind}", f"_{old}", *scalars)
-    def convert(node: SymbolContext) -> Value:
-        other = node.input(1) if len(node.inputs) > 1 else node.attr("scalar", float)
-        return node.call(compare, kind, node.inputs[0], other)
-
-
-for _kind in _COMPARISONS:
-    _compared(_kind)
+#: As in _greater_equal, broadcast_greater_equal, _Greater_Equal and _GreaterEqualScalar.
+_COMPARED = {
+    name: kind
+    for kind in _COMPARISONS
+    for name in (f"_{kind}", f"broadcast_{kind}", f"_{kind.title()}", f"_{kind}_scalar")
+    + (f"_{kind.title().replace('_', '')}Scalar",)
+}
 
 
-def _scalar(
-    kind: str, function: Callable[..., object], before: Callable[..., object] | None = None
-) -> None:
-    """Enter an operator with a number behind its input, after another function of the input."""
-    old = f"R{kind[1:].title()}" if kind[0] == "r" else kind.title()
-
-    @converter(f"_{kind}_scalar", f"_{old}Scalar")
-    def convert(node: SymbolContext) -> Value:
-        x = node.inputs[0] if before is None else node.call(before, node.inputs[0])
-        return node.call(function, x, node.attr("scalar", float))
+@converter(*_COMPARED)
+def _compared(node: SymbolContext) -> Value:
+    other = node.input(1) if len(node.inputs) > 1 else node.attr("scalar", float)
+    return node.call(compare, _COMPARED[node.op_type], node.inputs[0], other)
 
 
-_scalar("plus", torch.add)
-_scalar("minus", torch.sub)
-_scalar("rminus", torch.add, torch.neg)
-_scalar("mul", torch.mul)
-_scalar("div", torch.div)
-_scalar("rdiv", torch.mul, torch.reciprocal)
-_scalar("power", torch.pow)
+#: With a number behind the input, after another function of the input.
+_SCALAR: dict[str, tuple[Callable[..., object], Callable[..., object] | None]] = {
+    "_plus_scalar _PlusScalar": (torch.add, None),
+    "_minus_scalar _MinusScalar": (torch.sub, None),
+    "_rminus_scalar _RMinusScalar": (torch.add, torch.neg),
+    "_mul_scalar _MulScalar": (torch.mul, None),
+    "_div_scalar _DivScalar": (torch.div, None),
+    "_rdiv_scalar _RDivScalar": (torch.mul, torch.reciprocal),
+    "_power_scalar _PowerScalar": (torch.pow, None),
+}
+_SCALARS = {name: functions for names, functions in _SCALAR.items() for name in names.split()}
+
+
+@converter(*_SCALARS)
+def _with_scalar(node: SymbolContext) -> Value:
+    (function, before), x = _SCALARS[node.op_type], node.inputs[0]
+    x = x if before is None else node.call(before, x)
+    return node.call(function, x, node.attr("scalar", float))
 
 
 @converter("_rpower_scalar", "_RPowerScalar")
@@ -201,14 +192,12 @@ def _cast(node: SymbolContext) -> Value:
 @converter("Pad", "pad")
 def _pad(node: SymbolContext) -> Value:
     mode, widths = node.attr("mode", str), node.attr("pad_width", list)
-    value = node.attr("constant_value", 0.0)
+    value = [node.attr("constant_value", 0.0)] if mode == "constant" else []
     if mode not in ("constant", "edge", "reflect") or widths[:4] != [0] * 4 or len(widths) % 2:
         node.refuse(f"mode is {mode!r} and pad_width {widths}; expected pads of images alone")
-    pairs = list(zip(widths[4::2], widths[5::2], strict=True))
-    amounts = [side for pair in reversed(pairs) for side in pair]
-    if mode == "constant":
-        return node.call(F.pad, node.inputs[0], amounts, "constant", value)
-    return node.call(F.pad, node.inputs[0], amounts, {"edge": "replicate"}.get(mode, mode))
+    amounts = pad_amounts([*widths[4::2], *widths[5::2]])
+    mode = {"edge": "replicate"}.get(mode, mode)
+    return node.call(F.pad, node.inputs[0], amounts, mode, *value)
 
 
 @converter("argmax", "argmin")
@@ -242,20 +231,24 @@ def _concat(node: SymbolContext) -> Value:
     return node.call(torch.cat, list(node.inputs), node.attr("dim", 1))
 
 
-@converter("SliceChannel", "split", "_split_v2")
+@converter("SliceChannel", "split")
 def _split(node: SymbolContext) -> list[Value]:
-    squeezed = node.attr("squeeze_axis", False)
-    where: int | list[int]
-    if node.op_type == "_split_v2":
-        axis, sections = node.attr("axis", 0), node.attr("sections", 0)
-        indices = node.attr("indices", [])
-        count, where = sections or len(indices), sections or indices[1:]  # the first one is 0
-    else:
-        axis, count = node.attr("axis", 1), node.attr("num_outputs", int)
-        where = count
+    axis, count = node.attr("axis", 1), node.attr("num_outputs", int)
+    return _parts(node, axis, count, count)
+
+
+@converter("_split_v2")
+def _split_at(node: SymbolContext) -> list[Value]:
+    sections, indices = node.attr("sections", 0), node.attr("indices", [])
+    count, where = sections or len(indices), sections or indices[1:]  # the first one is 0
+    return _parts(node, node.attr("axis", 0), count, where)
+
+
+def _parts(node: SymbolContext, axis: int, count: int, where: int | list[int]) -> list[Value]:
     if not 0 < count < _LARGEST:
         node.refuse(f"it has {count} outputs; expected a positive number")
     parts = node.call_parts(count, torch.tensor_split, node.inputs[0], where, axis)
+    squeezed = node.attr("squeeze_axis", False)
     return [node.call(torch.squeeze, part, axis) if squeezed else part for part in parts]
 
 
@@ -310,33 +303,23 @@ def reshape(x: Tensor, codes: Sequence[int], reverse: bool) -> Tensor:
     A positive code is a size; 0 keeps a size, -1 is the rest, -2 keeps all remaining sizes, -3
     merges two, -4 splits one into the two sizes that follow, one of which may be -1.
     """
-    sizes = list(x.shape)
-    if not reverse:
-        return x.reshape(_decoded(list(codes), sizes))
-    return x.reshape(_decoded(list(codes)[::-1], sizes[::-1])[::-1])
-
-
-def _decoded(codes: list[int], sizes: list[int]) -> list[int]:
+    step = -1 if reverse else 1
+    rest, given = list(x.shape)[::step], list(codes)[::step]
     result: list[int] = []
-    at, place = 0, 0
-    while place < len(codes):
-        code = codes[place]
+    while given:
+        code = given.pop(0)
         if code == -2:
-            result += sizes[at:]
-            at = len(sizes)
+            result, rest = result + rest, []
         elif code == -3:
-            result.append(sizes[at] * sizes[at + 1])
-            at += 2
+            result.append(rest.pop(0) * rest.pop(0))
         elif code == -4:
-            left, right = codes[place + 1], codes[place + 2]
-            left = sizes[at] // right if left == -1 else left
-            result += [left, sizes[at] // left if right == -1 else right]
-            at, place = at + 1, place + 2
+            size, left, right = rest.pop(0), given.pop(0), given.pop(0)
+            left = size // right if left == -1 else left
+            result += [left, size // left if right == -1 else right]
         else:
-            result.append(sizes[at] if code == 0 else code)
-            at += 1
-        place += 1
-    return result
+            own = rest.pop(0) if rest else 0
+            result.append(own if code == 0 else code)
+    return x.reshape(result[::step])
 
 
 def slice_each(
