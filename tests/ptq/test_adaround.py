@@ -12,12 +12,8 @@ from torch import Tensor, nn
 import torchq
 from tests.ptq.test_gptq import Block, batches, calibrated, net
 from torchq.ptq import adaround_, gptq_
-from torchq.ptq.reconstruction import (
-    SoftWeight,
-    decision_penalty,
-    rectified_sigmoid,
-    start_near,
-)
+from torchq.ptq.adaround import SoftWeight, decision_penalty, rectified_sigmoid
+from torchq.ptq.layers import grid_of
 
 
 def test_rectified_sigmoid_is_equation_23() -> None:
@@ -51,12 +47,15 @@ def test_a_soft_weight_starts_at_the_weight_and_ends_on_the_grid() -> None:
     assert soft.undecided() == 0
 
 
-def test_a_start_rounds_to_what_was_chosen() -> None:
-    scale = torch.full((4,), 0.5)
-    rounded, wanted = torch.tensor([0.0, 0.5, 0.5, -1.0]), torch.tensor([0.2, 0.3, 1.4, -3.0])
-    start = start_near(rounded, wanted, scale)
-    torch.testing.assert_close(start, torch.tensor([0.2, 0.3, 0.725, -1.225]))
-    assert torch.equal((start / scale).round() * scale, rounded)
+def test_a_soft_weight_of_a_rounded_layer_rounds_to_its_weight() -> None:
+    """Also where the rounding is several values of the grid away from what was wanted."""
+    model = calibrated(bits=(3, 8))
+    wanted = model[0].weight.detach().flatten(1)[None].double()
+    gptq_(model, batches(), progress=False)
+    soft, scale = SoftWeight.of(model[0], wanted), grid_of(model[0]).scale.view(8, 3, 3, 3)
+    assert torch.equal(soft.rounded(), model[0].weight)
+    far = (soft.value() - model[0].weight).abs() / scale
+    assert 0.3 < far.max().item() <= 0.45 + 1e-5
 
 
 def block_error(model: nn.Module, floats: nn.Module) -> float:

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 import torchq
 from torchq.errors import ConfigError
 from torchq.ptq import gptq_
-from torchq.ptq.blocks import find_blocks
 from torchq.ptq.layers import find_layers
-from torchq.ptq.replay import Replay, TensorStore
+from torchq.ptq.replay import Replay, copied, find_blocks
 from torchq.workflow.layer_matrices import (
     input_matrix,
     output_matrix,
@@ -148,7 +147,7 @@ def test_replayed_runs_equal_runs_of_the_whole_model() -> None:
         last = len(names) - 1
         for kind, found in seen.items():
             for index, expected in enumerate(found):
-                got = replay.run(last, index, kind, want_inputs=["head"])  # type: ignore[arg-type]
+                got = replay.run(last, index, kind, ["head"], until="inputs")  # type: ignore
                 assert torch.equal(got.inputs["head"], expected)
                 assert got.outputs == {}
     assert all("forward" not in vars(module) for module in model.modules())
@@ -161,7 +160,7 @@ def test_shortcuts_are_what_is_added() -> None:
         replay, _ = prepared(model)
         for number, (name, block) in enumerate([("stem", ""), ("stages.0", "stages.0")]):
             layers = [f"{block}.first", f"{block}.second"] if block else [name]
-            got = replay.run(number, 0, "float", want_outputs=layers, want_shortcuts=layers)
+            got = replay.run(number, 0, "float", layers)
             if block:
                 assert list(got.shortcuts) == ["stages.0.second"]
                 assert torch.equal(got.shortcuts["stages.0.second"], got.inputs["stages.0.first"])
@@ -182,7 +181,7 @@ def test_additions_in_modules_count() -> None:
     model = quantized(nn.Sequential(Block()))
     with torch.no_grad():
         replay, _ = prepared(model)
-        got = replay.run(0, 0, "quantized", want_inputs=["0.layer"], want_shortcuts=["0.layer"])
+        got = replay.run(0, 0, "quantized", ["0.layer"], until="shortcuts")
     assert torch.equal(got.shortcuts["0.layer"], batches()[0])
 
 
@@ -191,33 +190,16 @@ class Pair(NamedTuple):
     b: Any
 
 
-def test_the_store_returns_copies_and_keeps_structures() -> None:
+def test_copies_are_whole_and_keep_structures() -> None:
     """A cache of keys and values is an object that a block may write to; a function is none."""
-    cache, store = {1, 2}, TensorStore()
-    value = Pair(torch.arange(4.0), {"x": [torch.ones(3), 7, None], "cache": cache, "f": torch.add})
-    store.put("key", value)
-    value.a.zero_()
-    for _ in range(2):
-        got = store.get("key")
-        assert isinstance(got, Pair) and got.b["x"][1:] == [7, None] and got.b["f"] is torch.add
-        assert got.a.tolist() == [0, 1, 2, 3] and got.b["x"][0].tolist() == [1, 1, 1]
-        assert got.b["cache"] == {1, 2}
-        got.a.fill_(9)
-        got.b["cache"].add(3)
-    store.drop("key")
-    assert "key" not in store
-
-
-def test_a_blank_value_keeps_its_shapes_alone() -> None:
-    store = TensorStore()
-    store.put("x", {"a": torch.ones(2, 3), "b": (torch.ones(4, dtype=torch.int64), "text")})
-    for _ in range(2):  # A second call changes nothing.
-        store.blank("x")
-        found = store.get("x")
-        assert found["a"].shape == (2, 3) and bool(found["a"].isnan().all())
-        assert torch.equal(found["b"][0], torch.zeros(4, dtype=torch.int64))
-        assert found["b"][1] == "text" and found["a"].untyped_storage().nbytes() == 4
-    store.blank("nothing")
+    blank = torch.zeros(()).expand(2, 3)
+    value = Pair(torch.arange(4.0), {"x": [blank, 7, None], "cache": {1, 2}, "f": torch.add})
+    got = copied(value)
+    assert isinstance(got, Pair) and got.b["x"][1:] == [7, None] and got.b["f"] is torch.add
+    assert got.b["x"][0].untyped_storage().nbytes() == 4
+    got.a.fill_(9)
+    got.b["cache"].add(3)
+    assert value.a.tolist() == [0, 1, 2, 3] and value.b["cache"] == {1, 2}
 
 
 X = torch.rand(32, 6, generator=torch.Generator().manual_seed(0))
@@ -283,14 +265,14 @@ def rounded(run: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[set[int], dict[s
     """Return the blocks whose outputs were forgotten, and the values of the rounded model."""
     model, found = Given(run).eval(), set()
     torchq.quantize_(model, torchq.recipes.integer(3, None, weight_method="max"))
-    blank = TensorStore.blank
+    forget = Replay._forget
 
-    def noted(store: TensorStore, key: Any) -> None:
-        found.add(key[1])
-        blank(store, key)
+    def noted(replay: Replay, number: int, index: int) -> None:
+        found.add(number)
+        forget(replay, number, index)
 
     with monkeypatch.context() as patched:
-        patched.setattr(TensorStore, "blank", noted)
+        patched.setattr(Replay, "_forget", noted)
         report = gptq_(model, [X, X + 1], block="blocks.*", progress=False)
     assert len(report.layers) == 8
     return found, model.state_dict()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import torchq
 from torchq.errors import ConfigError, QuantizationError
 from torchq.ptq import equalize_
-from torchq.ptq.channels import input_ranges
+from torchq.ptq.layers import input_ranges
 from torchq.workflow.layer_matrices import output_ranges
 
 

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq.ptq.gptq.ranges import round_with_best_ranges
-from torchq.ptq.gptq.solver import (
+from torchq.ptq.layers import Grid, grid_of
+from torchq.ptq.rounding import (
     Elimination,
     damped_,
     descend,
     quadratic_error,
     ridge_regression,
     round_rows_,
+    round_with_best_ranges,
 )
-from torchq.ptq.layers import Grid, grid_of
 
 
 def problem(seed: int, rows: int = 3, columns: int = 4) -> tuple[Tensor, Tensor, Grid]:

@@ -1,27 +1,57 @@
-"""AdaRound and BRECQ: learned rounding, block after block."""
+"""AdaRound and BRECQ: learned rounding, block after block.
+
+Every weight is learned between the grid values below and above it, so that the output of the block
+on quantized inputs becomes that of the float block on float inputs (asymmetric reconstruction).
+
+References: Li et al., BRECQ: Pushing the Limit of Post-Training Quantization by Block
+Reconstruction (ICLR 2021), algorithm 1; Nagel et al., Up or Down? Adaptive Rounding for
+Post-Training Quantization (ICML 2020), section 3.3.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from torchq.errors import ConfigError
-from torchq.graph import Forward
+from torchq.errors import CalibrationError, ConfigError
+from torchq.functional import Range, learned_fake_quantize
+from torchq.graph import Forward, map_tensors, tensors_in
 from torchq.nn import TensorQuantizer
-from torchq.ptq.blocks import Block
-from torchq.ptq.gptq.api import BlockRounding
-from torchq.ptq.gptq.layer import Options
-from torchq.ptq.layers import find_layers, own_tensors, report_text, weight_quantizer
-from torchq.ptq.reconstruction import BlockData, LearnedBlock, learn, mean_error
-from torchq.ptq.replay import Replay, treat_blocks
+from torchq.ptq.gptq import BlockRounding
+from torchq.ptq.layers import (
+    check_on_grid,
+    find_layers,
+    grid_of,
+    own_tensors,
+    report_text,
+    weight_quantizer,
+)
+from torchq.ptq.replay import Block, Replay, copied, replaced_forward
 from torchq.utils import Pattern, evaluating, undone_on_error
 from torchq.workflow import weight_quantizers
+from torchq.workflow.layer_matrices import weight_from_matrix
+
+# Learning rates of Adam and the weight of the penalty, as in BRECQ, but for the first one: 0.02
+# decides roundings in a few hundred steps.
+_RATE_WEIGHTS, _RATE = 2e-2, 1e-3
+_PENALTY = 0.01
+# The penalty begins after a fifth of the steps; its exponent falls from 20 to 2.
+_WARMUP, _BETA_START, _BETA_END = 0.2, 20.0, 2.0
+# The stretch of the sigmoid of the paper, so that it reaches 0 and 1.
+_GAMMA, _ZETA = -0.1, 1.1
+# How far a start value stays away from 0 and 1, where the gradient would vanish.
+_MARGIN = 0.02
+# Rows of a batch in one step of a block.
+_ROWS = 32
+
+#: Of each batch: the arguments of a block, from the quantized blocks before, and its float output.
+BlockData = Sequence[tuple[tuple[Any, dict[str, Any]], Any]]
 
 
 @dataclass(frozen=True)
@@ -57,10 +87,10 @@ class AdaRoundReport:
     batches: int
 
     def __str__(self) -> str:
-        rows = []
-        for name, block in self.blocks.items():
-            error = f"{block.error_before:.3g} -> {block.error_after:.3g}"
-            rows.append((name, error, f"{block.undecided:.1%}"))
+        rows = [
+            (name, f"{b.error_before:.3g} -> {b.error_after:.3g}", f"{b.undecided:.1%}")
+            for name, b in self.blocks.items()
+        ]
         header = ("block", "error of the output", "undecided weights")
         last = f"{len(self.blocks)} blocks from {self.batches} batches"
         return report_text(header, rows, self.skipped, last)
@@ -118,92 +148,291 @@ def adaround_(
     if steps < 1:
         raise ConfigError(f"adaround_: got steps={steps}; expected at least 1")
     found = find_layers("adaround_", model, integer=True)
+    done: dict[str, AdaRoundBlock] = {}
+    finished: list[str] = []
     with torch.no_grad(), evaluating(model):
         replay = Replay("adaround_", model, batches, num_batches, forward)
-        work = _Work(replay, steps, seed)
-        skipped = treat_blocks(replay, found, block, work.treat, work.finished, progress)
-    return AdaRoundReport(work.done, skipped, len(replay.batches))
+        rounding = BlockRounding(replay)
+
+        def treat(number: int, one: Block) -> None:
+            replay.finish(number, "float")
+            ranges = _learnable_ranges(model, one.module)
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+            with _kept(one):
+                learned = _treat(number, one, ranges, rounding, steps, generator)
+            done[one.name] = AdaRoundBlock(tuple(one.layers), *learned)
+            finished.extend(one.layers)
+            replay.finish(number, "quantized")
+
+        skipped = replay.treat(found, block, treat, finished, progress)
+    return AdaRoundReport(done, skipped, len(replay.batches))
 
 
-class _Work:
-    """The treatment of the blocks, one after the other."""
+def _treat(
+    number: int,
+    block: Block,
+    ranges: list[TensorQuantizer],
+    rounding: BlockRounding,
+    steps: int,
+    generator: torch.Generator,
+) -> tuple[float, float, float]:
+    """Learn the block in place; return both errors and the share of undecided weights."""
+    replay = rounding.replay
+    inputs = [replay.arguments(number, index) for index in range(len(replay.batches))]
 
-    def __init__(self, replay: Replay, steps: int, seed: int) -> None:
-        self.replay, self.steps, self.seed = replay, steps, seed
-        self.done: dict[str, AdaRoundBlock] = {}
-        self.finished: list[str] = []
-        self._rounding = BlockRounding(replay, Options("block", 0.01, refine=True))
+    def with_targets() -> BlockData:
+        return [(x, replay.outputs["float", number, i]) for i, x in enumerate(inputs)]
 
-    def treat(self, number: int, block: Block) -> None:
-        """Learn one block."""
-        replay, store = self.replay, self.replay.store
-        replay.finish(number, "float")
-        ranges = _learnable_ranges(replay.model, block.module)
-        with _block_kept(block):
-            result = self._learn(number, block, ranges)
-        self.done[block.name] = AdaRoundBlock(tuple(block.layers), *result)
-        self.finished += block.layers
-        replay.finish(number, "quantized")
-        for index in range(len(replay.batches)):
-            store.drop(("inputs", index))
-
-    def _learn(
-        self, number: int, block: Block, ranges: list[TensorQuantizer]
-    ) -> tuple[float, float, float]:
-        """Learn the block in place; return both errors and the share of undecided weights."""
-        data = self._data(number)
-        before = mean_error(block.module, data)
-        self._rounding.treat(number, block)
-        error = mean_error(block.module, data)
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
-        with _block_kept(block) as restore:
-            learned = LearnedBlock(block, self._rounding.wanted, ranges)
-            learn(block.name, learned, data, self.steps, generator)
-            learned.apply_("adaround_")
-            after = mean_error(block.module, data)
-            if not after < error:
-                restore()
-                for layer in block.layers.values():
-                    layer.weight.copy_(weight_quantizer(layer)(layer.weight))
-                after = error
-        weights = learned.weights.values()
-        total = sum(soft.v.numel() for soft in weights)
-        return before, after, sum(soft.undecided() for soft in weights) / total
-
-    def _data(self, number: int) -> BlockData:
-        """Keep the inputs of a block; return them with its outputs."""
-        replay, store = self.replay, self.replay.store
-
-        def read(index: int) -> Any:
-            return store.get(("inputs", index)), store.get(("float", number, index))
-
-        indices = range(len(replay.batches))
-        for index in indices:
-            store.put(("inputs", index), replay.block_inputs(number, index, "quantized"))
-        return [partial(read, index) for index in indices]
+    before = _mean_error(block.module, with_targets())
+    rounding.treat(number, block)
+    data = with_targets()  # Rounding ran the float block again.
+    error = _mean_error(block.module, data)
+    with _kept(block) as restore:
+        learned = _LearnedBlock(block, rounding.wanted, ranges)
+        _learn(learned, data, steps, generator)
+        learned.apply_()
+        after = _mean_error(block.module, data)
+        if not after < error:
+            restore()
+            for layer in block.layers.values():
+                layer.weight.copy_(weight_quantizer(layer)(layer.weight))
+            after = error
+    weights = learned.weights.values()
+    total = sum(soft.v.numel() for soft in weights)
+    return before, after, sum(soft.undecided() for soft in weights) / total
 
 
-def _block_kept(block: Block) -> AbstractContextManager[Callable[[], None]]:
+def _kept(block: Block) -> AbstractContextManager[Callable[[], None]]:
     """Bring a block back where the body raises; the context is a function that does so too."""
     return undone_on_error(block.module, written=own_tensors(block.module.modules()))
 
 
 def _learnable_ranges(model: nn.Module, part: nn.Module) -> list[TensorQuantizer]:
     """Return the activation quantizers that only ``part`` uses and whose ranges can be learned."""
-    inside = [m for m in part.modules() if isinstance(m, TensorQuantizer)]
-    own = {id(m) for m in part.modules()}
+    own = set(part.modules())
     outside = {
-        id(child)
+        child
         for module in model.modules()
-        if id(module) not in own
+        if module not in own
         for child in module.children()
         if child is not part
     }
     weights = weight_quantizers(model)
-    return [q for q in inside if id(q) not in outside | weights and _can_learn(q)]
+    return [
+        q
+        for q in part.modules()
+        if isinstance(q, TensorQuantizer)
+        if q not in outside and id(q) not in weights and _can_learn(q)
+    ]
 
 
 def _can_learn(quantizer: TensorQuantizer) -> bool:
     d = quantizer.descriptor
     is_on = quantizer.quantizing and quantizer.calibrated and not d.dynamic and d.fake_quant
     return is_on and d.format.is_integer and d.block_scale_format is None
+
+
+def rectified_sigmoid(v: Tensor) -> Tensor:
+    """Return ``clip(sigmoid(v) (zeta - gamma) + gamma, 0, 1)`` (equation 23)."""
+    return (v.sigmoid() * (_ZETA - _GAMMA) + _GAMMA).clamp(0, 1)
+
+
+def decision_penalty(h: Tensor, beta: float) -> Tensor:
+    """Return the sum of ``1 - |2 h - 1|^beta`` (equation 24), 0 where all h are 0 or 1."""
+    return (1 - (2 * h - 1).abs().pow(beta)).sum()
+
+
+class SoftWeight:
+    """A weight ``scale * clip(floor(weight / scale) + h(v), qmin, qmax)``; v is learned."""
+
+    def __init__(self, weight: Tensor, scale: Tensor, quant_min: float, quant_max: float) -> None:
+        self._scale, self._bounds = scale, (quant_min, quant_max)
+        codes = (weight / scale).clamp(quant_min, quant_max)
+        self._floor = codes.floor()
+        rest = (codes - self._floor).clamp(_MARGIN, 1 - _MARGIN)
+        p = (rest - _GAMMA) / (_ZETA - _GAMMA)
+        self.v = (p.log() - (1 - p).log()).requires_grad_()
+
+    @classmethod
+    def of(cls, layer: Any, wanted: Tensor) -> SoftWeight:
+        """Return the soft weight of a layer that was rounded from ``wanted``, a matrix.
+
+        It rounds to the weight and lies as near to what was wanted, perhaps several values of the
+        grid away, as it can.
+        """
+        grid, weight = grid_of(layer), layer.weight.detach()
+        scale, divisor = (weight_from_matrix(layer, t) for t in (grid.scale, grid.divisor))
+        weight, target = (t.to(scale.dtype) for t in (weight, weight_from_matrix(layer, wanted)))
+        start = weight + (target - weight).clamp(-0.45 * scale, 0.45 * scale)
+        # A dead range has an infinite divisor, and all of its codes are 0.
+        start = torch.where(divisor.isinf(), 0.0, start)
+        return cls(start, scale, grid.format.quant_min, grid.format.quant_max)
+
+    def value(self) -> Tensor:
+        """Return the soft weight, differentiable by :attr:`v`."""
+        return (self._floor + rectified_sigmoid(self.v)).clamp(*self._bounds) * self._scale
+
+    def rounded(self) -> Tensor:
+        """Return the weight on the grid, each h rounded to 0 or 1."""
+        up = (self.v.detach() >= 0).to(self._scale.dtype)
+        return (self._floor + up).clamp(*self._bounds) * self._scale
+
+    def undecided(self) -> int:
+        """Return how many weights still lie between 0.05 and 0.95 of the way up."""
+        h = rectified_sigmoid(self.v.detach())
+        return int(((h > 0.05) & (h < 0.95)).sum())
+
+
+class _LearnedRange:
+    """The range of a calibrated activation quantizer; each end is learned as a logarithm."""
+
+    def __init__(self, quantizer: TensorQuantizer) -> None:
+        self.quantizer = quantizer
+        self._start = quantizer.range.map(lambda end: end.detach().clone())
+        self.logs = [torch.zeros_like(end, requires_grad=True) for _, end in self._start.ends()]
+
+    def range(self) -> Range:
+        """Return the range now."""
+        pairs = zip(self._start.ends(), self.logs, strict=True)
+        ends = {name: end * log.exp() for (name, end), log in pairs}
+        return Range(ends["amax"], ends.get("amin"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` fake quantized in the learned range."""
+        q, d = self.quantizer, self.quantizer.descriptor
+        if q.pre_quant_scale is not None:
+            x = x * q.pre_quant_scale.to(x.dtype)
+        amax, amin = self.range().map(lambda end: end * (d.scale_amax or 1.0))
+        return learned_fake_quantize(x, amax, d.format, d.granularity, d.block_scale_format, amin)
+
+
+class _LearnedBlock:
+    """What is learned of a block whose weights have integer formats.
+
+    ``wanted`` is the weight matrix that the weight of each layer was rounded from, and ``ranges``
+    are the activation quantizers whose ranges are learned.
+    """
+
+    def __init__(
+        self, block: Block, wanted: dict[str, Tensor], ranges: list[TensorQuantizer]
+    ) -> None:
+        self.block = block
+        self.weights = {n: SoftWeight.of(m, wanted[n]) for n, m in block.layers.items()}
+        self.ranges = [_LearnedRange(q) for q in ranges]
+        self.biases = [m.bias for m in block.layers.values() if m.bias is not None]
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """Return the output of the block with its soft weights; differentiable."""
+        with ExitStack() as stack:
+            for name, soft in self.weights.items():
+                quantizer = weight_quantizer(self.block.layers[name])
+                stack.enter_context(replaced_forward(quantizer, lambda w, s=soft: s.value().to(w)))
+            for learned in self.ranges:
+                stack.enter_context(replaced_forward(learned.quantizer, learned.forward))
+            return self.block.module(*args, **kwargs)
+
+    def apply_(self) -> None:
+        """Write the rounded weights and the learned ranges into the block."""
+        for name, soft in self.weights.items():
+            layer = self.block.layers[name]
+            weight = soft.rounded().to(layer.weight.dtype)
+            check_on_grid("adaround_", name, layer, weight)
+            layer.weight.copy_(weight)
+        for learned in self.ranges:
+            learned.quantizer.range = learned.range()
+
+
+@contextmanager
+def _biases_learned(biases: list[nn.Parameter]) -> Iterator[None]:
+    """Let gradients reach the biases; give them their flags and gradients back."""
+    before = [(bias, bias.requires_grad, bias.grad) for bias in biases]
+    try:
+        for bias in biases:
+            bias.requires_grad_()
+            bias.grad = None
+        yield
+    finally:
+        for bias, required, grad in before:
+            bias.requires_grad_(required)
+            bias.grad = grad
+
+
+def _output_error(out: Any, target: Any) -> Tensor:
+    """Return the squared error, summed over channels and averaged over everything else."""
+    total = torch.zeros((), device="cpu")
+    for o, t in zip(tensors_in(out), tensors_in(target), strict=True):
+        if t.is_floating_point():
+            channels = t.shape[1] if t.dim() > 3 else t.shape[-1] if t.dim() else 1
+            total = total.to(o.device) + (o - t).square().mean() * channels
+    return total
+
+
+def _mean_error(block: Any, data: BlockData) -> float:
+    """Return the error of the block as it is now, over all batches."""
+    errors = []
+    for inputs, target in data:
+        args, kwargs = copied(inputs)
+        errors.append(_output_error(block(*args, **kwargs), target).item())
+    return sum(errors) / len(errors)
+
+
+def _learn(learned: _LearnedBlock, data: BlockData, steps: int, generator: torch.Generator) -> None:
+    """Learn roundings, ranges and biases of a block.
+
+    ``learned`` is changed in place; the weights of the block are not. A loss that is NaN or
+    infinite is an error.
+    """
+    weights = [soft.v for soft in learned.weights.values()]
+    logs = [log for one in learned.ranges for log in one.logs]
+    parameters = [*weights, *logs, *learned.biases]
+    with torch.enable_grad(), _biases_learned(learned.biases):
+        # Steps of 16-bit values would be rounded away, and their squares would be 0.
+        exact = [p.detach().to(torch.promote_types(p.dtype, torch.float32)) for p in parameters]
+        of_weights = {"params": exact[: len(weights)], "lr": _RATE_WEIGHTS}
+        optimizer = torch.optim.Adam([of_weights, {"params": exact[len(weights) :], "lr": _RATE}])
+        for number in range(steps):
+            optimizer.param_groups[1]["lr"] = _RATE * 0.5 * (1 + math.cos(math.pi * number / steps))
+            loss = _loss(learned, data, number / steps, generator)
+            if not bool(loss.isfinite()):
+                raise CalibrationError(
+                    f"adaround_: {learned.block.name}: the error became NaN or infinite after "
+                    f"{number} steps; expected finite inputs and outputs. The block keeps its "
+                    "former weights"
+                )
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            for copy, gradient in zip(exact, gradients, strict=True):
+                copy.grad = None if gradient is None else gradient.to(copy.dtype)
+            optimizer.step()
+            for parameter, copy in zip(parameters, exact, strict=True):
+                parameter.detach().copy_(copy)
+
+
+def _loss(
+    learned: _LearnedBlock, data: BlockData, done: float, generator: torch.Generator
+) -> Tensor:
+    """Return the loss after a share of the steps: the error of some rows, and the penalty."""
+    (args, kwargs), target = _some_rows(data, generator)
+    loss = _output_error(learned.run(args, kwargs), target)
+    progress = (done - _WARMUP) / (1 - _WARMUP)
+    if progress >= 0:
+        beta = _BETA_START + (_BETA_END - _BETA_START) * progress
+        for soft in learned.weights.values():
+            loss = loss + _PENALTY * decision_penalty(rectified_sigmoid(soft.v), beta)
+    return loss
+
+
+def _some_rows(data: BlockData, generator: torch.Generator) -> tuple[Any, Any]:
+    """Return the inputs and the target of random rows of a random batch."""
+    index = int(torch.randint(len(data), (), generator=generator, device="cpu"))
+    inputs, target = data[index]
+    inputs = copied(inputs)
+    first = next((t for t in tensors_in(inputs) if t.dim()), None)
+    if first is None or len(first) <= _ROWS:
+        return inputs, target
+    order = torch.randperm(len(first), generator=generator, device="cpu")
+    rows = order[:_ROWS].to(first.device)
+
+    def choose(tensor: Tensor) -> Tensor:
+        return tensor[rows] if tensor.dim() and len(tensor) == len(first) else tensor
+
+    return map_tensors(inputs, choose), map_tensors(target, choose)

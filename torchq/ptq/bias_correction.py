@@ -10,7 +10,6 @@ Reference: Nagel et al., Data-Free Quantization Through Weight Equalization and 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -18,12 +17,27 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torchq.errors import CalibrationError, ConfigError
+from torchq.errors import ConfigError
+from torchq.fusion.modules import TRANSPOSED
 from torchq.graph import Forward, call_model
-from torchq.nn import QuantModule, quantizing_only
-from torchq.ptq.channels import LAYERS, TRANSPOSED
-from torchq.ptq.layers import check_calibrated, check_found, in_order, report_text
-from torchq.utils import device_of, evaluating, kept_batches, progress_bar, undone_on_error
+from torchq.nn import quantizing_only
+from torchq.ptq.layers import (
+    LAYERS,
+    check_calibrated,
+    check_finite,
+    check_found,
+    in_order,
+    report_text,
+    weighted_modules,
+)
+from torchq.utils import (
+    device_of,
+    evaluating,
+    kept_batches,
+    progress_bar,
+    undone_on_error,
+    watching,
+)
 from torchq.workflow import quantizers
 
 
@@ -114,7 +128,9 @@ def correct_bias_(
         ):
             layer = layers[name]
             if of_inputs:
-                change, size = -_weight_error(layer, mean), _mean_output(layer, mean)
+                ((quantizer, weight),) = layer.quantized_weights()
+                change = -_product(layer, (quantizer(weight) - weight).double(), mean)
+                size = _product(layer, weight.double(), mean) + layer.bias.double()
             else:
                 change, size = mean - run({name: layer}, of_inputs)[name], mean
             layer.bias += change.to(layer.bias)
@@ -126,9 +142,7 @@ def _find_layers(model: nn.Module, method: str) -> tuple[dict[str, Any], dict[st
     """Return the layers to correct, and the reasons why other quantized layers are not."""
     layers: dict[str, Any] = {}
     skipped: dict[str, str] = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, QuantModule) or not list(module.quantized_weights()):
-            continue
+    for name, module in weighted_modules(model):
         if not isinstance(module, LAYERS):
             skipped[name] = f"{type(module).__name__} is no convolution or linear layer"
         elif module.bias is None:
@@ -145,7 +159,7 @@ def _means(
     model: nn.Module,
     batches: list[Any],
     forward: Forward | None,
-    layers: Mapping[str, nn.Module],
+    layers: Mapping[str, Any],
     of_inputs: bool,
 ) -> dict[str, Tensor]:
     """Return the float64 mean of each channel of the layers that run, in running order.
@@ -155,48 +169,22 @@ def _means(
     totals: dict[str, Tensor] = {}
     numbers: dict[str, int] = {}
 
-    def hook_for(name: str) -> Any:
-        def hook(layer: Any, args: tuple[Any, ...], out: Tensor) -> None:
-            x = args[0] if of_inputs else out
-            axis = -1 if isinstance(layer, nn.Linear) else x.dim() - 1 - layer.weight.dim() + 2
-            rows = x.detach().movedim(axis, 0).flatten(1).double()
-            totals[name] = totals[name] + rows.sum(1) if name in totals else rows.sum(1)
-            numbers[name] = numbers.get(name, 0) + rows.shape[1]
+    def note(name: str, args: Any, kwargs: Any, out: Tensor) -> None:
+        x, weight = args[0] if of_inputs else out, layers[name].weight
+        axis = -1 if isinstance(layers[name], nn.Linear) else x.dim() - weight.dim() + 1
+        rows = x.detach().movedim(axis, 0).flatten(1).double()
+        totals[name] = totals[name] + rows.sum(1) if name in totals else rows.sum(1)
+        numbers[name] = numbers.get(name, 0) + rows.shape[1]
 
-        return hook
-
-    with ExitStack() as stack:
-        for name, layer in layers.items():
-            stack.callback(layer.register_forward_hook(hook_for(name)).remove)
+    with watching((layer, partial(note, name)) for name, layer in layers.items()):
         for batch in batches:
             call_model(model, batch, forward=forward, device=device_of(model))
-    return {name: _mean(name, total, numbers[name]) for name, total in totals.items()}
+    for name, total in totals.items():
+        check_finite(f"correct_bias_: {name}", numbers[name], total)
+    return {name: total / numbers[name] for name, total in totals.items()}
 
 
-def _mean(name: str, total: Tensor, number: int) -> Tensor:
-    """Return the mean of the layer ``name``; NaN or infinity is an error."""
-    mean = total / number
-    if not bool(mean.isfinite().all()):
-        what = "NaN or infinite values" if number else "batches without rows"
-        raise CalibrationError(
-            f"correct_bias_: {name}: got {what}; expected finite ones. Check the input and the "
-            "layers before"
-        )
-    return mean
-
-
-def _weight_error(layer: Any, mean_input: Tensor) -> Tensor:
-    """Return the mean shift of the outputs that rounding the weights makes."""
-    ((quantizer, weight),) = layer.quantized_weights()
-    return _apply(layer, (quantizer(weight) - weight).double(), mean_input)
-
-
-def _mean_output(layer: Any, mean_input: Tensor) -> Tensor:
-    """Return the mean output of the float layer, without padding."""
-    return _apply(layer, layer.weight.double(), mean_input) + layer.bias.double()
-
-
-def _apply(layer: Any, weight: Tensor, mean_input: Tensor) -> Tensor:
+def _product(layer: Any, weight: Tensor, mean_input: Tensor) -> Tensor:
     """Return the product of a weight and the mean of each input channel, (out,)."""
     per_channel = weight.flatten(2).sum(2) if weight.dim() > 2 else weight
     groups = getattr(layer, "groups", 1)

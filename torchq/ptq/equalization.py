@@ -13,37 +13,52 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from torchq.errors import ConfigError, QuantizationError
+from torchq.errors import ConfigError
 from torchq.graph import Call, Flow, is_torch_leaf, record
 from torchq.nn import QuantModule, quantizing_only
-from torchq.ptq.channels import (
+from torchq.ptq.layers import (
     LAYERS,
+    change_checked,
+    check_not_calibrated,
     float_outputs,
+    in_order,
     input_ranges,
-    keeps_factors,
+    is_shared,
     largest_change,
-    relative_change,
+    report_text,
     scale_inputs_,
     scale_outputs_,
-)
-from torchq.ptq.layers import (
-    check_not_calibrated,
-    is_shared,
-    own_tensors,
-    report_text,
     why_fixed,
 )
-from torchq.utils import evaluating, undone_on_error
+from torchq.utils import evaluating
 from torchq.workflow import quantizers
 from torchq.workflow.layer_matrices import output_ranges, spread
 
 # The iterations end when no factor differs from 1 by more.
 _CONVERGED = 1e-4
+# What keeps positive factors, element by element.
+_HOMOGENEOUS = (
+    *(nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.Identity),
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+)
+_HOMOGENEOUS_FUNCTIONS = frozenset(["relu", "relu_", "leaky_relu", "leaky_relu_", "dropout"])
+# The same for the pixels of one channel.
+_POOLING = (
+    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
+    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+)
+_POOLING_FUNCTIONS = frozenset(
+    f"{kind}_pool{d}d" for kind in ("max", "avg", "adaptive_avg") for d in (1, 2, 3)
+)
+_REMEDY = (
+    "Pass tolerance={:.0e} if rounding explains it, as in a network that magnifies small changes"
+)
 
 
 @dataclass(frozen=True)
@@ -133,26 +148,22 @@ def equalize_(
     with torch.no_grad(), evaluating(model), quantizing_only(quantizers(model).values()):
         flow = record(model, example, lambda m: is_torch_leaf(m) or isinstance(m, QuantModule))
         pairs, skipped = _find_pairs(model, flow)
-        expected = float_outputs(model, example)
-        most = tolerance
-        if most is None:
-            most = largest_change(1e-5, pairs[0].first.weight.dtype) if pairs else 0.0
         layers = [layer for pair in pairs for layer in (pair.first, pair.second)]
-        with undone_on_error(*layers, written=own_tensors(layers)):
-            before = [spread(output_ranges(pair.first)) for pair in pairs]
-            _equalize_all(pairs, iterations)
-            error = relative_change(float_outputs(model, example), expected)
-            if not error <= most:
-                raise QuantizationError(
-                    f"equalize_: the float output changed by {error:.1e}, relative; expected at "
-                    f"most {most:.1e}. The model is as before. Pass tolerance={2 * error:.0e} if "
-                    "rounding explains it, as in a network that magnifies small changes"
-                )
-            after = [
+        most = largest_change(1e-5, layers) if tolerance is None else tolerance
+        before = [spread(output_ranges(pair.first)) for pair in pairs]
+
+        def change() -> list[EqualizedPair]:
+            for _ in range(iterations):
+                if max(map(_equalize, pairs), default=0.0) < _CONVERGED:
+                    break
+            return [
                 EqualizedPair(*pair.names, wide, spread(output_ranges(pair.first)))
                 for pair, wide in zip(pairs, before, strict=True)
             ]
-    return EqualizeReport(tuple(after), skipped, error)
+
+        outputs = partial(float_outputs, model, example)
+        equalized, error = change_checked(change, layers, outputs, most, "equalize_", _REMEDY)
+    return EqualizeReport(tuple(equalized), skipped, error)
 
 
 @dataclass(frozen=True)
@@ -167,30 +178,26 @@ class _Pair:
 def _find_pairs(model: nn.Module, flow: Flow) -> tuple[list[_Pair], dict[str, str]]:
     """Return the pairs of layers in running order, and why other layers are no first of a pair."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, LAYERS)}
-    obstacles = {id(m): _obstacle(model, flow, m) for m in layers.values()}
+    obstacles = {m: _obstacle(model, flow, m) for m in layers.values()}
+    skipped = {
+        name: obstacles[m] or "the example did not reach it"
+        for name, m in layers.items()
+        if obstacles[m] or not flow.calls_of(m)
+    }
     pairs: list[_Pair] = []
-    skipped: dict[str, str] = {}
     for call in flow.calls:
         if not isinstance(call.module, LAYERS) or call.name in skipped:
             continue
-        reason = obstacles.get(id(call.module))
-        second = None
-        if reason is None:
-            second, reason = _second_layer(flow, call)
-        if second is not None and second.module is not None:
-            reason = obstacles.get(id(second.module))
+        second, reason = _second_layer(flow, call)
+        if second is not None:
+            reason = obstacles[second.module]
             if reason is None and not _channels_agree(call.module, second.module):
                 reason = f"{second.name} reads other channels"
-            if reason is None:
-                names = call.name, second.name
-                pairs.append(_Pair(names, call.module, second.module))
-        if reason is not None:
+        if reason is None and second is not None:
+            pairs.append(_Pair((call.name, second.name), call.module, second.module))
+        elif reason is not None:
             skipped[call.name] = reason
-    reached = {id(call.module) for call in flow.calls}
-    for name, module in layers.items():
-        if id(module) not in reached:
-            skipped[name] = obstacles[id(module)] or "the example did not reach it"
-    return pairs, skipped
+    return pairs, in_order(model, skipped)
 
 
 def _obstacle(model: nn.Module, flow: Flow, layer: nn.Module) -> str | None:
@@ -200,9 +207,11 @@ def _obstacle(model: nn.Module, flow: Flow, layer: nn.Module) -> str | None:
     return why_fixed(flow, layer) or reason
 
 
-def _second_layer(flow: Flow, call: Call) -> tuple[Call | None, str | None]:
-    """Return the layer that alone reads the output of ``call``, or the reason why there is none."""
-    is_convolution = not isinstance(call.module, nn.Linear)
+def _second_layer(flow: Flow, call: Call) -> tuple[Any, str | None]:
+    """Return the call that alone reads the output of a layer, or the reason why there is none."""
+    is_image = not isinstance(call.module, nn.Linear)  # Pooling keeps its channels apart.
+    kinds = (*_HOMOGENEOUS, *(_POOLING if is_image else ()))
+    names = _HOMOGENEOUS_FUNCTIONS | (_POOLING_FUNCTIONS if is_image else frozenset())
     current, flattened = call, False
     while True:
         readers = flow.consumers(current)
@@ -211,13 +220,15 @@ def _second_layer(flow: Flow, call: Call) -> tuple[Call | None, str | None]:
         if len(readers) != 1:
             return None, f"{len(readers)} operators read its output"
         current = readers[0]
-        if isinstance(current.module, LAYERS):
-            if flattened and not isinstance(current.module, nn.Linear):
+        module = current.module
+        if isinstance(module, LAYERS):
+            if flattened and not isinstance(module, nn.Linear):
                 return None, f"a flattened tensor is read by {current.name}"
             return current, None
-        is_flatten = isinstance(current.module, nn.Flatten) or current.name == "flatten"
+        is_flatten = isinstance(module, nn.Flatten) or current.name == "flatten"
         flattened = flattened or is_flatten
-        if not (is_flatten or keeps_factors(current, is_convolution)) or len(current.inputs) > 1:
+        keeps = current.name in names if module is None else isinstance(module, kinds)
+        if not (is_flatten or keeps) or len(current.inputs) > 1:
             return None, f"{current.name} does not keep factors of channels{_remedy(current)}"
 
 
@@ -234,14 +245,6 @@ def _channels_agree(first: nn.Module, second: nn.Module) -> bool:
     is_linear = isinstance(first, nn.Linear), isinstance(second, nn.Linear)
     # A Linear may follow a convolution after flattening a single pixel of each channel.
     return is_linear != (True, False) and len(output_ranges(first)) == len(input_ranges(second))
-
-
-def _equalize_all(pairs: list[_Pair], iterations: int) -> None:
-    """Equalize all pairs until nothing changes."""
-    for _ in range(iterations):
-        largest = max((_equalize(pair) for pair in pairs), default=0.0)
-        if largest < _CONVERGED:
-            break
 
 
 def _equalize(pair: _Pair) -> float:

@@ -1,30 +1,52 @@
-"""The layers that algorithms treat, what they need before, and the grids of their weights."""
+"""The layers that algorithms treat: what they need before, their grids, and their channels."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from torchq.errors import ConfigError, QuantizationError
+from torchq.errors import CalibrationError, ConfigError, QuantizationError
 from torchq.formats import Format
 from torchq.functional import compute_dtype, scale_from_amax
 from torchq.functional.scale import divisor
-from torchq.graph import Flow
+from torchq.fusion.modules import CONVOLUTIONS, TRANSPOSED
+from torchq.graph import Flow, Forward, call_model, tensors_in
 from torchq.nn import QuantModule, TensorQuantizer
-from torchq.ptq.channels import CONVOLUTIONS
-from torchq.utils import table
+from torchq.utils import device_of, table, undone_on_error
 from torchq.workflow import quantizers, weight_quantizers
-from torchq.workflow.layer_matrices import weight_matrix
+from torchq.workflow.layer_matrices import by_groups, weight_matrix
+
+T = TypeVar("T")
+
+#: Layers with a weight of two or more dimensions that are channels.
+LAYERS = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)
+SHARED = "it shares its weight with another module"
+
+# What factors may change of 16-bit weights, in units in the last place.
+_ULPS = 8
 
 
 def own_tensors(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
     """Yield the parameters and buffers of modules, without those of their parts."""
     for module in modules:
         yield from (*module.parameters(recurse=False), *module.buffers(recurse=False))
+
+
+def first_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """Return the input of a call of a layer."""
+    tensor: Tensor = args[0] if args else kwargs["input"]
+    return tensor
+
+
+def weighted_modules(model: nn.Module) -> Iterator[tuple[str, QuantModule]]:
+    """Yield the quantized modules with quantized weights, and their paths."""
+    for name, module in model.named_modules():
+        if isinstance(module, QuantModule) and list(module.quantized_weights()):
+            yield name, module
 
 
 def find_layers(
@@ -35,15 +57,9 @@ def find_layers(
     With ``integer`` the weights must have integer codes. No layer at all, or a fixed range of an
     activation that is not known, is an error that starts with ``where``.
     """
-    layers: dict[str, Any] = {}
-    skipped: dict[str, str] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, QuantModule) and list(module.quantized_weights()):
-            reason = _obstacle(model, module, integer)
-            if reason is None:
-                layers[name] = module
-            else:
-                skipped[name] = reason
+    found = {n: (m, _obstacle(model, m, integer)) for n, m in weighted_modules(model)}
+    layers = {name: module for name, (module, reason) in found.items() if reason is None}
+    skipped = {name: reason for name, (_, reason) in found.items() if reason is not None}
     check_found(where, layers, skipped, "a model with quantized Linear or Conv layers")
     check_calibrated(where, model)
     return layers, skipped
@@ -59,9 +75,20 @@ def check_found(where: str, found: Any, skipped: Mapping[str, str], expected: st
         )
 
 
+def check_finite(where: str, count: int, *tensors: Tensor | None) -> None:
+    """Raise an error for statistics of no rows, and for NaN or infinity in them."""
+    if not count:
+        raise CalibrationError(f"{where}: got batches without rows; expected at least one row")
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors if tensor is not None):
+        raise CalibrationError(
+            f"{where}: got NaN or infinite inputs or outputs; expected finite ones. Check the "
+            "batches and the layers before"
+        )
+
+
 def in_order(model: nn.Module, skipped: Mapping[str, str]) -> dict[str, str]:
     """Return the reasons in the order of the modules of ``model``."""
-    return {name: skipped[name] for name in dict(model.named_modules()) if name in skipped}
+    return {name: skipped[name] for name, _ in model.named_modules() if name in skipped}
 
 
 def is_shared(model: nn.Module, tensor: Tensor) -> bool:
@@ -97,7 +124,7 @@ def _obstacle(model: nn.Module, module: QuantModule, integer: bool) -> str | Non
     if not descriptor.fake_quant:
         return "its weight quantizer returns codes"
     if is_shared(model, module.weight):
-        return "it shares its weight with another module"
+        return SHARED
     is_float = integer and not descriptor.format.is_integer
     return "its weight has no integer codes" if is_float else None
 
@@ -180,6 +207,84 @@ def check_on_grid(where: str, name: str, layer: Any, weight: Tensor) -> None:
             f"{where}: {name}: got rounded weights that {weight_quantizer(layer).descriptor} "
             f"changes in {weight.dtype}; expected values of its grid. Use a wider dtype"
         )
+
+
+def input_ranges(layer: Any) -> Tensor:
+    """Return the largest magnitude of each input channel of the weight, (in,)."""
+    weight: Tensor = layer.weight
+    if isinstance(layer, nn.Linear):
+        return weight.abs().amax(0)
+    if isinstance(layer, TRANSPOSED):
+        return weight.abs().flatten(1).amax(1)
+    return by_groups(layer).abs().flatten(3).amax((1, 3)).flatten()
+
+
+def scale_outputs_(layer: Any, factor: Tensor) -> None:
+    """Multiply the output channels of a layer, weight and bias, by factors (out,) in place."""
+    factor = factor.to(layer.weight.dtype)
+    if layer.bias is not None:
+        layer.bias.mul_(factor)
+    if isinstance(layer, TRANSPOSED):
+        _multiply_(by_groups(layer), factor.view(layer.groups, 1, -1))
+    else:
+        _multiply_(layer.weight, factor)
+
+
+def scale_inputs_(layer: Any, factor: Tensor) -> None:
+    """Multiply the input channels of a layer's weight by factors (in,) in place."""
+    factor = factor.to(layer.weight.dtype)
+    if isinstance(layer, nn.Linear):
+        layer.weight.mul_(factor)
+    elif isinstance(layer, TRANSPOSED):
+        _multiply_(layer.weight, factor)
+    else:
+        _multiply_(by_groups(layer), factor.view(layer.groups, 1, -1))
+
+
+def _multiply_(weight: Tensor, factor: Tensor) -> None:
+    """Multiply ``weight`` in place by a factor over its leading dimensions."""
+    weight.mul_(factor.view(*factor.shape, *[1] * (weight.dim() - factor.dim())))
+
+
+def largest_change(least: float, layers: Sequence[Any]) -> float:
+    """Return the relative change of a float output that rounding of the new weights explains.
+
+    ``least`` is that for float32.
+    """
+    return max([least, *(_ULPS * torch.finfo(layer.weight.dtype).eps for layer in layers[:1])])
+
+
+def change_checked(
+    change: Callable[[], T],
+    layers: Sequence[Any],
+    outputs: Callable[[], list[Tensor]],
+    most: float,
+    where: str,
+    remedy: str,
+) -> tuple[T, float]:
+    """Change ``layers`` in place; return what ``change`` returns, and by how much outputs changed.
+
+    A relative change of the float ``outputs`` by more than ``most`` undoes everything and is an
+    error. In its ``remedy`` {} stands for twice the change.
+    """
+    before = outputs()
+    with undone_on_error(*layers, written=own_tensors(layers)):
+        result = change()
+        pairs = zip(outputs(), before, strict=True)
+        errors = [(f - e).norm() / e.norm().clamp(min=1e-30) for f, e in pairs]
+        error = torch.stack(errors).max().item() if errors else 0.0
+        if not error <= most:
+            raise QuantizationError(
+                f"{where}: the float output changed by {error:.1e}, relative; expected at most "
+                f"{most:.1e}. The model is as before. {remedy.format(2 * error)}"
+            )
+    return result, error
+
+
+def float_outputs(model: nn.Module, batch: Any, forward: Forward | None = None) -> list[Tensor]:
+    """Return the floating-point outputs of a model, in float64."""
+    out = call_model(model, batch, forward=forward, device=device_of(model))
+    return [tensor.double() for tensor in tensors_in(out) if tensor.is_floating_point()]
 
 
 def report_text(

@@ -1,4 +1,4 @@
-"""Runs of one block of a model: blocks before it give the outputs that were kept of them.
+"""The blocks of a model, one after the other: earlier ones give the outputs that were kept of them.
 
 The code between blocks always runs, so shortcuts around blocks, masks and keyword arguments need
 no tracing. The weights of finished blocks are not read any more.
@@ -9,23 +9,148 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from torchq.errors import ConfigError
 from torchq.graph import Forward, call_model, is_torch_leaf, map_tensors, record
 from torchq.nn import Add, quantizing_only
-from torchq.ptq.blocks import Block, CallCount, find_blocks
-from torchq.ptq.layers import in_order
-from torchq.utils import Pattern, device_of, kept_batches, progress_bar
+from torchq.ptq.layers import first_input, in_order
+from torchq.utils import (
+    Pattern,
+    check_pattern,
+    device_of,
+    kept_batches,
+    matches,
+    pattern_text,
+    progress_bar,
+    watching,
+)
 from torchq.workflow import quantizers
 
 Kind = Literal["float", "quantized"]
+Patterns = Pattern | Sequence[Pattern] | None
+#: Id of a module -> the places of its calls among all calls of one run.
+Calls = dict[int, list[int]]
+
+_LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_ADDITIONS = frozenset(["add", "add_", "__add__", "__radd__", "__iadd__"])
+
+
+@dataclass(frozen=True)
+class Block:
+    """A module that is treated as a whole; ``layers`` are those to treat, in running order."""
+
+    name: str
+    module: nn.Module
+    layers: dict[str, Any]
+
+
+def find_blocks(
+    model: nn.Module, layers: dict[str, Any], calls: Calls, patterns: Patterns = None
+) -> tuple[list[Block], dict[str, str]]:
+    """Return the blocks of ``model`` in running order, and the layers that no block holds.
+
+    A block is the largest module that runs once and is no chain. A chain is the model itself, a
+    list of modules inside a chain, or a module around a list of which two children or more hold
+    two layers each, such as the encoder around the blocks of a transformer. A layer outside all
+    others is a block of its own. ``patterns`` name the blocks in place of the structure.
+    """
+    found: dict[str, nn.Module] = {}
+    once = {n: m for n, m in layers.items() if len(calls.get(id(m), ())) == 1}
+    if patterns is None:
+        _split(model, "", layers, calls, found, inside_chain=True)
+    else:
+        found = _chosen(model, layers, patterns)
+        found |= {n: m for n, m in once.items() if not _is_below(n, found)}
+    blocks = []
+    for name, module in found.items():
+        own = [(n, m) for n, m in once.items() if _is_below(n, [name])]
+        if own:
+            blocks.append(Block(name, module, dict(sorted(own, key=lambda i: calls[id(i[1])]))))
+    blocks.sort(key=lambda block: calls[id(next(iter(block.layers.values())))])
+    treated = {path for block in blocks for path in block.layers}
+    skipped = {
+        path: "it or a module around it runs several times"
+        if id(layer) in calls
+        else "no batch reached it"
+        for path, layer in layers.items()
+        if path not in treated
+    }
+    return blocks, skipped
+
+
+def _is_below(path: str, names: Iterable[str]) -> bool:
+    """Return True if a path is one of ``names`` or lies below one; the root has no name."""
+    return any(not name or path == name or path.startswith(f"{name}.") for name in names)
+
+
+def _count(name: str, layers: Iterable[str]) -> int:
+    return sum(_is_below(path, [name]) for path in layers)
+
+
+def _chosen(
+    model: nn.Module, layers: dict[str, Any], patterns: Pattern | Sequence[Pattern]
+) -> dict[str, nn.Module]:
+    """Return the outermost modules with layers that the patterns select."""
+    single = isinstance(patterns, (str, type)) or callable(patterns)
+    listed: Sequence[Pattern] = [patterns] if single else list(patterns)  # type: ignore
+    found: dict[str, nn.Module] = {}
+    for pattern in listed:
+        check_pattern(pattern)
+        hits = {
+            name: module
+            for name, module in model.named_modules()
+            if name and matches(pattern, [name], module) and _count(name, layers)
+        }
+        if not hits:
+            raise ConfigError(
+                f"block: got {pattern_text(pattern)}, which matches no module with layers to "
+                f"treat; expected a pattern such as {next(iter(layers), 'layer1.*')!r}"
+            )
+        found |= hits
+    return {name: m for name, m in found.items() if not _is_below(name, found.keys() - {name})}
+
+
+def _split(
+    module: nn.Module,
+    name: str,
+    layers: dict[str, Any],
+    calls: Calls,
+    found: dict[str, nn.Module],
+    *,
+    inside_chain: bool,
+) -> None:
+    """Add the blocks at and below ``module`` to ``found``."""
+    if not _count(name, layers):
+        return
+    runs_once = len(calls.get(id(module), ())) == 1
+    is_chain = not name or (inside_chain and isinstance(module, _LISTS))
+    is_chain = is_chain or _holds_list_of_blocks(module, name, layers)
+    if name in layers or (runs_once and not is_chain):
+        if runs_once:
+            found[name] = module
+        return
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}" if name else child_name
+        _split(child, path, layers, calls, found, inside_chain=is_chain)
+
+
+def _holds_list_of_blocks(module: nn.Module, name: str, layers: dict[str, Any]) -> bool:
+    """Return True if a list below ``module`` has two children or more with two layers each."""
+    for path, part in module.named_modules(prefix=name):
+        if isinstance(part, _LISTS):
+            inner = f"{path}." if path else ""
+            if sum(_count(inner + child, layers) > 1 for child, _ in part.named_children()) > 1:
+                return True
+    return False
 
 
 @contextmanager
@@ -42,10 +167,7 @@ def replaced_forward(module: nn.Module, function: Callable[..., Any]) -> Iterato
             vars(module)["forward"] = own
 
 
-_ADDITIONS = frozenset(["add", "add_", "__add__", "__radd__", "__iadd__"])
-
-
-class AdditionWatch(TorchFunctionMode):
+class _AdditionWatch(TorchFunctionMode):
     """Reports, before it is computed, each addition of a watched tensor and one of its shape.
 
     It sees functions and methods of tensors; :meth:`look` is called for operands elsewhere.
@@ -55,11 +177,8 @@ class AdditionWatch(TorchFunctionMode):
     def __init__(self, report: Callable[[str, Tensor], None]) -> None:
         super().__init__()
         self._report = report
-        self._watched: dict[int, tuple[str, Tensor]] = {}
-
-    def watch(self, name: str, tensor: Tensor) -> None:
-        """Watch ``tensor`` from now on, until the next addition that reads it."""
-        self._watched[id(tensor)] = (name, tensor)  # the tensor lives, so its id stays its own
+        #: By id, which stays the tensor's own as long as the tensor lives.
+        self.watched: dict[int, tuple[str, Tensor]] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -68,57 +187,32 @@ class AdditionWatch(TorchFunctionMode):
             self.look(args)
         return func(*args, **(kwargs or {}))
 
-    def look(self, operands: Any) -> None:
+    def look(self, operands: Any, *_: Any) -> None:
         """Report an addition of these operands if one of them is watched."""
         if len(operands) != 2 or not all(isinstance(o, Tensor) for o in operands):
             return
         for one, other in (operands, operands[::-1]):
-            if id(one) in self._watched and one.shape == other.shape and one is not other:
-                name, _ = self._watched.pop(id(one))
-                self._report(name, other)
+            if id(one) in self.watched and one.shape == other.shape and one is not other:
+                self._report(self.watched.pop(id(one))[0], other)
 
 
-def _copied(value: Any) -> Any:
-    """Return a copy of an object that a block may write to, such as a cache of keys and values."""
-    return value if callable(value) else copy.deepcopy(value)  # callable: a module or its method
+def copied(value: Any) -> Any:
+    """Return a copy of what a block reads or returns, and may write to.
 
+    Tensors without values, of :func:`_blank`, and functions stay what they are.
+    """
 
-def _copied_tensor(tensor: Tensor) -> Tensor:
-    is_blank = tensor.dim() > 0 and not any(tensor.stride())
-    return tensor if is_blank else tensor.clone()
+    def cloned(tensor: Tensor) -> Tensor:
+        is_blank = tensor.dim() > 0 and not any(tensor.stride())
+        return tensor if is_blank else tensor.detach().clone()
+
+    return map_tensors(value, cloned, lambda item: item if callable(item) else copy.deepcopy(item))
 
 
 def _blank(tensor: Tensor) -> Tensor:
     """Return a tensor of NaN, or of 0 for integers, that has memory for one element."""
     value = torch.nan if tensor.is_floating_point() or tensor.is_complex() else 0
     return tensor.new_full((), value).expand(tensor.shape)
-
-
-class TensorStore:
-    """Copies of values, by key; what is read is a copy too, which the reader may change."""
-
-    def __init__(self) -> None:
-        self._values: dict[Any, Any] = {}
-
-    def __contains__(self, key: Any) -> bool:
-        return key in self._values
-
-    def put(self, key: Any, value: Any) -> None:
-        """Keep copies of the tensors of ``value`` under ``key``."""
-        self._values[key] = map_tensors(value, lambda tensor: tensor.detach().clone())
-
-    def get(self, key: Any) -> Any:
-        """Return a copy of the value under ``key``."""
-        return map_tensors(self._values[key], _copied_tensor, _copied)
-
-    def blank(self, key: Any) -> None:
-        """Forget the values of the tensors under ``key``, if it is there, but not their shapes."""
-        if key in self._values:
-            self._values[key] = map_tensors(self._values[key], _blank)
-
-    def drop(self, key: Any) -> None:
-        """Forget ``key``, if it is there."""
-        self._values.pop(key, None)
 
 
 class _Stop(BaseException):
@@ -149,25 +243,61 @@ class Replay:
         num_batches: int | None = None,
         forward: Forward | None = None,
     ) -> None:
-        self.where, self.model, self.store = where, model, TensorStore()
+        self.where, self.model = where, model
         self.batches = kept_batches(where, batches, num_batches)
         self._forward = forward
         self._blocks: Sequence[Block] = ()
         self._forgotten: dict[int, list[int]] = {}
+        #: (kind, number of a block, index of a batch) -> the output of the block.
+        self.outputs: dict[tuple[Kind, int, int], Any] = {}
 
-    def count_calls(self) -> CallCount:
-        """Run the float model on the first batch and count the calls of each module."""
-        calls = CallCount({}, {})
+    def treat(
+        self,
+        found: tuple[dict[str, Any], dict[str, str]],
+        patterns: Patterns,
+        treat: Callable[[int, Block], None],
+        done: Collection[str],
+        progress: bool,
+    ) -> dict[str, str]:
+        """Treat the blocks in running order; return why other layers were left alone.
 
-        def hook(module: nn.Module, args: Any) -> None:
-            calls.counts[id(module)] = calls.counts.get(id(module), 0) + 1
-            calls.order.setdefault(id(module), len(calls.order))
+        ``found`` is what :func:`find_layers` returned, and ``treat`` is called with the number of a
+        block and the block. If anything ends the work early, a warning says how many layers are
+        ``done``.
+        """
+        layers, skipped = found
+        blocks, more = find_blocks(self.model, layers, self.count_calls(), patterns)
+        self.use_blocks(blocks)
+        shown = progress_bar(blocks, description=self.where, enabled=progress, unit="block")
+        try:
+            for number, block in enumerate(shown):
+                treat(number, block)
+        except BaseException:
+            if done:
+                total = sum(len(block.layers) for block in blocks)
+                warnings.warn(
+                    f"{self.where}: ended after {len(done)} of {total} layers, which keep their "
+                    "new weights; the others are as before",
+                    stacklevel=3,
+                )
+            raise
+        return in_order(self.model, {**skipped, **more})
 
-        with ExitStack() as stack, quantizing_only(quantizers(self.model).values()):
-            for module in self.model.modules():
-                stack.callback(module.register_forward_pre_hook(hook).remove)
+    def count_calls(self) -> Calls:
+        """Run the float model on the first batch and return the calls of each module."""
+        calls: Calls = {}
+        places = count()
+
+        def note(module: nn.Module, *_: Any) -> None:
+            calls.setdefault(id(module), []).append(next(places))
+
+        watched = [(module, partial(note, module)) for module in self.model.modules()]
+        with self._floating(), watching(watched, before=True):
             self._call(0)
         return calls
+
+    def _floating(self) -> Any:
+        return quantizing_only(quantizers(self.model).values())
 
     def use_blocks(self, blocks: Sequence[Block]) -> None:
         """Make ``blocks`` the blocks of the model, in running order; none is finished."""
@@ -186,7 +316,7 @@ class Replay:
         def is_leaf(module: nn.Module) -> bool:
             return id(module) in numbers or (id(module) not in holders and is_torch_leaf(module))
 
-        with quantizing_only(quantizers(self.model).values()):
+        with self._floating():
             flow = record(self.model, None, is_leaf, forward=lambda *_: self._call(0))
         found: dict[int, list[int]] = {}
         for call in flow.calls:
@@ -205,64 +335,70 @@ class Replay:
             self.run(number, index, kind)
             if kind == "quantized" and number + 1 < len(self._blocks):
                 for other in self._forgotten.get(number, ()):
-                    self.store.blank(("float", other, index))
-                    self.store.blank(("quantized", other, index))
+                    self._forget(other, index)
+
+    def _forget(self, number: int, index: int) -> None:
+        """Forget the values of the outputs of a block, but not their shapes."""
+        for key in self.outputs.keys() & {("float", number, index), ("quantized", number, index)}:
+            self.outputs[key] = map_tensors(self.outputs[key], _blank)
 
     def run(
         self,
         number: int,
         index: int,
         kind: Kind,
+        names: Sequence[str] = (),
         *,
-        want_inputs: Sequence[str] = (),
-        want_outputs: Sequence[str] = (),
-        want_shortcuts: Sequence[str] = (),
+        until: Literal["inputs", "shortcuts"] | None = None,
     ) -> Captured:
-        """Run batch ``index`` through block ``number``, or less.
+        """Run batch ``index`` through block ``number`` and return what was seen of some layers.
 
         All blocks before it are finished; ``kind`` chooses their outputs, and whether quantizers
-        are on. Of the layers whose inputs, outputs or shortcuts are wanted, these are returned. If
-        no outputs are, the run ends once everything is there.
+        are on. The run ends once the first input or shortcut is there, if ``until`` says so.
         """
         found = Captured()
+        layers = {name: self._blocks[number].layers[name] for name in names}
 
-        def note(kept: dict[str, Tensor], name: str, tensor: Tensor) -> None:
-            kept[name] = tensor.detach().clone()
-            has_all = found.inputs.keys() >= set(want_inputs)
-            if not want_outputs and has_all and found.shortcuts.keys() >= set(want_shortcuts):
+        def note(what: str, name: str, tensor: Tensor) -> None:
+            getattr(found, what)[name] = tensor.detach().clone()
+            if what == until:
                 raise _Stop
 
-        with ExitStack() as stack:
-            stack.enter_context(self._replayed(number, index, kind))
-            names = {*want_inputs, *want_outputs, *want_shortcuts}
-            if names:
-                additions = AdditionWatch(partial(note, found.shortcuts))
-                stack.enter_context(additions)
-                for module in self.model.modules():
-                    if isinstance(module, Add):
-                        look = module.register_forward_pre_hook(lambda _, a: additions.look(a))
-                        stack.callback(look.remove)
-            for name in names:
-                shortcut = additions if name in want_shortcuts else None
-                _hook(stack, self._blocks[number].layers[name], name, found, note, shortcut)
-            with suppress(_Stop):
-                self._call(index)
+        def enter(name: str, args: Any, kwargs: Any, _: None) -> None:
+            note("inputs", name, first_input(args, kwargs))
+
+        def leave(name: str, args: Any, kwargs: Any, out: Tensor) -> None:
+            note("outputs", name, out)
+            additions.watched[id(out)] = name, out
+
+        additions = _AdditionWatch(partial(note, "shortcuts"))
+        adding = [(m, additions.look) for m in self.model.modules() if isinstance(m, Add)]
+        with (
+            self._replayed(number, index, kind),
+            additions if names else nullcontext(),
+            watching(adding if names else (), before=True),
+            watching(((m, partial(enter, name)) for name, m in layers.items()), before=True),
+            watching((m, partial(leave, name)) for name, m in layers.items()),
+            suppress(_Stop),
+        ):
+            self._call(index)
         return found
 
-    def block_inputs(self, number: int, index: int, kind: Kind) -> tuple[Any, dict[str, Any]]:
-        """Return the arguments that block ``number`` is called with for batch ``index``."""
+    def arguments(self, number: int, index: int) -> tuple[Any, dict[str, Any]]:
+        """Return what block ``number`` of the quantized model is called with."""
         found: list[Any] = []
 
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            found.append(map_tensors((args, kwargs), lambda t: t.detach().clone()))
+        def enter(args: Any, kwargs: Any, _: None) -> None:
+            found.append(copied((args, kwargs)))
             raise _Stop
 
-        with ExitStack() as stack:
-            stack.enter_context(self._replayed(number, index, kind))
-            module = self._blocks[number].module
-            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-            with suppress(_Stop):
-                self._call(index)
+        watched = [(self._blocks[number].module, enter)]
+        with (
+            self._replayed(number, index, "quantized"),
+            watching(watched, before=True),
+            suppress(_Stop),
+        ):
+            self._call(index)
         args, kwargs = found[0]
         return args, kwargs
 
@@ -270,81 +406,25 @@ class Replay:
     def _replayed(self, number: int, index: int, kind: Kind) -> Iterator[None]:
         """Replace the forwards of all blocks but one, whose output is kept."""
 
-        def keep(module: nn.Module, args: Any, out: Any) -> None:
-            self.store.put((kind, number, index), out)
+        def keep(args: Any, kwargs: Any, out: Any) -> None:
+            self.outputs[kind, number, index] = copied(out)
 
         def stop(*args: Any, **kwargs: Any) -> Any:
             raise _Stop
 
-        def kept(key: Any, *args: Any, **kwargs: Any) -> Any:
-            return self.store.get(key)
+        def kept(other: int, *args: Any, **kwargs: Any) -> Any:
+            return copied(self.outputs[kind, other, index])
 
         with ExitStack() as stack:
             if kind == "float":
-                stack.enter_context(quantizing_only(quantizers(self.model).values()))
-            for i, block in enumerate(self._blocks):
-                if i == number:
-                    stack.callback(block.module.register_forward_hook(keep).remove)
-                    continue
-                function = stop if i > number else partial(kept, (kind, i, index))
-                stack.enter_context(replaced_forward(block.module, function))
+                stack.enter_context(self._floating())
+            stack.enter_context(watching([(self._blocks[number].module, keep)]))
+            for other, block in enumerate(self._blocks):
+                if other != number:
+                    function = stop if other > number else partial(kept, other)
+                    stack.enter_context(replaced_forward(block.module, function))
             yield
 
     def _call(self, index: int) -> None:
         device = device_of(self.model)
         call_model(self.model, self.batches[index], forward=self._forward, device=device)
-
-
-def _hook(
-    stack: ExitStack,
-    layer: nn.Module,
-    name: str,
-    found: Captured,
-    note: Callable[[dict[str, Tensor], str, Tensor], None],
-    shortcut: AdditionWatch | None,
-) -> None:
-    """Let a layer report its input and output, and watch its output for a shortcut."""
-
-    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        note(found.inputs, name, args[0] if args else kwargs["input"])
-
-    def after(module: nn.Module, args: Any, out: Tensor) -> None:
-        found.outputs[name] = out.detach().clone()
-        if shortcut is not None:
-            shortcut.watch(name, out)
-
-    stack.callback(layer.register_forward_pre_hook(before, with_kwargs=True).remove)
-    stack.callback(layer.register_forward_hook(after).remove)
-
-
-def treat_blocks(
-    replay: Replay,
-    found: tuple[dict[str, Any], dict[str, str]],
-    patterns: Pattern | Sequence[Pattern] | None,
-    treat: Callable[[int, Block], None],
-    done: Collection[str],
-    progress: bool,
-) -> dict[str, str]:
-    """Treat the blocks of a model in running order; return why other layers were left alone.
-
-    ``found`` is what :func:`find_layers` returned, and ``treat`` is called with the number of a
-    block and the block. If anything ends the work early, a warning says how many layers are
-    ``done``.
-    """
-    layers, skipped = found
-    blocks, more = find_blocks(replay.model, layers, replay.count_calls(), patterns)
-    replay.use_blocks(blocks)
-    numbered = list(enumerate(blocks))
-    try:
-        for one in progress_bar(numbered, description=replay.where, enabled=progress, unit="block"):
-            treat(*one)
-    except BaseException:
-        if done:
-            total = sum(len(block.layers) for block in blocks)
-            warnings.warn(
-                f"{replay.where}: ended after {len(done)} of {total} layers, which keep their new "
-                "weights; the others are as before",
-                stacklevel=3,
-            )
-        raise
-    return in_order(replay.model, {**skipped, **more})

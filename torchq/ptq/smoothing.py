@@ -6,46 +6,41 @@ Language Models (ICML 2023), section 4.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from torchq.errors import CalibrationError, ConfigError, QuantizationError
+from torchq.errors import ConfigError
 from torchq.functional import Range, fake_quantize
 from torchq.graph import Call, Flow, Forward, call_model, is_torch_leaf, record
 from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
-from torchq.ptq.channels import (
-    float_outputs,
-    input_ranges,
-    largest_change,
-    relative_change,
-    scale_inputs_,
-)
 from torchq.ptq.layers import (
+    SHARED,
+    change_checked,
+    check_finite,
     check_found,
     check_not_calibrated,
+    first_input,
+    float_outputs,
+    input_ranges,
     is_shared,
-    own_tensors,
+    largest_change,
     report_text,
+    scale_inputs_,
     why_fixed,
 )
-from torchq.utils import (
-    device_of,
-    evaluating,
-    kept_batches,
-    progress_bar,
-    undone_on_error,
-)
+from torchq.utils import device_of, evaluating, kept_batches, progress_bar, watching
 from torchq.workflow import quantizers
 from torchq.workflow.layer_matrices import spread
 
 _ALPHAS = tuple(i / 10 for i in range(10))
 # The relative change of a float32 output that is accepted.
 _TOLERANCE = 1e-4
+_REMEDY = "A norm may use its weight in another way than as a factor"
 _NO_NORM = "its input is not that of a norm which only such layers read"
 # Rows of the input of a layer that are kept in all.
 _ROWS = 1024
@@ -144,44 +139,32 @@ def smooth_(
     check_not_calibrated("smooth_", model)
     kept = kept_batches("smooth_", batches, num_batches)
     with torch.no_grad(), evaluating(model), quantizing_only(quantizers(model).values()):
-        groups, skipped = find_groups(model, kept[0])
-        expected = "quantized Linear layers behind a norm"
-        check_found("smooth_", groups, skipped, expected)
+        groups, skipped = _find_groups(model, kept[0])
+        check_found("smooth_", groups, skipped, "quantized Linear layers behind a norm")
         seen = _observe_inputs(model, groups, kept, forward, progress)
-        before = float_outputs(model, kept[0], forward)
-        most = largest_change(_TOLERANCE, groups[0].layers[0][1].weight.dtype)
-        changed = [module for group in groups for module in group.modules()]
-        with undone_on_error(*changed, written=own_tensors(changed)):
-            smoothed = [_smooth(group, seen[group.names[0]], alpha) for group in groups]
-            error = relative_change(float_outputs(model, kept[0], forward), before)
-            if not error <= most:
-                raise QuantizationError(
-                    f"smooth_: the float output changed by {error:.1e}, relative; expected at most "
-                    f"{most:.1e}. The model is as before. A norm may use its weight in "
-                    "another way than as a factor"
-                )
+
+        def change() -> list[SmoothedGroup]:
+            return [_smooth(group, seen[group.names[0]], alpha) for group in groups]
+
+        layers = [module for group in groups for module in (*group.layers, group.norm)]
+        most, outputs = largest_change(_TOLERANCE, layers), partial(float_outputs, model)
+        smoothed, error = change_checked(
+            change, layers, partial(outputs, kept[0], forward), most, "smooth_", _REMEDY
+        )
     return SmoothReport(tuple(smoothed), skipped, error)
 
 
 @dataclass(frozen=True)
-class ChannelGroup:
-    """Layers that read one tensor, by path, and the norm that makes it for them alone."""
+class _Group:
+    """Layers that read one tensor, and the norm that makes it for them alone; with their paths."""
 
-    layers: tuple[tuple[str, Any], ...]
-    source: tuple[str, Any]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The paths of the layers."""
-        return tuple(name for name, _ in self.layers)
-
-    def modules(self) -> Iterator[Any]:
-        """Yield the layers and the norm."""
-        yield from (layer for _, layer in self.layers)
-        yield self.source[1]
+    names: tuple[str, ...]
+    layers: tuple[Any, ...]
+    source: str
+    norm: Any
 
 
-def find_groups(model: nn.Module, example: Any) -> tuple[list[ChannelGroup], dict[str, str]]:
+def _find_groups(model: nn.Module, example: Any) -> tuple[list[_Group], dict[str, str]]:
     """Return the groups in running order, and the layers that cannot be treated.
 
     The quantizers of ``model`` are off; ``example`` holds the arguments of one call.
@@ -195,17 +178,17 @@ def find_groups(model: nn.Module, example: Any) -> tuple[list[ChannelGroup], dic
     }
     for call in flow.calls:
         if call.name in skipped and isinstance(call.module, nn.Linear):
-            reason = _obstacle(model, flow, call)
+            reason = _obstacle(model, flow, call.module)
             skipped[call.name] = reason or _NO_NORM
             if reason is None:
                 chosen.setdefault(call.inputs, []).append(call)
-    groups: list[ChannelGroup] = []
+    groups: list[_Group] = []
     for key, calls in chosen.items():
         source = _source(flow, key, calls)
         if source is not None:
-            groups.append(ChannelGroup(tuple((c.name, c.module) for c in calls), source))
-            for call in calls:
-                del skipped[call.name]
+            names, layers = zip(*((call.name, call.module) for call in calls), strict=True)
+            groups.append(_Group(names, layers, source.name, source.module))
+            skipped = {name: reason for name, reason in skipped.items() if name not in names}
     return groups, skipped
 
 
@@ -213,30 +196,24 @@ def _is_leaf(module: nn.Module) -> bool:
     return is_torch_leaf(module) or isinstance(module, QuantModule) or _is_norm(module)
 
 
-def _obstacle(model: nn.Module, flow: Flow, call: Call) -> str | None:
+def _obstacle(model: nn.Module, flow: Flow, layer: Any) -> str | None:
     """Return why the input channels of a layer cannot be scaled, or None."""
-    layer: Any = call.module
     if not isinstance(layer.input_quantizer, TensorQuantizer):
         return "its input is not quantized"
-    reason = why_fixed(flow, layer)
-    if reason is not None or is_shared(model, layer.weight):
-        return reason or "it shares its weight with another module"
-    return None
+    return why_fixed(flow, layer) or (SHARED if is_shared(model, layer.weight) else None)
 
 
-def _source(flow: Flow, key: tuple[int, ...], calls: list[Call]) -> tuple[str, Any] | None:
-    """Return the norm that makes the channels that exactly these calls read, or None."""
-    if len(key) != 1:
+def _source(flow: Flow, key: tuple[int, ...], calls: list[Call]) -> Call | None:
+    """Return the call of the norm that makes what exactly these calls read, or None."""
+    source = flow.calls[key[0]] if len(key) == 1 else None
+    norm: Any = None if source is None else source.module
+    if source is None or norm is None or not _is_norm(norm) or len(flow.calls_of(norm)) != 1:
         return None
-    source = flow.calls[key[0]]
     readers = {reader.index for reader in flow.consumers(source)}
     if readers != {call.index for call in calls} or source.index in flow.outputs:
         return None
-    norm: Any = source.module
-    if norm is None or not _is_norm(norm) or len(flow.calls_of(norm)) != 1:
-        return None
     layer: Any = calls[0].module
-    return (source.name, norm) if norm.weight.shape[0] == layer.weight.shape[1] else None
+    return source if norm.weight.shape[0] == layer.weight.shape[1] else None
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -256,59 +233,37 @@ class _Inputs:
 
 def _observe_inputs(
     model: nn.Module,
-    groups: list[ChannelGroup],
+    groups: list[_Group],
     batches: list[Any],
     forward: Forward | None,
     progress: bool,
 ) -> dict[str, _Inputs]:
     """Run the float model and return what the first layer of each group reads."""
-    found: dict[str, list[_Inputs]] = {}
+    found: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    each = max(1, _ROWS // len(batches))
 
-    def hook_for(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            x = (args[0] if args else kwargs["input"]).detach().float()
-            found.setdefault(name, []).append(_inputs(x, len(batches)))
+    def note(name: str, args: Any, kwargs: Any, _: None) -> None:
+        x = first_input(args, kwargs).detach().float()
+        rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+        largest = torch.cat([rows.abs(), rows.new_zeros(1, rows.shape[1])]).amax(0)
+        samples = rows[:: max(1, len(rows) // each)][:each].clone()
+        found.setdefault(name, []).append((largest, samples))
 
-        return hook
-
-    with ExitStack() as stack:
-        for group in groups:
-            name, layer = group.layers[0]
-            hook = layer.register_forward_pre_hook(hook_for(name), with_kwargs=True)
-            stack.callback(hook.remove)
+    watched = [(group.layers[0], partial(note, group.names[0])) for group in groups]
+    with watching(watched, before=True):
         for batch in progress_bar(batches, description="smooth_", enabled=progress):
             call_model(model, batch, forward=forward, device=device_of(model))
-    return {name: _joined(name, parts) for name, parts in found.items()}
+    result = {}
+    for name, parts in found.items():
+        largest, samples = torch.stack([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+        result[name] = _Inputs(largest.amax(0), samples)
+        check_finite(f"smooth_: {name}", len(samples), result[name].largest)
+    return result
 
 
-def _inputs(x: Tensor, batches: int) -> _Inputs:
-    """Return the inputs of one call."""
-    rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
-    each = max(1, _ROWS // batches)
-    samples = rows[:: max(1, len(rows) // each)][:each].clone()
-    nothing = rows.new_zeros(1, rows.shape[1])
-    return _Inputs(torch.cat([rows.abs(), nothing]).amax(0), samples)  # also without a row
-
-
-def _joined(name: str, parts: list[_Inputs]) -> _Inputs:
-    """Return the inputs of all calls of the layer ``name``."""
-    largest = torch.stack([part.largest for part in parts]).amax(0)
-    samples = torch.cat([part.samples for part in parts])
-    if not len(samples):
-        raise CalibrationError(
-            f"smooth_: {name}: got batches without rows; expected at least one row"
-        )
-    if not bool(largest.isfinite().all()):
-        raise CalibrationError(
-            f"smooth_: {name}: got NaN or infinite inputs; expected finite ones. Check the "
-            "batches and the layers before"
-        )
-    return _Inputs(largest, samples)
-
-
-def _smooth(group: ChannelGroup, inputs: _Inputs, asked: float | str) -> SmoothedGroup:
+def _smooth(group: _Group, inputs: _Inputs, asked: float | str) -> SmoothedGroup:
     """Smooth one group in place."""
-    columns = torch.stack([input_ranges(layer).float() for _, layer in group.layers]).amax(0)
+    columns = torch.stack([input_ranges(layer).float() for layer in group.layers]).amax(0)
 
     def factors(exponent: float | None) -> Tensor:
         if exponent is None:
@@ -318,9 +273,13 @@ def _smooth(group: ChannelGroup, inputs: _Inputs, asked: float | str) -> Smoothe
     alpha = _best_alpha(group, inputs.samples, factors) if isinstance(asked, str) else asked
     found = factors(alpha)
     if alpha is not None:
-        _fold_(group, found)
+        for layer in group.layers:
+            scale_inputs_(layer, found)
+        for parameter in (group.norm.weight, getattr(group.norm, "bias", None)):
+            if parameter is not None:
+                parameter.div_(found.to(parameter.dtype))
     before, after = spread(inputs.largest), spread(inputs.largest / found)
-    return SmoothedGroup(group.names, group.source[0], alpha, before, after)
+    return SmoothedGroup(group.names, group.source, alpha, before, after)
 
 
 def _channel_factors(x: Tensor, weight: Tensor, alpha: float) -> Tensor:
@@ -337,18 +296,8 @@ def _channel_factors(x: Tensor, weight: Tensor, alpha: float) -> Tensor:
     return torch.where(live, (log - log[live].mean()).exp(), 1.0)
 
 
-def _fold_(group: ChannelGroup, factors: Tensor) -> None:
-    """Multiply the input channels of the layers by factors, and the norm by the inverse."""
-    for _, layer in group.layers:
-        scale_inputs_(layer, factors)
-    norm: Any = group.source[1]
-    for parameter in (norm.weight, getattr(norm, "bias", None)):
-        if parameter is not None:
-            parameter.div_(factors.to(parameter.dtype))
-
-
 def _best_alpha(
-    group: ChannelGroup, samples: Tensor, factors: Callable[[float | None], Tensor]
+    group: _Group, samples: Tensor, factors: Callable[[float | None], Tensor]
 ) -> float | None:
     """Return the exponent with the least squared error of the outputs of a group, or None.
 
@@ -357,7 +306,7 @@ def _best_alpha(
     errors: dict[float | None, float] = {}
     for alpha in (None, *_ALPHAS):
         scale = factors(alpha)
-        errors[alpha] = sum(_error(layer, samples, scale) for _, layer in group.layers)
+        errors[alpha] = sum(_error(layer, samples, scale) for layer in group.layers)
     return min(errors, key=errors.__getitem__)
 
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from torchq.config import QuantConfig
 from torchq.errors import CalibrationError, ConfigError, TorchqError
+from torchq.fusion.modules import CONVOLUTIONS
 from torchq.nn import QuantModule
-from torchq.ptq.channels import CONVOLUTIONS
 from torchq.ptq.tuning_settings import STAGES, Candidate, TunedConfig, mixed_settings, wider
 from torchq.recipes import int8
 from torchq.utils import copy_module, evaluating, kept_batches, progress_bar, table

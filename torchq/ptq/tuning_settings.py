@@ -16,9 +16,9 @@ from torchq.calib import methods
 from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
+from torchq.fusion.modules import CONVOLUTIONS
 from torchq.ptq.adaround import adaround_
 from torchq.ptq.bias_correction import correct_bias_
-from torchq.ptq.channels import CONVOLUTIONS
 from torchq.ptq.equalization import equalize_
 from torchq.ptq.gptq import gptq_
 from torchq.ptq.smoothing import smooth_

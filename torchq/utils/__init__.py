@@ -17,6 +17,7 @@ from torchq.utils.modules import (
     undone_on_error,
     untouched,
     unwrapped,
+    watching,
 )
 from torchq.utils.names import (
     Pattern,
@@ -64,5 +65,6 @@ __all__ = [
     "undone_on_error",
     "untouched",
     "unwrapped",
+    "watching",
     "wrap",
 ]

@@ -9,7 +9,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -229,6 +229,33 @@ def state_kept(model: nn.Module) -> Iterator[None]:
             for buffer, content in buffers:
                 if not torch.equal(buffer.nan_to_num(), content.nan_to_num()):
                     buffer.copy_(content)
+
+
+@contextmanager
+def watching(
+    watched: Iterable[tuple[nn.Module, Callable[[Any, Any, Any], Any]]], *, before: bool = False
+) -> Iterator[None]:
+    """Call a function with arguments, keyword arguments and result of each call of its module.
+
+    What it returns is the result in place of the module's, unless it is None. With ``before`` it is
+    called before the module, with None as the result.
+    """
+    with ExitStack() as stack:
+        for module, see in watched:
+
+            def enter(_: Any, args: Any, kwargs: Any, see: Any = see) -> None:
+                see(args, kwargs, None)
+
+            def leave(_: Any, args: Any, kwargs: Any, out: Any, see: Any = see) -> Any:
+                return see(args, kwargs, out)
+
+            handle = (
+                module.register_forward_pre_hook(enter, with_kwargs=True)
+                if before
+                else module.register_forward_hook(leave, with_kwargs=True)
+            )
+            stack.callback(handle.remove)
+        yield
 
 
 @contextmanager
