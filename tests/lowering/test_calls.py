@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests.lowering.common import recipe
-from torchq.lowering.calls import ProductCall, bound_arguments
-from torchq.nn.calls.functions import CallSite
+from torchq.lowering.calls import ProductCall
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 
@@ -103,15 +102,6 @@ def test_dynamic_ranges_have_kernels_too() -> None:
     deployed = torchq.deploy(model, X)
     assert kernels(deployed) == ["DynamicInt8Linear"] * 2
     assert_agree(deployed, model, X)
-
-
-def test_arguments_are_found_by_position_and_name() -> None:
-    x, w, b = torch.randn(3, 2, 2)
-    given = bound_arguments(CallSite("linear"), (x,), {"weight": w, "bias": b})
-    assert given is not None
-    assert given["input"] is x and given["weight"] is w and given["bias"] is b
-    assert bound_arguments(CallSite("linear"), (x, w), {"out": b}) is None
-    assert bound_arguments(CallSite("einsum"), ("ij,jk", x, w), {}) is None
 
 
 def test_a_kernel_is_called_for_the_call() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 import torchq
 from tests.lowering.common import calibrated, sqnr
@@ -58,15 +58,6 @@ def test_a_container_that_its_parent_takes_apart_stays_a_container(
     assert sqnr(int8(images), model(images)) > 40
     assert type(int8.layers) is container
     assert isinstance(int8.layers[0], torchq.lowering.Int8Conv)
-
-
-def test_a_container_that_is_only_called_is_fused_once_an_example_shows_it(images: Tensor) -> None:
-    class Calling(Taking):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layers(x) if x.sum() < 1e9 else x
-
-    model = calibrated(Calling("", nn.Sequential), images)
-    assert isinstance(torchq.deploy(model, images).layers, fx.GraphModule)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,6 @@ class Excitation(nn.Module):
 
 MODELS = {
     "conv": lambda: calibrated(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)), X),
-    "transposed": lambda: calibrated(nn.ConvTranspose2d(3, 4, 3, 2), X),
     "pixel": lambda: calibrated(Excitation(), X),
     "static": lambda: linear(D(8), WEIGHT),
     "dynamic": lambda: linear(D(8, dynamic=True, axis=0), WEIGHT),
@@ -48,7 +47,7 @@ FUSE = pytest.mark.parametrize("fuse", [True, False])
 
 
 def example(name: str) -> Tensor:
-    return (X if name in ("conv", "transposed", "pixel") else TOKENS).clone()
+    return (X if name in ("conv", "pixel") else TOKENS).clone()
 
 
 @CASES

@@ -9,9 +9,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.lowering.common import weight_codes
+from torchq.lowering.codes import CodesMaxPool2d
 from torchq.lowering.kernel import (
     ACTIVATIONS,
     ConvParams,
@@ -22,7 +23,7 @@ from torchq.lowering.kernel import (
     finish,
     reference,
 )
-from torchq.lowering.operators import max_pool, recorded_max_pool, recorded_product
+from torchq.lowering.operators import recorded_product
 
 CONV = {0: F.linear, 1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 ARGUMENTS = {"clamp": (-0.5, 0.7)}
@@ -57,11 +58,9 @@ def exact(x: Tensor, weights: Int8Weights, params: ConvParams, residual: Tensor 
 def test_a_product_is_that_of_exact_integers(
     run: str, dims: int, name: str, generator: torch.Generator
 ) -> None:
-    """At most 1e-5 of the codes differ, each by one, where float32 rounds a tie the other way."""
     if dims and not ACTIVATIONS[name].on_conv:
         pytest.skip("no convolution applies it")
     choices = ((1, 4, 16), (0, 128), (torch.uint8, torch.float32), (True, False), (True, False))
-    off = count = 0
     for number, (groups, zero, out, with_bias, with_residual) in enumerate(
         itertools.product(*choices)
     ):
@@ -88,12 +87,10 @@ def test_a_product_is_that_of_exact_integers(
         assert got.dtype is out and got.shape == real.shape
         if out is torch.uint8:
             wrong = (got.double() - (real / 0.05).round().add(128).clamp(0, 255)).abs()
-            # A residual of codes, or another activation, is rounded in float32 once more.
-            assert wrong.max() <= 1
-            off, count = off + int(wrong.sum()), count + wrong.numel()
+            tie = ((real / 0.05).remainder(1) - 0.5).abs() < 1e-3  # float32 may round otherwise
+            assert wrong.max() <= 1 and not wrong[~tie].any()
         else:  # sums of up to 16 * 27 products of 255 * 128, of which float32 loses 2**-24
             torch.testing.assert_close(got.double(), real, rtol=1e-5, atol=2e-4)
-    assert off <= 1e-5 * count or off <= 1
 
 
 @pytest.mark.parametrize(
@@ -139,14 +136,12 @@ def test_a_residual_that_has_to_be_broadcast(run: str, generator: torch.Generato
     torch.testing.assert_close(got, F.relu(without + residual))
 
 
-@pytest.mark.parametrize("pool", [max_pool, recorded_max_pool], ids=["bound", "recorded"])
 @pytest.mark.parametrize(
     "shape", [(2, 3, 9, 10), (1, 40, 8, 8), (1, 32, 6, 6), (0, 3, 9, 9), (3, 9, 9)]
 )
 @pytest.mark.parametrize("window", [(3, 2, 1, 1, True), (2, 2, 0, 1, False), (3, 1, 0, 2, False)])
 @pytest.mark.parametrize("last", [False, True])
 def test_codes_of_any_number_of_channels_are_pooled_as_values(
-    pool: Callable[..., Tensor],
     shape: tuple[int, ...],
     window: tuple[int, int, int, int, bool],
     last: bool,
@@ -156,8 +151,8 @@ def test_codes_of_any_number_of_channels_are_pooled_as_values(
     if last and codes.dim() == 4:
         codes = codes.contiguous(memory_format=torch.channels_last)
     *sizes, ceil_mode = window
-    expected = F.max_pool2d(codes.float(), *sizes, ceil_mode)
-    assert torch.equal(pool(codes, *([n, n] for n in sizes), ceil_mode).float(), expected)
+    pool = nn.MaxPool2d(*sizes, ceil_mode=ceil_mode)
+    assert torch.equal(CodesMaxPool2d(pool)(codes).float(), pool(codes.float()))
 
 
 def test_operators_keep_torchs_contract(generator: torch.Generator) -> None:
@@ -168,7 +163,6 @@ def test_operators_keep_torchs_contract(generator: torch.Generator) -> None:
     for name, args in (
         ("int8_product", (x, *ones, [2, 1, 1, 0, 1, 1, 1], *last)),
         ("int8_product", (x[0, 0, :, :1].expand(7, 64).contiguous(), *rows, [1], *last)),
-        ("max_pool2d", (x, [2, 2], [2, 2], [0, 0], [1, 1], False)),
     ):
         results = torch.library.opcheck(getattr(torch.ops.torchq, name).default, args)
         assert set(results.values()) == {"SUCCESS"}
@@ -217,7 +211,7 @@ def test_packing_loses_nothing_and_drops_the_plain_weight(
         weights = Int8Weights(kernel.codes, torch.ones(shape[0]), None, 1.0, 0)
         kernel.bind(image, weights, params, Epilogue())
         assert kernel.plain is None and torch.equal(kernel.codes, expected)
-    assert packed() - before <= 2  # one for each layout that oneDNN asks for
+    assert packed() - before <= 3  # one for each layout that oneDNN asks for
     assert kernel.keep_plain() and torch.equal(kernel.plain, expected)  # type: ignore[arg-type]
     kernel.bind(image, weights, params, Epilogue())
     assert kernel.plain is not None  # who records calls reads it from now on

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import torchq
 from tests.lowering.common import BITS, calibrated, sqnr
 from torchq.lowering import DynamicInt8Linear, Int8Conv, Int8Layer, Int8Linear
-from torchq.lowering.operators import MOST_SHAPES
+from torchq.lowering.kernel import MOST_SHAPES
 
 LAYERS = [
     ("conv1d", nn.Conv1d(8, 16, 3, padding=1), (2, 8, 11)),
@@ -20,11 +20,8 @@ LAYERS = [
     ("conv3d", nn.Conv3d(8, 16, 3, padding=1), (2, 8, 5, 6, 7)),
     ("depthwise", nn.Conv2d(8, 8, 3, padding=1, groups=8), (2, 8, 9, 9)),
     ("dilated", nn.Conv2d(8, 16, 3, dilation=2, bias=False), (2, 8, 9, 9)),
-    ("same", nn.Conv2d(8, 16, (4, 3), padding="same"), (2, 8, 9, 9)),
+    ("same", nn.Conv2d(8, 16, (5, 3), padding="same"), (2, 8, 9, 9)),
     ("valid", nn.Conv1d(8, 16, 3, padding="valid"), (2, 8, 9)),
-    ("reflect", nn.Conv2d(8, 16, 3, padding=2, padding_mode="reflect"), (2, 8, 9, 9)),
-    ("circular", nn.Conv1d(8, 16, 3, padding=2, padding_mode="circular"), (2, 8, 9)),
-    ("replicate", nn.Conv3d(8, 16, 3, padding=1, padding_mode="replicate"), (2, 8, 5, 5, 5)),
     ("unbatched", nn.Conv2d(8, 16, 3), (8, 9, 9)),
     ("empty", nn.Conv2d(8, 16, 3), (0, 8, 9, 9)),
     ("linear", nn.Linear(24, 10), (3, 5, 24)),
@@ -36,7 +33,6 @@ LAYERS = [
     ("layer", "shape"), [case[1:] for case in LAYERS], ids=[case[0] for case in LAYERS]
 )
 @pytest.mark.parametrize("positive", [False, True])
-@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 def test_a_layer_equals_its_simulation(layer: Any, shape: tuple[int, ...], positive: bool) -> None:
     torch.manual_seed(0)  # a weight next to a tie has another code in float64
     layer.reset_parameters()
@@ -101,7 +97,7 @@ def test_codes_are_taken_as_they_are() -> None:
     x = torch.randn(2, 8, 5, 5)
     int8 = torchq.deploy(calibrated(nn.Conv2d(8, 4, 3, padding=1), x))
     assert isinstance(int8, Int8Conv)
-    expected, codes = int8(x), int8.codes(x)
+    expected, codes = int8(x), int8.input_qparams.quantize(x)
     int8.reads_codes = True
     assert torch.equal(int8(codes), expected) and torch.equal(int8(x), expected)
 
@@ -118,11 +114,30 @@ D = torchq.QuantDescriptor
 
 
 @pytest.mark.filterwarnings("ignore:.*got negative values", "ignore:.*but the input is not")
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 @pytest.mark.parametrize(
     ("layer", "shape", "descriptors", "reason"),
     [
         (nn.Conv2d(4, 4, 3), (1, 4, 5, 5), {"weight": D(axis=0)}, "its input is not quantized"),
         (nn.Conv2d(4, 4, 3), (1, 4, 5, 5), {"input": D()}, "its weight is not quantized"),
+        (
+            nn.Conv2d(4, 4, (4, 3), padding="same"),
+            (1, 4, 5, 5),
+            {"input": D(), "weight": D()},
+            "its padding differs at the two ends",
+        ),
+        (
+            nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"),
+            (1, 4, 5, 5),
+            {"input": D(), "weight": D()},
+            "its padding is not zeros but reflect",
+        ),
+        (
+            nn.ConvTranspose2d(4, 4, 3),
+            (1, 4, 5, 5),
+            {"input": D(), "weight": D()},
+            "no integer kernel for QuantConvTranspose2d",
+        ),
         (
             nn.Conv2d(4, 4, 3),
             (1, 4, 5, 5),
@@ -259,7 +274,7 @@ def test_many_image_sizes_keep_a_few_kernels() -> None:
     images = [torch.randn(2, 3, 8, 8 + i) for i in range(MOST_SHAPES + 4)]
     first = [layer(x) for x in images]
     assert all(torch.equal(layer(x), y) for x, y in zip(images, first, strict=True))
-    assert len(layer._runs) == MOST_SHAPES  # type: ignore[arg-type]
+    assert 0 < len(layer._runs) <= MOST_SHAPES  # type: ignore[arg-type]
     assert torch.equal(layer(images[0][0]), first[0][0])
 
 

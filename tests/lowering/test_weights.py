@@ -171,36 +171,3 @@ def test_a_spawned_process_gets_a_deployed_model_that_has_run() -> None:
     process.start()
     process.join(120)
     assert process.exitcode == 0
-
-
-# --- the code that calls run ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("change", ["scale", "state", "replaced", "hook", "forward", "graph"])
-def test_a_change_of_a_model_that_has_run_is_noticed(change: str) -> None:
-    model, _, x = dropped()
-    before = model(x)
-    layer, graph = layers(model)[-1], model.graph
-    if change == "scale":
-        layer.weight_scale = layer.weight_scale * 2  # type: ignore[operator]
-    elif change == "state":
-        state = model.state_dict().items()
-        doubled = {k: v * 2 for k, v in state if "weight_scale" in k}
-        model.load_state_dict(doubled, strict=False)
-    elif change == "replaced":
-        name = next(n for n, m in model.named_modules() if m is layer)
-        other = copy.deepcopy(layer)
-        other.weight_scale = layer.weight_scale * 2  # type: ignore[operator]
-        torchq.utils.set_submodule(model, name, other)
-    elif change == "hook":
-        layer.register_forward_hook(lambda module, args, y: torch.zeros_like(y))
-    elif change == "forward":
-        layer.forward = lambda x: torch.zeros(len(x), 5)  # type: ignore[assignment]
-    else:
-        output = next(node for node in graph.nodes if node.op == "output")  # type: ignore[union-attr]
-        with graph.inserting_before(output):  # type: ignore[union-attr, operator]
-            output.args = (graph.call_function(torch.neg, output.args),)  # type: ignore[union-attr, operator]
-        model.recompile()  # type: ignore[operator]
-    after = model(x)
-    assert not torch.equal(before, after)
-    assert torch.equal(after, type(model).forward.__wrapped__(model, x))  # type: ignore[attr-defined]

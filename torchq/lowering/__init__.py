@@ -6,13 +6,11 @@
 from torchq.lowering.attention import DeployedMultiheadAttention
 from torchq.lowering.eligible import LOWERINGS
 from torchq.lowering.layer import DynamicInt8Linear, Int8Conv, Int8Layer, Int8Linear
-from torchq.lowering.transposed import Int8ConvTranspose
 
 __all__ = [
     "DeployedMultiheadAttention",
     "DynamicInt8Linear",
     "Int8Conv",
-    "Int8ConvTranspose",
     "Int8Layer",
     "Int8Linear",
     "LOWERINGS",

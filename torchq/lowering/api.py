@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune, remove_spectral_norm, remove_weight_norm
 
 from torchq.errors import ExportError
-from torchq.graph import forward_hook_kind, is_torch_leaf, trace_or_none
+from torchq.graph import call_arguments, forward_hook_kind, is_torch_leaf, trace_or_none
 from torchq.lowering.attention import DeployedMultiheadAttention
 from torchq.lowering.calls import ProductCall, lower_calls_
 from torchq.lowering.check import ReferenceCheck, Verdict
@@ -22,7 +22,7 @@ from torchq.lowering.kernel import saturates
 from torchq.lowering.layer import DynamicInt8Linear, Int8Layer
 from torchq.lowering.passes import run_passes
 from torchq.lowering.qparams import SIGNED_ZERO_POINT
-from torchq.lowering.traced import TracedModel, copy_plain_attributes
+from torchq.lowering.traced import TracedModel, copy_plain_attributes, rows_of
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.nn.calls.modules import RoutedModule
 from torchq.swap import restore_
@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 #: What the progress bar shows.
 _STAGES = ("replace layers", "fuse", "compare")
+#: The layers of torchq that stay single calls.
+_LAYERS = (Int8Layer, DeployedMultiheadAttention, ProductCall, TensorQuantizer)
 _OVERFLOW = (
     "this CPU has no VNNI instructions, its kernels add pairs of products in 16 bits and can "
     "overflow, with large errors. Pass reduce_range=True for 7-bit weights"
@@ -57,37 +59,15 @@ def lower_model(
     with progress_stages("deploy", _STAGES, enabled=progress) as next_stage:
         result = _replace_layers(copy_module(simulated), example, reduce_range)
         next_stage()
-        check = None if example is None else ReferenceCheck(simulated, example)
         if fuse:
-            result = _fused(result, check)
+            result = fuse_layers(result, example is None or not _gives_options(result, example))
         next_stage()
-        overflow = not reduce_range and _may_overflow(result)
+        overflow = not reduce_range and any(map(_overflows, result.modules())) and saturates()
         if overflow:
             warnings.warn(f"deploy: {_OVERFLOW}", stacklevel=4)
-        if check is not None:
-            _report(check(result), fuse, overflow)
+        if example is not None:
+            _report(ReferenceCheck(simulated, example)(result), fuse, overflow)
         return result
-
-
-def _fused(model: nn.Module, check: ReferenceCheck | None) -> nn.Module:
-    """Return a model with fused layers; the model itself, layer by layer, where none works.
-
-    Only an example shows that code around a part does no more than call it. A graph of the whole
-    is returned with wrong results too, which are an error: tracing must not change them.
-    """
-    if check is None:
-        return fuse_layers(model, careful=True)
-    for careful in (False, True):
-        fused = fuse_layers(copy_module(model), careful)
-        try:
-            problem = check(fused).problem
-        except Exception as error:  # the model's own code, which may read anything of its parts
-            log.debug("deploy: with fused layers: %s: %s", type(error).__name__, error)
-            continue
-        if not problem or isinstance(fused, TracedModel):
-            return fused
-        log.debug("deploy: with fused layers: %s", problem)
-    return model
 
 
 def simulated_copy(model: nn.Module) -> nn.Module:
@@ -161,7 +141,7 @@ def _replace_layers(model: nn.Module, example: Any, reduce_range: bool) -> nn.Mo
     for names, module in named:
         if not isinstance(module, QuantModule) or module.is_container:
             continue
-        remove_weight_hooks(module)
+        _remove_weight_hooks(module)
         if hook := forward_hook_kind(module):
             new: nn.Module | str = f"it has {hook}"
         else:
@@ -191,6 +171,20 @@ def _replace_layers(model: nn.Module, example: Any, reduce_range: bool) -> nn.Mo
     return model
 
 
+def _remove_weight_hooks(module: nn.Module) -> None:
+    """Replace what weight_norm, spectral_norm or pruning computes by a parameter, in place.
+
+    In eval mode they compute the same weight at every call. Other hooks stay.
+    """
+    for remove in (remove_weight_norm, remove_spectral_norm):
+        with suppress(ValueError):  # the layer has no such hook
+            remove(module)
+    masks = [name for name, _ in module.named_buffers(recurse=False) if name.endswith("_mask")]
+    for mask in masks:
+        with suppress(ValueError):  # a buffer of another kind
+            prune.remove(module, mask.removesuffix("_mask"))
+
+
 def _round_weights(module: QuantModule, reason: str) -> None:
     """Round the weights once instead of at every call, and leave a note for the summary.
 
@@ -201,17 +195,19 @@ def _round_weights(module: QuantModule, reason: str) -> None:
         return
     with torch.no_grad():
         for quantizer, weight in module.quantized_weights():
-            if stores_weight(module, weight):
+            if _stores_weight(module, weight):
                 weight.copy_(quantizer(weight))
                 quantizer.mode = "off"
 
 
-def _may_overflow(model: nn.Module) -> bool:
-    """Return True if two products of a layer overflow the 16 bits that this CPU adds them in."""
-    return any(map(_overflows, model.modules())) and saturates()
+def _stores_weight(module: nn.Module, weight: Tensor) -> bool:
+    """Return True for a parameter of ``module`` or a view; writing into others would be lost."""
+    place = weight.untyped_storage().data_ptr()
+    return any(place == p.untyped_storage().data_ptr() for p in module.parameters())
 
 
 def _overflows(layer: nn.Module) -> bool:
+    """Return True if two products of a layer overflow 16 bits."""
     if isinstance(layer, Int8Layer):
         largest = layer.input_qparams.quant_max
     elif isinstance(layer, DynamicInt8Linear):
@@ -224,25 +220,18 @@ def _overflows(layer: nn.Module) -> bool:
     return 2 * largest * weight > torch.iinfo(torch.int16).max
 
 
-#: The layers of torchq that stay single calls.
-_LAYERS = (Int8Layer, DeployedMultiheadAttention, ProductCall, TensorQuantizer)
-
-
-def fuse_layers(model: nn.Module, careful: bool) -> nn.Module:
+def fuse_layers(model: nn.Module, whole: bool = True) -> nn.Module:
     """Return what to use instead of ``model``, whose integer layers are fused where it is traced.
 
-    What cannot be traced is changed in place: it keeps its own forward, and its children are traced
-    one by one; where ``careful``, not those that this forward may index, or call in other ways.
+    What cannot be traced, or is not to be taken as a whole, is changed in place: it keeps its own
+    forward, and its children are traced one by one.
     """
-    fused = _traced(model) if _is_worth_tracing(model) else None
-    return _with_fused_children(model, careful) if fused is None else fused
-
-
-def _with_fused_children(model: nn.Module, careful: bool) -> nn.Module:
+    traced = _traced(model) if whole and _is_worth_tracing(model) else None
+    if traced is not None:
+        return traced
     for name, child in list(model.named_children()):
         if not _is_leaf(child):
-            kept = careful and _may_be_taken_apart(child)
-            setattr(model, name, (_with_fused_children if kept else fuse_layers)(child, careful))
+            setattr(model, name, fuse_layers(child, not _may_be_taken_apart(child)))
     return model
 
 
@@ -258,15 +247,30 @@ def _traced(model: nn.Module) -> TracedModel | None:
                 set_submodule(graph, name, variant)
     dtype = next(m.dtype for m in model.modules() if isinstance(m, Int8Layer))
     run_passes(graph, dtype)
-    return TracedModel.of(graph, model)
+    return TracedModel.of(graph, rows_of(graph.graph), model)
 
 
 def _may_be_taken_apart(module: nn.Module) -> bool:
     """Return True if code around ``module`` may do more than call it with its defaults."""
     if isinstance(module, (nn.Sequential, torch.jit.ScriptModule)):
         return True
-    parameters = inspect.signature(type(module).forward).parameters.values()
-    return any(p.default is None or isinstance(p.default, (bool, int, float)) for p in parameters)
+    return any(map(_is_option, inspect.signature(type(module).forward).parameters.values()))
+
+
+def _is_option(parameter: inspect.Parameter) -> bool:
+    """Return True for an argument that a trace fixes to its default."""
+    return parameter.default is None or isinstance(parameter.default, (bool, int, float))
+
+
+def _gives_options(model: nn.Module, example: Any) -> bool:
+    """Return True if an example gives arguments that a trace would fix to their defaults."""
+    args, kwargs = call_arguments(model, example)
+    signature = inspect.signature(model.forward)
+    given = signature.bind(*args, **kwargs).arguments
+    return any(
+        _is_option(parameter) and given.get(name, parameter.default) is not parameter.default
+        for name, parameter in signature.parameters.items()
+    )
 
 
 def _is_leaf(module: nn.Module) -> bool:
@@ -283,28 +287,3 @@ def _is_worth_tracing(model: nn.Module) -> bool:
     if isinstance(model, RoutedModule) and model.torchq_calls:
         return False  # Its forward keeps running, with notes on the calls that have no kernel.
     return not any(forward_hook_kind(m) for m in model.modules())
-
-
-def remove_weight_hooks(module: nn.Module) -> None:
-    """Replace what a hook of torch computes by a parameter of the same values, in place.
-
-    The hooks are those of ``weight_norm``, ``spectral_norm`` and pruning in
-    :mod:`torch.nn.utils`. In eval mode all of them compute the same weight at every call. Other
-    hooks stay.
-    """
-    for remove in (remove_weight_norm, remove_spectral_norm):
-        with suppress(ValueError):  # the layer has no such hook
-            remove(module)
-    masks = [name for name, _ in module.named_buffers(recurse=False) if name.endswith("_mask")]
-    for mask in masks:
-        with suppress(ValueError):  # a buffer of another kind
-            prune.remove(module, mask.removesuffix("_mask"))
-
-
-def stores_weight(module: nn.Module, weight: Tensor) -> bool:
-    """Return True if ``weight`` is a parameter of ``module`` or a view of one.
-
-    A weight that is computed from parameters is not: writing into it would be lost.
-    """
-    place = weight.untyped_storage().data_ptr()
-    return any(place == p.untyped_storage().data_ptr() for p in module.parameters())

@@ -12,23 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.formats import (
-    IntFormat,
-    PerAxis,
-    PerTensor,
-    integer_format,
-)
+from torchq.formats import IntFormat, PerAxis, PerTensor, integer_format
 from torchq.functional import quantize, scale_from_amax
+from torchq.lowering.kernel import ConvParams
 from torchq.lowering.layer import DynamicInt8Linear, Int8Conv, Int8Linear
 from torchq.lowering.qparams import ByteQParams
-from torchq.lowering.transposed import Int8ConvTranspose
 from torchq.nn import (
     QuantConv1d,
     QuantConv2d,
     QuantConv3d,
-    QuantConvTranspose1d,
-    QuantConvTranspose2d,
-    QuantConvTranspose3d,
     QuantLinear,
     QuantModule,
     TensorQuantizer,
@@ -44,8 +36,6 @@ LOWERINGS: Registry[type, Lowering] = Registry("lowering of")
 #: Why a layer with a quantized weight has no integer kernel. Placement for an ONNX target leaves
 #: inputs float where the target's runtime has no integer kernel for the layer.
 FLOAT_INPUT = "its input is not quantized"
-#: The methods by which subclasses of torch's layers compute something else.
-_FORWARD_METHODS = ("forward", "_conv_forward")
 
 
 def lower(module: QuantModule, reduce_range: bool = False) -> nn.Module | str:
@@ -53,11 +43,9 @@ def lower(module: QuantModule, reduce_range: bool = False) -> nn.Module | str:
     base = next((cls for cls in type(module).__mro__ if cls in LOWERINGS), None)
     if base is None:
         return f"no integer kernel for {type(module).__name__}"
-    overridden = any(
-        getattr(type(module), name, None) is not getattr(base, name, None)
-        for name in _FORWARD_METHODS
-    )
-    if overridden or "forward" in vars(module):
+    computes = ("forward", "_conv_forward")
+    own = any(getattr(type(module), n, None) is not getattr(base, n, None) for n in computes)
+    if own or "forward" in vars(module):
         return f"{type(module).__name__} has a forward of its own"
     with torch.no_grad():
         return LOWERINGS[base](module, reduce_range)
@@ -77,7 +65,7 @@ def active(quantizer: nn.Module | None) -> TensorQuantizer | None:
 
 
 def integer_weight(
-    quantizer: TensorQuantizer, weight: Tensor, reduce_range: bool, axis: int = 0
+    quantizer: TensorQuantizer, weight: Tensor, reduce_range: bool
 ) -> tuple[Tensor, Tensor] | str:
     """Return a weight as integers, as the simulation rounds it, or why that cannot be."""
     d = quantizer.descriptor
@@ -85,7 +73,7 @@ def integer_weight(
     if not isinstance(format, IntFormat) or format.quant_max > 127:
         return f"weight format {format} does not fit int8"
     if isinstance(d.granularity, PerAxis):
-        per_output = [a % weight.dim() for a in d.granularity.axes] == [axis]
+        per_output = [a % weight.dim() for a in d.granularity.axes] == [0]
     else:
         per_output = isinstance(d.granularity, PerTensor)
     if not per_output:
@@ -94,6 +82,8 @@ def integer_weight(
         return "weight ranges are asymmetric"
     if quantizer.delegate is not None:
         return "a quantizer has a delegate"
+    if not d.fake_quant:
+        return "a quantizer returns codes"
     if quantizer.pre_quant_scale is not None:
         weight = weight * quantizer.pre_quant_scale.to(weight.dtype)
     if reduce_range and format.bits > 7:
@@ -104,7 +94,7 @@ def integer_weight(
     else:
         codes = quantizer.codes(weight)
         scale = quantizer.qparams(weight.detach().to(torch.float32)).scale
-    scale = scale.flatten().expand(weight.shape[axis])
+    scale = scale.flatten().expand(weight.shape[0])
     return codes.contiguous().to(torch.int8), scale.contiguous()
 
 
@@ -122,9 +112,7 @@ def as_linear(
     return linear
 
 
-def static_arguments(
-    module: QuantModule, reduce_range: bool
-) -> tuple[Tensor, Tensor, Tensor | None, ByteQParams, torch.dtype, Tensor | None] | str:
+def _arguments(module: QuantModule, reduce_range: bool) -> tuple[Any, ...] | str:
     """Return the arguments of an :class:`Int8Layer`, or why there is none."""
     x, w = active(module.input_quantizer), active(module.weight_quantizer)
     if w is None:
@@ -133,58 +121,54 @@ def static_arguments(
         return FLOAT_INPUT
     if x.descriptor.dynamic:
         return "the range of its input is taken from each call"
-    if not (x.descriptor.fake_quant and w.descriptor.fake_quant):
+    if not x.descriptor.fake_quant:
         return "a quantizer returns codes"
     qparams = ByteQParams.of(x)
     if isinstance(qparams, str):
         return qparams
     layer: Any = module
-    weight = layer.weight.detach()
-    codes = integer_weight(w, weight, reduce_range, layer.channel_axis)
+    codes = integer_weight(w, layer.weight.detach(), reduce_range)
     if isinstance(codes, str):
         return codes
-    return *codes, layer.bias, qparams, weight.dtype, x.pre_quant_scale
+    return *codes, layer.bias, qparams, layer.weight.dtype, x.pre_quant_scale
 
 
 @LOWERINGS.register(QuantConv1d)
 @LOWERINGS.register(QuantConv2d)
 @LOWERINGS.register(QuantConv3d)
 def _conv(module: QuantModule, reduce_range: bool) -> nn.Module | str:
-    arguments = static_arguments(module, reduce_range)
+    conv: Any = module
+    padding = conv.padding
+    if padding == "valid":
+        padding = (0,) * len(conv.kernel_size)
+    elif padding == "same":
+        widths = zip(conv.dilation, conv.kernel_size, strict=True)
+        total = [d * (k - 1) for d, k in widths]
+        if any(t % 2 for t in total):
+            return "its padding differs at the two ends"
+        padding = tuple(t // 2 for t in total)
+    if conv.padding_mode != "zeros" and any(padding):
+        return f"its padding is not zeros but {conv.padding_mode}"
+    arguments = _arguments(module, reduce_range)
     if isinstance(arguments, str):
         return arguments
-    layer, output = Int8Conv(module, *arguments), active(getattr(module, "output_quantizer", None))
+    params = ConvParams(tuple(conv.stride), tuple(padding), tuple(conv.dilation), conv.groups)
+    layer, output = Int8Conv(params, *arguments), active(getattr(conv, "output_quantizer", None))
     if output is None:
         return layer
     between = [nn.ReLU()] if output.descriptor.unsigned else []
     return nn.Sequential(layer, *between, copy_module(output))
 
 
-@LOWERINGS.register(QuantConvTranspose1d)
-@LOWERINGS.register(QuantConvTranspose2d)
-@LOWERINGS.register(QuantConvTranspose3d)
-def _conv_transpose(module: QuantModule, reduce_range: bool) -> nn.Module | str:
-    arguments = static_arguments(module, reduce_range)
-    return arguments if isinstance(arguments, str) else Int8ConvTranspose(module, *arguments)
-
-
 @LOWERINGS.register(QuantLinear)
 def _linear(module: QuantModule, reduce_range: bool) -> nn.Module | str:
-    x, w = active(module.input_quantizer), active(module.weight_quantizer)
-    if x is not None and w is not None and x.descriptor.dynamic:
-        return _dynamic(module, x, w, reduce_range)
-    arguments = static_arguments(module, reduce_range)
-    return arguments if isinstance(arguments, str) else Int8Linear(*arguments)
-
-
-def _dynamic(
-    module: QuantModule, x: TensorQuantizer, w: TensorQuantizer, reduce_range: bool
-) -> nn.Module | str:
     layer: Any = module
+    x, w = active(module.input_quantizer), active(module.weight_quantizer)
+    if x is None or w is None or not x.descriptor.dynamic:
+        arguments = _arguments(module, reduce_range)
+        return arguments if isinstance(arguments, str) else Int8Linear(*arguments)
     if problem := _dynamic_problem(x):
         return problem
-    if not w.descriptor.fake_quant:
-        return "a quantizer returns codes"
     codes = integer_weight(w, layer.weight.detach(), reduce_range)
     if isinstance(codes, str):
         return codes

@@ -1,16 +1,6 @@
 """The integer product of a layer: its arguments, what it computes, and oneDNN's kernels for it.
 
-The order of scale, bias and rounding, here and nowhere else. For input codes q of zero point z and
-weight codes w, per output channel c::
-
-    sum = sum of (q - z) * w                        exact, integers
-    y   = sum * (weight_scale[c] * x_scale) + bias[c]               float32
-    y   = activation(y + (r - residual_zero_point) * residual_scale)
-    out = clamp(round_half_even(y / scale) + zero_point, 0, 255)    or y itself
-
-oneDNN adds ``-z * sum of w`` to the bias in float64 before the call, and where only clamps stand
-between y and the codes one float32 factor ``weight_scale * x_scale / scale`` takes the place of
-three roundings. Next to a tie a code may then be one off; the sums themselves are exact.
+The order of scale, bias and rounding is that of :mod:`torchq.runtimes.torch`.
 """
 
 from __future__ import annotations
@@ -31,6 +21,9 @@ from torchq.errors import InputError
 
 #: A bound kernel: codes, and a residual where it adds one, to the result.
 Run = Callable[..., Tensor]
+#: How many input shapes a layer keeps kernels for. oneDNN itself keeps a thousand: as many as a
+#: network of 30 layers needs for this number of shapes.
+MOST_SHAPES = 32
 
 
 class Int8Weights(NamedTuple):

@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ExportError
 from torchq.functional import reduce_amax, scale_from_amax
 from torchq.functional.scale import divisor
-from torchq.lowering.codes import CodesModule, eager, require_dtype, smallest_value
+from torchq.lowering.codes import CodesModule, eager, require_dtype, require_numbers
 from torchq.lowering.kernel import (
     ConvParams,
     Epilogue,
@@ -112,7 +111,7 @@ class DeployedLayer(CodesModule):
         return super()._apply(fn, recurse)
 
     def _summary_row(self, out: str, note: str) -> tuple[str, int, str]:
-        tensors = (b for b in self._buffers.values() if b is not None)
+        tensors = [b for b in (self.weight_scale, self.bias) if b is not None]
         size = math.prod(self.kernel.shape) + sum(b.numel() * b.element_size() for b in tensors)
         name, problem = "onednn", ""
         if self.kernel.device.type != "cpu":
@@ -125,11 +124,11 @@ class DeployedLayer(CodesModule):
 
 
 class Int8Layer(DeployedLayer):
-    """Base of layers with int8 weights and uint8 activations.
+    """Base of layers with int8 weights and uint8 activations, for inference.
 
     The input is a floating-point tensor, which the layer quantizes, or uint8 codes where
     :attr:`reads_codes` says so. The result is a floating-point tensor, or codes where the layer has
-    :attr:`output_qparams`. For inference; there is no gradient.
+    :attr:`output_qparams`.
 
     Args:
         codes: int8, (out, in / groups, ...).
@@ -147,12 +146,10 @@ class Int8Layer(DeployedLayer):
             refused like any other integer dtype: it could be an image.
         output_qparams: None for floating-point results.
         residual_qparams: of the second argument of :meth:`forward`, where that is codes.
-        adds: True where the kernel can add a second tensor to its result.
     """
 
     qparams_names = ("input_qparams", "output_qparams", "residual_qparams")
     pre_quant_scale: Tensor | None
-    adds = False
 
     def __init__(
         self,
@@ -187,62 +184,29 @@ class Int8Layer(DeployedLayer):
 
         Raises:
             TypeError: ``x`` has another dtype than the layer; the simulation refuses it too.
-            QuantizationError: ``x`` holds NaN, see :func:`smallest_value`.
+            QuantizationError: ``x`` holds NaN, see :func:`require_numbers`.
         """
         if x.dtype is torch.uint8 and self.reads_codes:
-            return self._compute(x, self.input_qparams, residual)
-        qparams = self._qparams_for(x)
-        return self._compute(self._quantize(x, qparams), qparams, residual)
-
-    def _qparams_for(self, x: Tensor) -> ByteQParams:
-        """Return how an input is quantized.
-
-        An input on a signed range may hold no negative number: a layer behind ReLU with the
-        default configuration. Codes that start at 0 then stand for the same values, without a
-        zero-point correction in the bias, which costs bits of it, and without padding by the zero
-        point. Looking at ``x`` takes less time than either.
-        """
-        smallest = smallest_value(x, self.dtype, type(self).__name__)
-        if smallest >= 0 and self.input_qparams.zero_point and self.pre_quant_scale is None:
-            return self.input_qparams.clamped(0.0, math.inf)
-        return self.input_qparams
-
-    def codes(self, x: Tensor) -> Tensor:
-        """Return a floating-point ``x`` as codes of :attr:`input_qparams`.
-
-        Raises:
-            TypeError: see :meth:`forward`.
-            QuantizationError: see :meth:`forward`.
-        """
-        smallest_value(x, self.dtype, type(self).__name__)
-        return self._quantize(x, self.input_qparams)
-
-    def _quantize(self, x: Tensor, qparams: ByteQParams) -> Tensor:
+            return self._compute(x, residual)
+        require_numbers(x, self.dtype, type(self).__name__)
         if self.pre_quant_scale is not None:
             x = x * self.pre_quant_scale.to(x.dtype)
-        return qparams.quantize(x)
+        return self._compute(self.input_qparams.quantize(x), residual)
 
-    def _compute(self, x: Tensor, qparams: ByteQParams, residual: Tensor | None = None) -> Tensor:
+    def _compute(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the result for codes."""
+        grid = self.input_qparams.scale, self.input_qparams.zero_point
         if not eager(x):
-            grid = qparams.scale, qparams.zero_point
-            return self.finish(self._product(x, grid, self.epilogue(), residual))
-        shape = x.shape if self.params.stride else not x.numel()
-        if residual is None:
-            key: Any = (shape, qparams.zero_point)
-            return (self._runs.get(key) or self._finished(key, x, qparams))(x)
-        key = (shape, qparams.zero_point, residual.shape, residual.dtype)
-        return (self._runs.get(key) or self._finished(key, x, qparams, residual))(x, residual)
+            return self._finish(self._product(x, grid, self.epilogue(), residual))
 
-    def _finished(
-        self, key: Any, x: Tensor, qparams: ByteQParams, residual: Tensor | None = None
-    ) -> Run:
         def bind() -> Run:
-            grid = qparams.scale, qparams.zero_point
             run = self._bind(x, grid, self.epilogue(), residual)
-            return run if self.finished else lambda *tensors: self.finish(run(*tensors))
+            return run if self.finished else lambda *tensors: self._finish(run(*tensors))
 
-        return self._bound(key, bind)
+        key: Any = x.shape if self.params.stride else x.numel()
+        if residual is None:
+            return self._bound(key, bind)(x)
+        return self._bound((key, residual.shape, residual.dtype), bind)(x, residual)
 
     def epilogue(self) -> Epilogue:
         """Return what kernels do with their sums."""
@@ -268,14 +232,14 @@ class Int8Layer(DeployedLayer):
             return self.arguments[0] >= low and self.arguments[1] <= high
         return qparams.saturates_by_itself
 
-    def finish(self, y: Tensor) -> Tensor:
+    def _finish(self, y: Tensor) -> Tensor:
         """Give floating-point results their dtype, and codes the bounds that no kernel knows."""
+        qparams = self.output_qparams
         if self.finished:
             return y
-        qparams = self.output_qparams
-        if qparams is None:
-            return y.to(self.dtype)
-        return y.clamp_(qparams.quant_min, qparams.quant_max)
+        return (
+            y.to(self.dtype) if qparams is None else y.clamp_(qparams.quant_min, qparams.quant_max)
+        )
 
     def variant(self) -> Int8Layer:
         """Return a second layer on the same tensors, for another place in a model."""
@@ -318,76 +282,32 @@ class Int8Linear(Int8Layer):
 
 
 class Int8Conv(Int8Layer):
-    """An integer convolution in 1, 2 or 3 dimensions.
+    """An integer convolution in 1, 2 or 3 dimensions, padded by zeros alike on both sides.
 
     Args:
-        conv: a convolution, or an object with the same attributes, that says everything but the
-            weight and the bias.
+        params: the numbers of the convolution.
         args: the arguments of :class:`Int8Layer`.
-
-    Attributes:
-        params: the numbers of the kernel's convolution, whose padding is symmetric zeros.
-        border: the padding that is added before the kernel, in the order of ``F.pad``; None where
-            the kernel does all of it.
-        border_mode: the mode of that padding.
 
     Shape:
         (N, C, ...) or (C, ...), float or uint8 codes -> (N, out, ...) or (out, ...), channels last
         in memory for 2 and 3 dimensions.
     """
 
-    def __init__(self, conv: Any, *args: Any) -> None:
+    def __init__(self, params: ConvParams, *args: Any) -> None:
         super().__init__(*args)
-        padding, self.border = _split_padding(conv)
-        self.params = ConvParams(tuple(conv.stride), padding, tuple(conv.dilation), conv.groups)
-        self.border_mode: str = conv.padding_mode
-
-    @property
-    def adds(self) -> bool:  # type: ignore[override]
-        """True where the kernel can add a second tensor to its result."""
-        return len(self.params.stride) < 3
+        self.params = params
 
     @property
     def is_pointwise(self) -> bool:
         """True where each pixel of the result depends on one pixel alone."""
         params = self.params
         single = all(size == 1 for size in (*self.kernel.shape[2:], *params.stride, params.groups))
-        return single and not any(params.padding) and self.border is None
+        return single and not any(params.padding)
 
-    def per_row(self, channels: Tensor) -> Tensor:
-        """Return a value for each output channel, (out,), as one for each row of the weight."""
-        return channels
-
-    def _compute(self, x: Tensor, qparams: ByteQParams, residual: Tensor | None = None) -> Tensor:
+    def _compute(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if x.dim() == len(self.params.stride) + 1:
-            return self._compute(x.unsqueeze(0), qparams, residual).squeeze(0)
-        if self.border is not None:
-            x = self._pad(x, self.border, qparams)
-        return super()._compute(x, qparams, residual)
-
-    def _pad(self, x: Tensor, border: list[int], qparams: ByteQParams) -> Tensor:
-        if self.border_mode == "zeros":
-            return F.pad(x, border, value=float(qparams.zero_point))
-        # Not implemented for integers; exact in float32.
-        return F.pad(x.float(), border, mode=self.border_mode).to(torch.uint8)
-
-
-def _split_padding(conv: Any) -> tuple[tuple[int, ...], list[int] | None]:
-    """Return the symmetric zero padding of the kernel, and what is padded before it.
-
-    The second is None, or in the order of ``F.pad``.
-    """
-    none = (0,) * len(conv.kernel_size)
-    if conv.padding == "valid":
-        return none, None
-    if conv.padding == "same":
-        total = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
-        before_after = [(t // 2, t - t // 2) for t in total]
-    else:
-        before_after = [(p, p) for p in conv.padding]
-    if conv.padding_mode == "zeros" and all(a == b for a, b in before_after):
-        return tuple(a for a, _ in before_after), None
-    return none, [side for pair in reversed(before_after) for side in pair]
+            return super()._compute(x.unsqueeze(0), residual).squeeze(0)
+        return super()._compute(x, residual)
 
 
 class DynamicInt8Linear(DeployedLayer):

@@ -35,9 +35,9 @@ def deploy(
 
     On the runtime ``"torch"`` every quantized convolution and linear layer becomes one that
     multiplies uint8 activations with int8 weights. Where the model can be traced, neighbouring
-    layers are fused as well: BatchNorm, activations and residual additions move into the kernels,
-    and tensors that only integer layers read are passed on as uint8. Layers without an integer
-    kernel keep simulating; :func:`torchq.summary` of the result says which, and why.
+    layers are fused as well: activations and residual additions move into the kernels, and tensors
+    that only integer layers read are passed on as uint8. Layers without an integer kernel keep
+    simulating; :func:`torchq.summary` of the result says which, and why.
 
     Another runtime runs the file that :func:`torchq.export_onnx` writes for it, inside a module
     that is called as the original model is, and that returns results of the same structure.

@@ -1,4 +1,19 @@
-"""torch itself: the integer kernels that it ships for CPUs, through torchq.lowering."""
+"""torch itself: the integer kernels that it ships for CPUs, through torchq.lowering.
+
+The order of scale, bias and rounding. For input codes q of zero point z and weight codes w, per
+output channel c::
+
+    sum = sum of (q - z) * w                        exact, integers
+    y   = sum * (weight_scale[c] * x_scale) + bias[c]               float32
+    y   = activation(y + (r - residual_zero_point) * residual_scale)
+    out = clamp(round_half_even(y / scale) + zero_point, 0, 255)    or y itself
+
+oneDNN adds ``-z * sum of w`` to the bias in float64 before the call, and where only clamps stand
+between y and the codes one float32 factor ``weight_scale * x_scale / scale`` takes the place of
+three roundings. The sums are exact, but a code next to a tie may be one off: of the codes of layers
+that read what they read in the simulation, one in 1e5 at most, or two where codes are unsigned and
+twice as fine. Most of them are the simulation's, which adds in float32.
+"""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 from torch.fx.node import Argument
 
+from torchq.graph import operator_name
 from torchq.lowering.layer import Int8Layer
 from torchq.lowering.passes import match
 from torchq.lowering.qparams import ByteQParams
@@ -20,8 +21,8 @@ class GraphEditor:
         root: the traced model.
         graph: its graph.
         modules: the modules that its nodes call, by name.
-        qparams: for nodes whose result is codes, how these codes are to be read. Filled by
-            :func:`~torchq.lowering.passes.propagate_qparams.propagate_qparams`.
+        qparams: for nodes whose result is codes, how these codes are to be read, as far as
+            :func:`~torchq.lowering.passes.fuse.propagate_qparams` has come.
     """
 
     def __init__(self, graph_module: fx.GraphModule, dtype: torch.dtype) -> None:
@@ -74,13 +75,9 @@ class GraphEditor:
         in deep models.
         """
         for node in reversed(self.graph.nodes):
-            kept = (
-                node.users
-                or node.op in ("placeholder", "output")
-                or node.is_impure()
-                or match.is_none_check(node)
-            )
-            if not kept:
+            # ``is_impure`` does not know the function that refuses arguments which are not None.
+            checks = operator_name(node.target) == "_assert_is_none"
+            if not (node.users or checks or node.is_impure()):
                 self.graph.erase_node(node)
 
     def own_layer(self, node: fx.Node) -> Int8Layer:

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from torchq.fusion.algebra import batch_norm_affine
 from torchq.graph import reads_shape
 from torchq.lowering.codes import CodesAvgPool2d, CodesMaxPool2d, CodesModule, Dequantize, Quantize
 from torchq.lowering.kernel import ACTIVATIONS
@@ -225,40 +224,6 @@ def sink_dequantize(editor: GraphEditor, node: fx.Node) -> bool:
     return True
 
 
-def fold_batchnorm(editor: GraphEditor, node: fx.Node) -> bool:
-    """Fold BatchNorm into the scales and the bias of a convolution, without new rounding.
-
-    In eval mode BatchNorm is a scale and a shift per channel. The integer weight stays as it is.
-
-    Before: ``codes -> Int8Conv(weight_scale, bias) -> BatchNorm(scale, shift)``.
-    After: ``codes -> Int8Conv(weight_scale * scale, bias * scale + shift)``.
-    """
-    norm, conv = editor.module(node), match.input_node(node)
-    is_norm = isinstance(norm, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
-    layer = plain_layer(editor, conv)
-    if not is_norm or conv is None or not isinstance(layer, Int8Conv) or len(conv.args) > 1:
-        return False
-    assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
-    if norm.running_mean is None or norm.running_var is None:
-        return False
-    owned = editor.own_layer(conv)
-    assert isinstance(owned, Int8Conv)
-    _fold(owned, norm, norm.running_mean, norm.running_var)
-    editor.bypass(node, conv)
-    return True
-
-
-def _fold(
-    layer: Int8Conv, norm: nn.modules.batchnorm._BatchNorm, mean: torch.Tensor, var: torch.Tensor
-) -> None:
-    scale, shift = batch_norm_affine(mean, var, norm.weight, norm.bias, norm.eps)
-    scale, shift = layer.per_row(scale), layer.per_row(shift)
-    if layer.bias is not None:
-        shift = shift + layer.bias.double() * scale
-    layer.weight_scale = (layer.weight_scale.double() * scale).float().detach()
-    layer.bias = shift.float().detach()
-
-
 def plain_layer(editor: GraphEditor, node: fx.Node | None) -> Int8Layer | None:
     """Return the integer layer of a node with one reader and nothing fused behind it yet."""
     layer = editor.layer(node)
@@ -304,7 +269,7 @@ def fuse_add(editor: GraphEditor, node: fx.Node) -> bool:
         (layer.is_pointwise, conv, other)
         for conv, other in ((pair, pair[::-1]) if pair else ())
         if isinstance(layer := plain_layer(editor, conv), Int8Conv)
-        and layer.adds
+        and len(layer.params.stride) < 3
         and len(conv.args) == 1
     ]
     if not found:
@@ -432,7 +397,6 @@ FUSE: tuple[NodePass, ...] = (
     absorb_clamp,
     hoist_quantize,
     sink_dequantize,
-    fold_batchnorm,
     fuse_activation,
     fuse_add,
     average_codes,

@@ -14,21 +14,14 @@ import torch
 from torch import fx, nn
 from torch.fx.node import Argument
 
-from torchq.graph import forward_hook_kind, trace_or_none
+from torchq.graph import forward_hook_kind, operator_name, trace_or_none
 from torchq.lowering.codes import Dequantize, Quantize
 from torchq.lowering.eligible import active
-from torchq.lowering.layer import Int8Layer
 from torchq.lowering.passes import match
 from torchq.lowering.passes.editor import GraphEditor, NodePass
 from torchq.lowering.qparams import ByteQParams
 from torchq.lowering.traced import nth_chunk
-from torchq.nn import (
-    InputQuantized,
-    QuantCat,
-    QuantSiLU,
-    TensorQuantizer,
-    revert_,
-)
+from torchq.nn import InputQuantized, QuantCat, QuantSiLU, TensorQuantizer, revert_
 from torchq.nn.modules.operators import QuantBinary, function_of
 from torchq.utils import copy_module
 
@@ -56,15 +49,14 @@ def _returns_its_input(module: nn.Module) -> bool:
     """Return True for foreign code that does nothing in eval mode, as a drop path does."""
     if type(module).__module__.partition(".")[0] in ("torch", "torchq"):
         return False
-    changed = forward_hook_kind(module) is not None or "forward" in vars(module)
-    if changed or module.state_dict() or next(module.children(), None) is not None:
+    if forward_hook_kind(module) or "forward" in vars(module) or module.state_dict():
         return False
     found = trace_or_none(module, lambda part: False)
     if found is None:
         return False
     first, *_, last = found.graph.nodes
-    value = last.args[0]
-    while isinstance(value, fx.Node) and match.is_inactive_dropout(value):
+    value = match.input_node(last)
+    while value is not None and match.is_inactive_dropout(value):
         value = match.input_node(value)
     return value is first
 
@@ -88,21 +80,14 @@ def select_chunk(editor: GraphEditor, node: fx.Node) -> bool:
     if node.target is not operator.getitem or len(node.args) != 2:
         return False
     chunks, index = node.args
-    split = match.split_call(chunks)
-    if split is None or not isinstance(chunks, fx.Node) or not isinstance(index, int):
+    source = match.input_node(chunks)
+    if source is None or not isinstance(chunks, fx.Node) or not isinstance(index, int):
         return False
-    source, method, rest = split
-    arguments = (source, method, index, *rest)
+    method = operator_name(chunks.target)
+    if method not in ("chunk", "split", "unbind") or not set(chunks.kwargs) <= {"dim"}:
+        return False
+    arguments = (source, method, index, *chunks.args[1:])
     return _call_instead(editor, node, nth_chunk, *arguments, **chunks.kwargs)
-
-
-def static_qparams(quantizer: nn.Module) -> ByteQParams | None:
-    """Return the qparams of a quantizer with a fixed range per tensor; None for other ones."""
-    found = active(quantizer)
-    if found is None or found.descriptor.dynamic or not found.descriptor.fake_quant:
-        return None
-    qparams = None if found.pre_quant_scale is not None else ByteQParams.of(found)
-    return qparams if isinstance(qparams, ByteQParams) else None
 
 
 def open_quantized_operator(editor: GraphEditor, node: fx.Node) -> bool:
@@ -149,6 +134,15 @@ def _call_instead(
     return True
 
 
+def _static_qparams(quantizer: nn.Module) -> ByteQParams | None:
+    """Return the qparams of a quantizer with a fixed range per tensor; None for other ones."""
+    found = active(quantizer)
+    if found is None or found.descriptor.dynamic or not found.descriptor.fake_quant:
+        return None
+    qparams = None if found.pre_quant_scale is not None else ByteQParams.of(found)
+    return qparams if isinstance(qparams, ByteQParams) else None
+
+
 def _quantized_values(
     editor: GraphEditor,
     node: fx.Node,
@@ -157,21 +151,17 @@ def _quantized_values(
 ) -> list[fx.Node] | None:
     """Return nodes for the quantized operands of ``node``; None if one of them is out of reach."""
     tensors = [operand for operand in operands if isinstance(operand, fx.Node)]
-    static = all(active(q) is None or static_qparams(q) is not None for q in quantizers)
+    static = all(active(q) is None or _static_qparams(q) is not None for q in quantizers)
     if len(tensors) != len(quantizers) or len(tensors) != len(operands) or not static:
         return None
-    return [
-        _insert_qdq(editor, node, tensor, static_qparams(quantizer))
-        for tensor, quantizer in zip(tensors, quantizers, strict=True)
-    ]
+    pairs = zip(tensors, map(_static_qparams, quantizers), strict=True)
+    return [t if q is None else _insert_qdq(editor, node, t, q) for t, q in pairs]
 
 
 def _insert_qdq(
-    editor: GraphEditor, node: fx.Node, source: fx.Node, qparams: ByteQParams | None
+    editor: GraphEditor, node: fx.Node, source: fx.Node, qparams: ByteQParams
 ) -> fx.Node:
     """Return ``source`` rounded to ``qparams``, by a Quantize and a Dequantize before ``node``."""
-    if qparams is None:
-        return source
     codes = editor.insert_before(node, "input", Quantize(qparams), source)
     return editor.insert_before(node, "values", Dequantize(qparams, editor.dtype), codes)
 
@@ -184,7 +174,7 @@ def replace_quantizer(editor: GraphEditor, node: fx.Node) -> bool:
     module, source = editor.module(node), match.input_node(node)
     if source is None or node.kwargs or not isinstance(module, TensorQuantizer):
         return False
-    qparams = static_qparams(module)
+    qparams = _static_qparams(module)
     if qparams is None:
         return False
     editor.bypass(node, _insert_qdq(editor, node, source, qparams))
@@ -205,7 +195,7 @@ def expose_input_quantizer(editor: GraphEditor, node: fx.Node) -> bool:
         return False
     if isinstance(module, QuantSiLU) and active(module.gate_quantizer) is not None:
         return False
-    qparams = static_qparams(module.input_quantizer)
+    qparams = _static_qparams(module.input_quantizer)
     if qparams is None:
         return False
     values = _insert_qdq(editor, node, source, qparams)
@@ -220,16 +210,13 @@ def quantize_layer_input(editor: GraphEditor, node: fx.Node) -> bool:
 
     Before: ``x -> Int8Conv``. After: ``x -> Quantize -> Int8Conv``.
     """
-    module, source = editor.module(node), match.input_node(node)
-    if source is None or node.kwargs or not isinstance(module, Int8Layer):
+    module, source = editor.layer(node), match.input_node(node)
+    if source is None or node.kwargs or module is None or module.pre_quant_scale is not None:
         return False
-    quantized = isinstance(editor.module(source), Quantize)
-    if quantized or module.pre_quant_scale is not None:
+    if isinstance(editor.module(source), Quantize):
         return False
-    codes = editor.insert_before(
-        node, "input", Quantize(module.input_qparams, module.dtype), source
-    )
-    node.replace_input_with(source, codes)
+    quantize = Quantize(module.input_qparams, module.dtype)
+    node.replace_input_with(source, editor.insert_before(node, "input", quantize, source))
     return True
 
 

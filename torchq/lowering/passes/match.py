@@ -1,44 +1,33 @@
-"""Predicates that say what a node of a traced model computes, for the passes."""
+"""Predicates that say what a node of a traced model computes, for the passes.
+
+What an operator is and does is told by its row in :mod:`torchq.graph.operators`.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from torchq.graph import effects_of, forward_hook_kind, operator_name, operator_of
+from torchq.graph import Operator, effects_of, forward_hook_kind, operator_name, operator_of
 from torchq.lowering.codes import CodesMaxPool2d
 from torchq.lowering.traced import nth_chunk
 
 #: The name of an activation in :data:`~torchq.lowering.kernel.ACTIVATIONS`, and its arguments.
 ActivationCall = tuple[str, tuple[float, ...]]
+Modules = Mapping[str, nn.Module]
 
 _INF = float("inf")
-
-#: By :attr:`torchq.graph.Operator.name`, for functions and methods.
-_ACTIVATION_FUNCTIONS: dict[str, ActivationCall] = {
+#: By :attr:`torchq.graph.Operator.name`.
+_ACTIVATIONS: dict[str, ActivationCall] = {
     "relu": ("relu", ()),
     "relu6": ("clamp", (0.0, 6.0)),
     "silu": ("silu", ()),
     "hardswish": ("hardswish", ()),
-}
-_ACTIVATION_MODULES: dict[type, Callable[[Any], ActivationCall]] = {
-    nn.ReLU: lambda m: ("relu", ()),
-    nn.ReLU6: lambda m: ("clamp", (0.0, 6.0)),
-    nn.Hardtanh: lambda m: ("clamp", (float(m.min_val), float(m.max_val))),
-    nn.SiLU: lambda m: ("silu", ()),
-    nn.Hardswish: lambda m: ("hardswish", ()),
-    nn.GELU: lambda m: (_gelu(m.approximate), ()),
-}
-
-_ADD_IN_PLACE = {operator.iadd, "add_"}
-_SPLIT: dict[Any, str] = {
-    **{getattr(torch, name): name for name in ("chunk", "split", "unbind")},
-    **{name: name for name in ("chunk", "split", "unbind")},
 }
 #: Functions that drop values while training, and the position of their argument ``training``.
 #: The last one is torchvision's.
@@ -46,28 +35,12 @@ _DROPOUT = {
     **dict.fromkeys(("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"), 2),
     "stochastic_depth": 3,
 }
-#: Modules that rearrange elements, as operators with the effect "move" do.
-_REARRANGING_MODULES = (
-    *(nn.Identity, nn.Flatten, nn.ChannelShuffle, nn.PixelShuffle),
-    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
-)
-
-_NONNEGATIVE_MODULES = (
-    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
-    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
-)
-
 _WINDOW = ("kernel_size", "stride", "padding")
-_MAX_POOL_ARGUMENTS = (*_WINDOW, "dilation", "ceil_mode", "return_indices")
-_AVERAGE_POOLS: dict[Any, tuple[Callable[..., Any], tuple[str, ...]]] = {
-    F.avg_pool2d: (
-        nn.AvgPool2d,
-        (*_WINDOW, "ceil_mode", "count_include_pad", "divisor_override"),
-    ),
-    F.adaptive_avg_pool2d: (nn.AdaptiveAvgPool2d, ("output_size",)),
+_POOLS: dict[Any, tuple[str, ...]] = {
+    nn.MaxPool2d: (*_WINDOW, "dilation", "ceil_mode", "return_indices"),
+    nn.AvgPool2d: (*_WINDOW, "ceil_mode", "count_include_pad", "divisor_override"),
+    nn.AdaptiveAvgPool2d: ("output_size",),
 }
-
-Modules = Mapping[str, nn.Module]
 
 
 def module_of(node: object, modules: Modules) -> nn.Module | None:
@@ -93,37 +66,18 @@ def input_node(node: object, index: int = 0) -> fx.Node | None:
     return argument if isinstance(argument, fx.Node) else None
 
 
-def is_none_check(node: fx.Node) -> bool:
-    """Return True if ``node`` raises where an argument is not None.
-
-    ``fx.Node.is_impure`` does not know this function of torch.fx as one with an effect.
-    """
-    return node.op == "call_function" and operator_name(node.target) == "_assert_is_none"
-
-
-def _calls(node: fx.Node, targets: Any) -> bool:
-    return node.op in ("call_function", "call_method") and node.target in targets
+def row_of(node: fx.Node, modules: Modules) -> Operator | None:
+    """Return the operator that ``node`` computes as a function, method or module."""
+    if node.op in ("call_function", "call_method"):
+        return operator_of(node.target)
+    module = module_of(node, modules)
+    return None if module is None else operator_of(module)
 
 
-def _operator(node: fx.Node) -> str:
+def _name(node: fx.Node) -> str:
     """Return the name of the operator of a function or method; "" for other nodes."""
-    is_call = node.op in ("call_function", "call_method")
-    row = operator_of(node.target) if is_call else None
+    row = None if node.op == "call_module" else row_of(node, {})
     return "" if row is None else row.name
-
-
-def _arguments(node: fx.Node, names: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of a function after its first one, by name."""
-    return {**dict(zip(names, node.args[1:], strict=False)), **node.kwargs}
-
-
-def _has_node(values: Mapping[str, Any]) -> bool:
-    return any(isinstance(value, fx.Node) for value in values.values())
-
-
-def _input_is_shared(node: fx.Node) -> bool:
-    source = input_node(node)
-    return source is not None and len(source.users) > 1
 
 
 def activation_of(node: fx.Node, modules: Modules) -> ActivationCall | None:
@@ -131,22 +85,22 @@ def activation_of(node: fx.Node, modules: Modules) -> ActivationCall | None:
 
     An activation that works in place counts only where its input has no other reader.
     """
-    module = module_of(node, modules)
-    in_place = node.kwargs.get("inplace", False) or node.target in (torch.relu_, "relu_")
-    found: ActivationCall | None = None
+    module, row = module_of(node, modules), row_of(node, modules)
+    in_place = node.kwargs.get("inplace", False) or len(node.args) > 1 or _ends_in_place(node)
     if module is not None:
-        describe = _ACTIVATION_MODULES.get(type(module))
-        found = None if describe is None else describe(module)
         in_place = getattr(module, "inplace", False)
-    elif (name := _operator(node)) in _ACTIVATION_FUNCTIONS:
-        found, in_place = _ACTIVATION_FUNCTIONS[name], in_place or len(node.args) > 1
-    elif _calls(node, {F.gelu}):
-        found = _gelu(node.kwargs.get("approximate")), ()
-    return None if in_place and _input_is_shared(node) else found
+    found = None if row is None else _ACTIVATIONS.get(row.name)
+    if type(module) is nn.Hardtanh:
+        found = "clamp", (float(module.min_val), float(module.max_val))
+    elif isinstance(module, nn.GELU) or node.target is F.gelu:
+        tanh = getattr(module, "approximate", node.kwargs.get("approximate")) == "tanh"
+        found = "gelu_tanh" if tanh else "gelu", ()
+    source = input_node(node)
+    return None if in_place and source is not None and len(source.users) > 1 else found
 
 
-def _gelu(approximate: object) -> str:
-    return "gelu_tanh" if approximate == "tanh" else "gelu"
+def _ends_in_place(node: fx.Node) -> bool:
+    return node.op != "call_module" and operator_name(node.target).endswith("_")
 
 
 def clamp_bounds(found: ActivationCall | None) -> tuple[float, float] | None:
@@ -170,33 +124,22 @@ def is_inactive_dropout(node: fx.Node) -> bool:
 
 def add_operands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """Return the two different tensors that ``node`` adds, or None."""
-    if _operator(node) != "add" or node.kwargs or len(node.args) != 2:
+    if _name(node) != "add" or node.kwargs or len(node.args) != 2:
         return None
     a, b = node.args
     if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or a is b:
         return None
-    return None if node.target in _ADD_IN_PLACE and len(a.users) > 1 else (a, b)
+    in_place = node.target is operator.iadd or _ends_in_place(node)
+    return None if in_place and len(a.users) > 1 else (a, b)
 
 
 def concat_operands(node: fx.Node) -> list[fx.Node]:
     """Return the tensors that ``node`` concatenates; an empty list for other nodes."""
-    if not isinstance(node, fx.Node) or _operator(node) != "cat":
-        return []
-    tensors = node.args[0] if node.args else node.kwargs.get("tensors")
+    tensors = (*node.args, node.kwargs.get("tensors"))[0] if _name(node) == "cat" else None
     if not isinstance(tensors, (list, tuple)):
         return []
     nodes = [tensor for tensor in tensors if isinstance(tensor, fx.Node)]
     return nodes if len(nodes) == len(tensors) else []
-
-
-def split_call(node: object) -> tuple[fx.Node, str, tuple[Any, ...]] | None:
-    """Return the tensor that ``node`` splits, the method that does it, and its arguments."""
-    if not isinstance(node, fx.Node) or not _calls(node, _SPLIT):
-        return None
-    source = input_node(node)
-    if source is None or not set(node.kwargs) <= {"dim"}:
-        return None
-    return source, _SPLIT[node.target], node.args[1:]
 
 
 def view_source(node: fx.Node, modules: Modules) -> fx.Node | None:
@@ -204,27 +147,27 @@ def view_source(node: fx.Node, modules: Modules) -> fx.Node | None:
 
     Such a node commutes with every function of single values, rounding included.
     """
-    module = module_of(node, modules)
-    if not (_repeats(node, module) or _rearranges(node, module)):
-        return None
     source = input_node(node)
-    if node.target is operator.getitem and not _returns_tensor(source, modules):
-        return None  # an item of a tuple or of a size rearranges nothing
-    return source
+    if node.target is operator.getitem:  # an item of a tuple or of a size rearranges nothing
+        module = module_of(source, modules)
+        known = isinstance(module, (nn.Conv2d, nn.Linear, nn.ReLU)) or hasattr(module, "qparams")
+        return source if known or hasattr(module, "input_qparams") else None
+    if node.target is nth_chunk or _repeats(node, modules) or _rearranges(node, modules):
+        return source
+    return None
 
 
-def _rearranges(node: fx.Node, module: nn.Module | None) -> bool:
-    if module is not None:
-        in_place = getattr(module, "inplace", False)
-        return isinstance(module, _REARRANGING_MODULES) and not in_place
-    if node.op == "call_method":
-        return "move" in effects_of(str(node.target)) and not views_bits(node)
-    if node.op != "call_function":
+def _rearranges(node: fx.Node, modules: Modules) -> bool:
+    if node.op == "call_module":
+        row, module = row_of(node, modules), module_of(node, modules)
+        dropout = isinstance(module, nn.Dropout | nn.Identity)
+        moves = row is not None and "move" in row.effects
+        return (moves or dropout) and not getattr(module, "inplace", False)
+    if node.op not in ("call_function", "call_method") or views_bits(node):
         return False
     name = operator_name(node.target)
-    from_torch = getattr(torch, name, None) is node.target
-    is_part = node.target in (nth_chunk, operator.getitem)
-    return is_part or (from_torch and "move" in effects_of(name))
+    from_torch = node.op == "call_method" or getattr(torch, name, None) is node.target
+    return from_torch and "move" in effects_of(name)
 
 
 def views_bits(node: fx.Node) -> bool:
@@ -233,47 +176,37 @@ def views_bits(node: fx.Node) -> bool:
     return node.target == "view" and any(isinstance(a, torch.dtype) for a in arguments)
 
 
-def _repeats(node: fx.Node, module: nn.Module | None) -> bool:
+def _repeats(node: fx.Node, modules: Modules) -> bool:
     """Return True if ``node`` enlarges an image by repeating its elements."""
+    module = module_of(node, modules)
     mode: object = module.mode if isinstance(module, nn.Upsample) else None
-    if node.op == "call_function" and node.target is F.interpolate and len(node.args) < 4:
+    if node.target is F.interpolate and len(node.args) < 4:
         mode = node.kwargs.get("mode", "nearest")
     return mode in ("nearest", "nearest-exact")
 
 
-def _returns_tensor(node: fx.Node | None, modules: Modules) -> bool:
-    """Return True if the result of ``node`` is known to be a single tensor."""
-    module = module_of(node, modules)
-    return (
-        isinstance(module, (nn.Conv2d, nn.Linear, nn.ReLU))
-        or hasattr(module, "input_qparams")
-        or hasattr(module, "qparams")
-    )
+def _pool_of(node: fx.Node, modules: Modules, kinds: Sequence[type]) -> Any:
+    """Return the pooling of one of some kinds that ``node`` computes as a module, or None."""
+    module, row = module_of(node, modules), row_of(node, modules)
+    if type(module) in kinds:
+        return module
+    kind = next((k for k in kinds if row is not None and k in row.classes), None)
+    if kind is None or node.op == "call_module":
+        return None
+    given = {**dict(zip(_POOLS[kind], node.args[1:], strict=False)), **node.kwargs}
+    return None if any(isinstance(v, fx.Node) for v in given.values()) else kind(**given)
 
 
 def max_pool_of(node: fx.Node, modules: Modules) -> nn.MaxPool2d | None:
     """Return the max pooling of images that ``node`` computes, if codes can be pooled likewise."""
-    module = module_of(node, modules)
-    if input_node(node) is None:
-        return None
-    if isinstance(module, nn.MaxPool2d):
-        return None if module.return_indices else module
-    if not _calls(node, {F.max_pool2d}):
-        return None
-    given = _arguments(node, _MAX_POOL_ARGUMENTS)
-    return None if given.pop("return_indices", False) or _has_node(given) else nn.MaxPool2d(**given)
+    pool = None if input_node(node) is None else _pool_of(node, modules, [nn.MaxPool2d])
+    return None if pool is None or pool.return_indices else cast("nn.MaxPool2d", pool)
 
 
 def average_pool_of(node: fx.Node, modules: Modules) -> nn.AvgPool2d | nn.AdaptiveAvgPool2d | None:
     """Return the average pooling of images that ``node`` computes, or None."""
-    module = module_of(node, modules)
-    if type(module) in (nn.AvgPool2d, nn.AdaptiveAvgPool2d):
-        return cast("nn.AvgPool2d | nn.AdaptiveAvgPool2d", module)
-    for function, (kind, names) in _AVERAGE_POOLS.items():
-        given = _arguments(node, names)
-        if _calls(node, {function}) and not _has_node(given):
-            return kind(**given)
-    return None
+    found = _pool_of(node, modules, [nn.AvgPool2d, nn.AdaptiveAvgPool2d])
+    return cast("nn.AvgPool2d | nn.AdaptiveAvgPool2d | None", found)
 
 
 def passes_codes(node: fx.Node, modules: Modules) -> bool:
@@ -284,13 +217,11 @@ def passes_codes(node: fx.Node, modules: Modules) -> bool:
 
 def preserves_nonnegative(node: fx.Node, modules: Modules) -> bool:
     """Return True if the result is never negative where no tensor argument is negative."""
-    module = module_of(node, modules)
-    if isinstance(module, _NONNEGATIVE_MODULES) or view_source(node, modules) is not None:
+    if view_source(node, modules) is not None:
         return True
     if node.target is F.pad:
         return len(node.args) < 3 and node.kwargs.get("value") in (None, 0)
-    arguments = (*node.args, *node.kwargs.values())
-    numbers = [value for value in arguments if isinstance(value, (int, float))]
-    row = operator_of(node.target) if node.op in ("call_function", "call_method") else None
-    is_kept = row is not None and row.nonnegative == "kept"
-    return is_kept and all(bool(number >= 0) for number in numbers)
+    numbers = [v for v in (*node.args, *node.kwargs.values()) if isinstance(v, (int, float))]
+    row = row_of(node, modules)
+    kept = row is not None and row.nonnegative == "kept"
+    return kept and all(bool(number >= 0) for number in numbers)
