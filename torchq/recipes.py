@@ -233,10 +233,7 @@ def fp8() -> QuantConfig:
 def _block_scaled(
     name: str, num_bits: tuple[int, int], size: int, scale_format: str
 ) -> QuantConfig:
-    """Return rules for blocks of weights and activations, with ranges from the data of each call.
-
-    The blocks lie along the axis that the layer sums over.
-    """
+    """Return rules for blocks along the axis that layers sum over, ranged by each call's data."""
 
     def along(axis: int) -> QuantDescriptor:
         return QuantDescriptor(

@@ -130,10 +130,7 @@ def _check_equal_observers(link: _Link, observers: list[Observer]) -> None:
 
 
 def _prepare(link: _Link, observers: list[Observer], names: Sequence[str]) -> list[list[int]]:
-    """Prepare the observers that only other ranks gave data to; return the batches of each rank.
-
-    Shapes that differ between ranks are an error.
-    """
+    """Prepare the observers that only other ranks gave data to; return the batches of each rank."""
     table = torch.zeros(len(observers), 2 + _MAX_DIMS, dtype=torch.int64, device="cpu")
     for row, observer in zip(table, observers, strict=True):
         if observer.shape is not None:

@@ -178,11 +178,7 @@ def _divergence(
 
 
 def _non_negative_values(format: Format, histogram: Histogram) -> Tensor | None:
-    """Return the values >= 0 of the format as float64.
-
-    Return None if they are at least as many as the bins; the histogram is then too coarse to
-    choose a range for the format.
-    """
+    """Return the values >= 0 of the format as float64; None if the bins are too coarse."""
     values = [value for value in format.values if value >= 0]
     if len(values) >= histogram.counts.shape[1]:
         return None
@@ -221,9 +217,7 @@ _POWERS = 8
 def least_error_power_of_two(histogram: Histogram, format: Format, power: float) -> Tensor:
     """Return the range whose power-of-two scale has the least ``sum(|error| ** power)``.
 
-    It is at most the largest magnitude; rounding its scale up gives the power that was chosen.
-    Of scales with equal errors the largest is chosen. The first bin is left out: its values round
-    to 0, or nearly so, with every scale.
+    Of scales with equal errors the largest is chosen. The first bin is left out.
     """
     counts, centers = histogram.counts[:, 1:].double(), _centers(histogram)
     largest = histogram.amax.double()

@@ -98,10 +98,7 @@ class HistogramObserver(Observer):
         return (*super().settings(), self.num_bins)
 
     def histogram(self) -> Histogram:
-        """Return the statistics so far, which share memory with this observer.
-
-        Read the histogram before the next call of :meth:`observe`.
-        """
+        """Return the statistics so far; they share memory with this observer until it observes."""
         assert self.shape is not None
         return Histogram(self.counts, power_of_two(self.exponent), self.amax, self.shape)
 
@@ -161,10 +158,7 @@ _INT16_INDICES = 1 << 15
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """Return ``2.0 ** exponent`` as exact float32, for int32 exponents from -126 to 127.
-
-    ``torch.pow`` may be off by one unit in the last place.
-    """
+    """Return ``2.0 ** exponent`` as exact float32, for int32 exponents from -126 to 127."""
     return ((exponent + 127) << 23).view(torch.float32)
 
 

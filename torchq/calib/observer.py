@@ -25,11 +25,7 @@ from torchq.functional.kernels import group_view, largest_magnitude
 
 
 def gather_full_tensor(x: Tensor) -> Tensor:
-    """Return the full tensor of a DTensor, and any other tensor as it is.
-
-    The range of a shard is not the range of the tensor. Gathering is a collective of the
-    DTensor's mesh, so every rank of the mesh must call this function.
-    """
+    """Return the full tensor of a DTensor, on every rank of its mesh; any other tensor as it is."""
     # The method is looked up because importing torch.distributed.tensor takes longer than
     # importing torchq.
     gather = getattr(x, "full_tensor", None)
@@ -88,17 +84,13 @@ Reduce = Callable[[Literal["max", "sum"], Tensor], Tensor]
 class Observer(ABC):
     """Statistics of a stream of tensors whose granularity gives one fixed amax shape.
 
-    With ``signed`` negative values count by magnitude; else as zeros, which an unsigned format
-    makes of them.
+    With ``signed`` negative values count by magnitude; else as zeros.
 
     Attributes:
         batches: the number of non-empty tensors observed, known on the host.
-        nonfinite: 0-d int64 on the data's device, the number of those tensors that held a NaN or
-            an infinity; None before the first.
-        tracks_negative: True counts the tensors with negative values; always for unsigned
-            formats. Set it before the first tensor.
-        negative: their number, 0-d int64 on the data's device; None before the first tensor, or
-            if they are not counted.
+        nonfinite: 0-d int64 on the data's device, how many held a NaN or an infinity, or None.
+        tracks_negative: True counts the tensors with negative values; set it first.
+        negative: their number, 0-d int64 on the data's device, or None.
         shape: the shape of the amax; None before the first tensor.
     """
 
@@ -162,18 +154,11 @@ class Observer(ABC):
 
     @abstractmethod
     def _observe(self, parts: Tensor, amax: Tensor, finite: Tensor) -> None:
-        """Add one tensor to the state: ``parts`` is its group view.
-
-        ``amax`` has its largest magnitudes, (groups,) float32, all 0 where the tensor holds a NaN
-        or an infinity; ``finite`` says whether it does not, 0-d bool.
-        """
+        """Add one group view; ``amax`` (groups,) float32 is 0 where not all of it is ``finite``."""
 
     @abstractmethod
     def exchange(self, batches: list[int], rank: int, reduce: Reduce) -> None:
-        """Combine the state of all ranks, so that every rank ends with the same state.
-
-        ``batches`` are the numbers of tensors that the ranks observed.
-        """
+        """Combine the state of all ranks, which observed so many ``batches``, on every rank."""
 
 
 class MaxObserver(Observer):
@@ -202,12 +187,9 @@ class MaxObserver(Observer):
 class MovingAverageObserver(Observer):
     """The largest magnitudes of the latest batches, of which :meth:`result` is computed.
 
-    The average is ``average = momentum * average + (1 - momentum) * batch``, started by the first
-    batch. Only the last :attr:`window` batches are kept, because the weight of an older one is
-    below half a unit in the last place of float32. The state is at most ``window`` float32 per
-    group (165 for momentum 0.9).
-
-    With the maxima instead of their average, the batches of the next rank follow those of this one.
+    ``average = momentum * average + (1 - momentum) * batch``, started by the first batch. Older
+    batches than :attr:`window` weigh below half a unit in the last place of float32. The batches
+    of the next rank follow those of this one where maxima are combined.
     """
 
     recent: deque[Tensor]

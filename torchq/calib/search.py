@@ -156,10 +156,9 @@ _FRACTIONS = [i / 50 for i in range(50, 9, -1)]
 def minimize_range(
     amin: Tensor, amax: Tensor, error: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return the ends of least ``error(amin, amax)`` for each group.
+    """Return the ends of least ``error(amin, amax)`` for each group, the wider of equal ones.
 
-    First both ends shrink by one fraction, then the upper, the lower, and both again in turn. Of
-    equal errors the wider range wins.
+    First both ends shrink by one fraction, then the upper, the lower, and both again in turn.
     """
     best = amin, amax
     for shrinks_low, shrinks_high in ((1, 1), (0, 1), (1, 0), (0, 1), (1, 0)):

@@ -192,10 +192,7 @@ def living_ends(amin: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
 def affine_bounds(
     zero_point: Tensor, format: Format, dead: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the smallest and the largest code less the zero point, without gradient.
-
-    Both are 0 where a range is ``dead``: it quantizes everything to 0.
-    """
+    """Return the smallest and largest code less the zero point, 0 where ``dead``; no gradient."""
     point = zero_point.detach()
     low, high = format.quant_min - point, format.quant_max - point
     if dead is None:

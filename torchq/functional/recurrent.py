@@ -18,20 +18,14 @@ Product = Callable[[int, Tensor], Tensor]
 
 
 def lstm_cell(gates: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
-    """Return output and cell of an LSTM step, both (N, width), from the cell of the step before.
-
-    ``gates`` is the sum of both products and both biases, (N, 4 * width), in torch's order.
-    """
+    """Return output and cell (N, width) of an LSTM step from its gates (N, 4 * width) of torch."""
     first, forget, value, last = gates.chunk(4, -1)
     new = forget.sigmoid() * cell + first.sigmoid() * value.tanh()
     return last.sigmoid() * new.tanh(), new
 
 
 def gru_cell(from_input: Tensor, from_hidden: Tensor, hidden: Tensor) -> Tensor:
-    """Return the output of a GRU step, (N, width), from the hidden state of the step before.
-
-    The products of input and hidden state hold their biases, (N, 3 * width) each, in torch's order.
-    """
+    """Return the output (N, width) of a GRU step from both products with biases (N, 3 * width)."""
     sizes = [2 * hidden.shape[-1], hidden.shape[-1]]
     (gates, value), (more_gates, more_value) = (
         x.split(sizes, -1) for x in (from_input, from_hidden)

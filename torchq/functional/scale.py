@@ -65,10 +65,7 @@ def scale_from_amax(amax: Tensor, format: Format, scale_format: Format | None = 
 
 
 def _over(x: Tensor, number: float) -> Tensor:
-    """Return ``x / number`` with one rounding.
-
-    On CUDA torch divides by a Python number as a multiplication by its inverse.
-    """
+    """Return ``x / number`` with one rounding, where torch on CUDA multiplies by an inverse."""
     return x / torch.full_like(x, number)
 
 
@@ -90,8 +87,7 @@ def _rounded_scale(amax: Tensor, format: Format, scale_format: Format) -> Tensor
 def widened_to_power_of_two(amax: Tensor, format: Format) -> Tensor:
     """Return the amax that a scale rounded up to a power of two stands for.
 
-    The gradient is that of TQT: rounding the exponent up passes it straight through, so a relative
-    change of ``amax`` is the same relative change of the result (Jain et al., Trained Quantization
+    The gradient passes straight through the rounded exponent (Jain et al., Trained Quantization
     Thresholds, MLSys 2020, section 3.2).
     """
     known = amax.detach()
@@ -124,10 +120,7 @@ def unrounded_scale(amin: Tensor, amax: Tensor, format: Format) -> Tensor:
 
 
 def divisor(amax: Tensor, scale: Tensor) -> Tensor:
-    """Return what data is divided by: the scale of ``amax``, or infinity where codes must be 0.
-
-    Codes are 0 in dead ranges and in blocks whose scale was rounded to 0.
-    """
+    """Return what data is divided by: the scale, or infinity in dead ranges and for scales of 0."""
     # Only a dead range has the scale 1 with an amax below 1: in a live one amax is at least
     # qmax / 2 there, and qmax is at least 1.
     return torch.where((scale == 1) & (amax < 0.5) | (scale == 0), torch.inf, scale)

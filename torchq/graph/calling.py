@@ -211,9 +211,6 @@ def map_tensors(
     """Return ``value`` with each of its tensors replaced, in tuples, lists, mappings, dataclasses.
 
     ``other`` replaces what holds no tensors.
-
-    >>> map_tensors((torch.ones(2), [3]), lambda t: t.sum().item())
-    (2.0, [3])
     """
 
     def inside(item: Any) -> Any:

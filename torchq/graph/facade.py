@@ -105,11 +105,7 @@ class Graph:
         return graph
 
     def ir(self, *attributes: str) -> str:
-        """Return the graph as text, one node on a line.
-
-        Args:
-            attributes: of nodes, such as ``"shape"``, to show behind each.
-        """
+        """Return the graph as text, one node on a line with these attributes of nodes."""
         return ir_text(self._module, self._attributes, attributes)
 
     def json(self) -> str:
@@ -119,14 +115,7 @@ class Graph:
 
 @dataclass(frozen=True)
 class GraphPass:
-    """A pass and its conditions.
-
-    Attributes:
-        name: by which it is applied.
-        function: from a graph to a new one; its docstring says what stands there before and after.
-        requires: attributes that the graph must have.
-        provides: attributes that the result has.
-    """
+    """A named pass: a function of graphs, and the attributes that it requires and provides."""
 
     name: str
     function: Callable[[Graph], Graph]
@@ -141,15 +130,7 @@ PASSES: Registry[str, GraphPass] = Registry("graph pass")
 def graph_pass(
     requires: tuple[str, ...] = (), provides: tuple[str, ...] = ()
 ) -> Callable[[Callable[[Graph], Graph]], Callable[[Graph], Graph]]:
-    """Enter the decorated function as a pass under its own name.
-
-    Args:
-        requires: attributes that the graph must have.
-        provides: attributes that the result has.
-
-    Raises:
-        ConfigError: there is a pass of this name already.
-    """
+    """Enter the decorated function, with its conditions, as a pass under its own name."""
 
     def enter(function: Callable[[Graph], Graph]) -> Callable[[Graph], Graph]:
         name = function.__name__
@@ -198,10 +179,7 @@ def ir_text(
 
 
 def json_text(module: fx.GraphModule, attributes: Mapping[str, Any]) -> str:
-    """Return the nodes with their inputs, the numbers of inputs and outputs, and attributes.
-
-    Attributes that JSON has no form for are left out.
-    """
+    """Return the nodes with their inputs, the numbers of in- and outputs, and attributes."""
     numbers = {node: number for number, node in enumerate(module.graph.nodes)}
     nodes = []
     for node in module.graph.nodes:

@@ -19,11 +19,7 @@ from torchq.utils import untouched
 
 
 def _is_layer(function: Any) -> bool:
-    """Return True for ``F.linear`` and its like.
-
-    Their second argument is the weight of a layer, and a call with the weight of a module counts
-    as a call of that module.
-    """
+    """Return True for ``F.linear`` and its like, which with a layer's weight are its call."""
     row = operator_of(function)
     return row is not None and bool(row.layer) and row.right == (1, "weight") and not row.module
 
@@ -34,10 +30,7 @@ def passes_bias(
     kwargs: Mapping[str, Any],
     is_own: Callable[[Any], bool],
 ) -> bool:
-    """Return True if a call such as ``F.linear`` is given the bias of ``layer``.
-
-    A call without a bias argument would not see a bias that the layer gets later.
-    """
+    """Return True if ``F.linear`` or its like would see a bias that ``layer`` gets later."""
     if len(args) < 3 and "bias" not in kwargs:
         return False
     bias = args[2] if len(args) > 2 else kwargs["bias"]
@@ -59,12 +52,10 @@ class Call:
     Attributes:
         index: its position in :attr:`Flow.calls`.
         name: dotted path of the module, or the function's name.
-        module: the leaf module that was called, or whose weight a function was called with; None
-            for other functions.
+        module: the leaf module that was called, or with whose weight a function was.
         inputs: indices of the calls whose results it reads, with repetition.
         arguments: the positional arguments that are plain values (numbers, slices).
-        functional: a function was called with the weight of ``module``; stride and padding are
-            those of the call.
+        functional: it is a function that has its own stride and padding.
         options: the keyword arguments that are plain values.
         shape: of the result, if it is known.
         inside: the path of the module whose forward makes the call, if it is known.
@@ -202,10 +193,7 @@ def _sources(node: fx.Node) -> list[fx.Node]:
 
 
 class _Recorder(TorchFunctionMode):
-    """Notes every torch function that is called outside leaf modules.
-
-    The hooks of :func:`record` note the leaf modules.
-    """
+    """Notes every torch function that is called outside leaf modules, which hooks note."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -339,17 +327,13 @@ def record(
 ) -> Flow:
     """Run ``model`` once on ``example``, in eval mode without gradients, and return its flow.
 
-    Leaf modules are recorded by forward hooks, everything else by a torch-function mode, so plain
-    functions that read a result count too. The intermediate results stay alive until the run ends.
-
     Args:
         model: left unchanged.
         example: the arguments of the call; see :func:`call_arguments`.
         is_leaf: which modules count as one call.
         forward: called as ``forward(model, example)`` instead of the model itself.
         watch: module -> a function of its arguments, keyword arguments and result that is called
-            before each of its calls, with None as the result, and after it. What the function
-            computes is not recorded.
+            before each of its calls, with None as the result, and after it, unrecorded.
     """
     recorder = _Recorder(model)
     leaf, inner = (recorder.begin_leaf, recorder.end_leaf), (recorder.enter, recorder.leave)

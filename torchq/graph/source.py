@@ -74,8 +74,7 @@ class SourceSite:
     Attributes:
         name: the places of the calls that lead there and its own, joined by dots.
         operator: the name of the row.
-        left, right: the dotted path of the attribute of the module that each operand of a product
-            is, as ``fc.weight``; "" where the code does not show one.
+        left, right: the path of the attribute that each operand of a product is; "" if unknown.
     """
 
     name: str
@@ -252,10 +251,7 @@ def _code(
 
 
 def _is_current(function: types.FunctionType, tree: ast.FunctionDef) -> bool:
-    """Return False where the file was edited after ``function`` was imported.
-
-    A function may know more names than its source, as test tools rewrite assertions.
-    """
+    """Return False where the file was edited after ``function`` was imported."""
     own, read = function.__code__, _code(function, tree, ())
     return set(read.co_names) <= set(own.co_names) and set(read.co_varnames) <= set(own.co_varnames)
 
@@ -264,8 +260,7 @@ class _Sites(ast.NodeTransformer):
     """Replaces each operator of one function by a call of the router.
 
     Attributes:
-        counts: how many sites there are, by the groups of their names: a number in the order of the
-            code, alone for the kinds that are :data:`_NUMBERED`, behind a word for others.
+        counts: how many sites there are, by the groups of their names.
         found: the sites, with those of functions that are called.
         helpers: hidden name -> rewritten function that the code calls.
         lists_children: True if the code iterates over the children of the module.

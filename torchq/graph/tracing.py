@@ -41,9 +41,7 @@ def is_torch_leaf(module: nn.Module) -> bool:
 class ForwardTracer(fx.Tracer):
     """A tracer that loops over the parts of a tensor where the code says how many there are.
 
-    ``list(x.chunk(2, 1))`` and ``for part in torch.split(x, [8, 8])`` (the C2f block of YOLOv8)
-    give two items each. A dimension with fewer chunks than asked for raises an IndexError when the
-    traced graph runs.
+    ``list(x.chunk(2, 1))`` gives two items. Fewer chunks are an IndexError when the graph runs.
     """
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
@@ -84,11 +82,7 @@ class ModuleTracer(ForwardTracer):
         return self._leaf(m)
 
     def create_arg(self, a: Any) -> Any:
-        """Turn a value into part of the graph; see :meth:`torch.fx.Tracer.create_arg`.
-
-        torch.fx makes a plain dict of every mapping. Here ordered dictionaries (torchvision) and
-        dictionaries that are dataclasses (transformers) keep their type.
-        """
+        """Turn a value into part of the graph; dictionaries of other classes keep their type."""
         plain = (dict, fx.immutable_collections.immutable_dict)
         if not isinstance(a, dict) or type(a) in plain:
             return super().create_arg(a)
@@ -132,12 +126,7 @@ def trace_modules(
     *,
     record_lines: bool = False,
 ) -> fx.GraphModule:
-    """Trace ``model`` with torch.fx in eval mode, keeping calls of leaf modules whole.
-
-    Tensors that its code creates are attributes of the result. ``fx.GraphModule`` copies them from
-    ``model``, so they stand there for a moment. :func:`trace` is for models that this function
-    cannot follow too.
-    """
+    """Trace ``model`` with torch.fx in eval mode, keeping calls of leaf modules whole."""
     tracer = ModuleTracer(is_leaf)
     tracer.record_stack_traces = record_lines
     with evaluating(model), state_kept(model):

@@ -100,12 +100,7 @@ class OutputScaling(nn.Module):
 
 
 def _largest_ratio(factor: Tensor, granularity: Granularity) -> float | None:
-    """Return the largest ratio of factors within one range; None if all are equal up to rounding.
-
-    Args:
-        factor: laid out over the weight, not negative.
-        granularity: that of the weight's ranges.
-    """
+    """Return the largest ratio of factors >= 0 within one range; None if equal up to rounding."""
     largest = granularity.amax(factor)
     smallest = factor.max() - granularity.amax(factor.max() - factor)
     if not bool((largest - smallest > 1e-6 * largest).any()):

@@ -398,16 +398,6 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
 
     Every exception counts, also KeyboardInterrupt. Numbers that the block wrote into a tensor in
     place are not undone.
-
-    Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-        >>> try:
-        ...     with unchanged_on_error(model):
-        ...         report = torchq.quantize_(model)
-        ...         raise KeyboardInterrupt
-        ... except KeyboardInterrupt:
-        ...     print(type(model[0]).__name__)
-        Linear
     """
     classes = [(module, type(module)) for module in model.modules()]
     try:

@@ -64,10 +64,7 @@ def checked_qparams(
 
 
 def as_tensor(value: Any) -> Tensor:
-    """Return a value as a tensor, whatever the default dtype and device of torch are.
-
-    Python's numbers keep their float64.
-    """
+    """Return a value as a float64 or own-dtype tensor, whatever the defaults of torch are."""
     if isinstance(value, Tensor):
         return value
     found = torch.as_tensor(value, device="cpu")

@@ -26,11 +26,7 @@ _INITIALISING = frozenset(
 
 
 def changes_nothing(cls: type[nn.Module], base: type[nn.Module]) -> bool:
-    """Return True if a subclass changes nothing of ``base`` that decides the result.
-
-    It has no ``forward`` and no other computing method of its own, and no property in the place of
-    the weight or bias.
-    """
+    """Return True if a subclass has no method that computes, and no property for weight or bias."""
     added = {name for name in set(dir(base)) - set(dir(nn.Module)) if not name.startswith("__")}
     return all(
         inspect.getattr_static(cls, name, None) is inspect.getattr_static(base, name, None)
@@ -47,22 +43,12 @@ def is_parametrized_class(cls: type[Any]) -> bool:
 
 
 def unparametrized(cls: type[Any]) -> type[Any]:
-    """Return the class that a module had before its parametrizations; ``cls`` if it has none.
-
-    Example:
-        >>> layer = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))
-        >>> unparametrized(type(layer)).__name__
-        'Linear'
-    """
+    """Return the class that a module had before its parametrizations; ``cls`` if it has none."""
     return cls.__bases__[0] if is_parametrized_class(cls) else cls
 
 
 def parametrized_like(cls: type[Any], example: type[Any]) -> type[Any]:
-    """Return a class below ``cls`` with the parametrized tensors of the class ``example``.
-
-    It is the class that torch would have made for a module of class ``cls``, so torch's own
-    functions, such as ``remove_parametrizations``, work on it.
-    """
+    """Return a class below ``cls`` with the parametrized tensors of ``example``, as torch's."""
     body = {
         key: value for key, value in vars(example).items() if key not in ("__dict__", "__weakref__")
     }

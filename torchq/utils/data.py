@@ -77,11 +77,9 @@ def check_fields(
 def replacing(*paths: str | os.PathLike[str]) -> Iterator[tuple[Path, ...]]:
     """Yield temporary paths to write to; on success the files there take the places of ``paths``.
 
-    The temporary files have the names of the final ones and lie in a new folder beside them, so
-    that they can refer to each other by name, and so that moving them is a rename on one disk.
-    An exception inside the ``with`` block, or a full disk, leaves the old files as they were.
-    A path that was not written is left alone. Symbolic links are followed, and a file keeps the
-    permissions of the one that it replaces.
+    They have the final names, in a new folder beside them, so they can refer to each other. Old
+    files stay after an exception, or where nothing was written. Symbolic links are followed, and
+    permissions kept.
     """
     final = [Path(os.path.realpath(path)) for path in paths]
     if any(path.exists() and not path.is_file() and not path.is_dir() for path in final):

@@ -35,10 +35,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def plain_attention() -> Iterator[None]:
-    """Run attention operator by operator inside the ``with`` block.
-
-    The fused kernel has no ONNX form, and it reads weights without their quantizers.
-    """
+    """Run attention operator by operator: the fused kernel has no ONNX form and no quantizers."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -94,10 +91,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def copy_module(module: M, *, sharing: Iterable[Any] = ()) -> M:
-    """Return a deep copy of ``module`` that shares with it what Python cannot copy.
-
-    That is a Python module, a lock or a tensor with a gradient history below an attribute.
-    """
+    """Return a deep copy of ``module`` that shares Python modules, locks, computed tensors."""
     memo = {id(item): item for item in sharing}
     try:
         return copy.deepcopy(module, dict(memo))
@@ -266,10 +260,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def calls_are_recorded() -> bool:
-    """Return True while ``torch.compile``, ``torch.export`` or ``torch.jit.trace`` record calls.
-
-    Shortcuts past torch's dispatcher would be lost then, and so would decisions by values.
-    """
+    """Return True while ``torch.compile``, ``torch.export`` or ``torch.jit.trace`` record calls."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
@@ -290,10 +281,7 @@ def constant_while_tracing() -> AbstractContextManager[None]:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run what ``torch.compile`` made as it is written, inside a ``with`` block or a function.
-
-    A compiler follows hooks and patched forwards for minutes, and keeps what it saw of them.
-    """
+    """Run what ``torch.compile`` made as it is written: it follows hooks for minutes."""
     if "torch._dynamo" not in sys.modules:  # Nothing is compiled yet, and it takes long to load.
         yield
         return

@@ -24,10 +24,7 @@ Pattern = Union[str, type, Callable[[str, nn.Module], bool]]
 
 
 def qualified_name(cls: type) -> str:
-    """Return the full name of a class: ``torch.nn.modules.conv.Conv2d`` for ``nn.Conv2d``.
-
-    The class that torch makes for each graph module has the name of the class below it.
-    """
+    """Return the full name of a class: ``torch.nn.modules.conv.Conv2d`` for ``nn.Conv2d``."""
     if issubclass(cls, fx.GraphModule) and "<locals>" in cls.__qualname__:
         cls = cls.__bases__[0]
     return f"{cls.__module__}.{cls.__qualname__}"
@@ -51,10 +48,7 @@ def check_pattern(pattern: Pattern) -> Pattern:
 def matches(
     pattern: Pattern, names: Iterable[str], module: nn.Module, cls: type | None = None
 ) -> bool:
-    """Return True if ``pattern`` selects ``module``, which has these dotted paths; "" is the root.
-
-    ``cls`` is the class that patterns of types see: for a quantized module the float class.
-    """
+    """Return True if ``pattern`` selects a float or quantized module with these dotted paths."""
     cls = cls or type(module)
     if isinstance(pattern, type):
         return issubclass(cls, pattern)
@@ -72,10 +66,7 @@ def matches(
 
 
 def pattern_text(pattern: Pattern) -> str:
-    """Return a short form of a pattern for reports.
-
-    It is the string itself, ``type:...`` for a class, or the name of a callable.
-    """
+    """Return a pattern for reports: a string, ``type:...`` for a class, a callable's name."""
     if isinstance(pattern, str):
         return pattern
     if isinstance(pattern, type):

@@ -59,10 +59,7 @@ def progress_stages(
 
 
 def _bar(enabled: bool, items: Any = None, **options: Any) -> Any:
-    """Return a bar that disappears when it is done, and that follows the width of its terminal.
-
-    For tqdm None means "disabled unless there is a terminal"; a notebook counts as one.
-    """
+    """Return a bar that disappears when it is done, also in notebooks, as wide as its terminal."""
     hidden = None if enabled else True
     options = {"delay": _DELAY, **options}
     return tqdm(items, disable=hidden, leave=False, dynamic_ncols=True, **options)

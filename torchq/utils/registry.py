@@ -12,10 +12,7 @@ V = TypeVar("V")
 
 
 class Registry(Generic[K, V]):
-    """A mapping from keys to implementations, which decorators fill at import.
-
-    ``kind`` says in error texts what the entries are: ``"calibrator"``.
-    """
+    """A mapping that decorators fill at import; ``kind`` names the entries in error texts."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind

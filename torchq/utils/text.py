@@ -18,10 +18,7 @@ def _terminal_width() -> int:
 
 
 def table(rows: Sequence[Sequence[str]], footer: str = "", *, width: int | None = None) -> str:
-    """Return ``rows`` as aligned columns above a footer; cells of wide columns are wrapped.
-
-    Words stay whole, so that a reader can copy the name of a layer.
-    """
+    """Return ``rows`` as aligned columns above a footer; wide cells wrap between words."""
     limit = _terminal_width() if width is None else width
     columns = list(zip(*rows, strict=True))
     longest = [
@@ -67,10 +64,7 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def wrap(text: str, *, indent: str = "", width: int | None = None) -> str:
-    """Return ``text`` in lines of at most ``width`` columns; later lines begin with ``indent``.
-
-    Line breaks in ``text`` stay.
-    """
+    """Return ``text``, lines broken at ``width`` too, where later lines begin with ``indent``."""
     limit = _terminal_width() if width is None else width
     return "\n".join(
         textwrap.fill(line, limit, subsequent_indent=indent, break_on_hyphens=False)

@@ -58,8 +58,7 @@ def time_calls(
 ) -> dict[K, Samples]:
     """Time calls against each other; return the samples of each.
 
-    A sample repeats short calls until it lasts ``min_time`` seconds. ``rounds`` samples are taken,
-    of which those after the first ``least`` begin within ``budget`` seconds.
+    A sample lasts ``min_time`` seconds; of the ``rounds`` those after ``least`` fit ``budget``.
     """
     names, repeats = list(calls), {}
     for name in names:

@@ -252,10 +252,7 @@ def _warn_of_other_ranks(batches: Any, group: dist.ProcessGroup | None) -> None:
 
 
 def _pending(model: nn.Module, force: bool) -> tuple[dict[str, TensorQuantizer], tuple[str, ...]]:
-    """Name all quantizers; return those to calibrate, and the paths of those that keep a range.
-
-    Known ranges that are kept give one warning.
-    """
+    """Name all quantizers; return those to calibrate, and the paths of those that keep a range."""
     known = quantizers(model)
     if not known:
         raise ConfigError(
@@ -351,10 +348,7 @@ def _observing(
     method: str | None,
     options: Mapping[str, Any],
 ) -> Iterator[None]:
-    """Let the chosen quantizers observe and none of the model quantize.
-
-    Afterwards all are as they were, but for their ranges.
-    """
+    """Let the chosen quantizers observe and none of the model quantize, inside the block."""
     with quantizing_only(quantizers(model).values()):
         try:
             for quantizer in chosen.values():

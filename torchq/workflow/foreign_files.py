@@ -114,10 +114,7 @@ def read_file(path: str | os.PathLike[str], map_location: Any) -> Any:
 
 
 def _check_archive(file: BinaryIO) -> None:
-    """Check a zip archive for damage, and for parts that would take more memory than the file.
-
-    ``torch.load`` does neither. It also reads a format without archive, which is left to it.
-    """
+    """Check a zip archive for damage and for parts larger than the file; torch.load does not."""
     is_archive = file.read(4) == b"PK\x03\x04"
     size = file.seek(0, os.SEEK_END)
     if is_archive:

@@ -36,11 +36,7 @@ def output_matrix(layer: Any, out: Tensor) -> Tensor:
 
 
 def input_matrix(layer: Any, x: Tensor) -> Tensor:
-    """Return an input of ``layer`` as (groups, inputs of a group, samples).
-
-    The entries of a convolution are the pixels under its kernel, in the order of its weight, and
-    samples are in the order of :func:`output_matrix`.
-    """
+    """Return an input of ``layer`` as (groups, inputs of a group, samples), as its weight."""
     if isinstance(layer, nn.Linear):
         return x.flatten(0, -2).t().unsqueeze(0) if x.dim() > 1 else x.view(1, -1, 1)
     if x.dim() < layer.weight.dim():

@@ -28,10 +28,7 @@ _CALLS, _COLUMNS, _IMAGES = 8, 64, 2
 
 
 class OutputSamples:
-    """Inputs of the Linear and Conv layers in a run, (groups, inputs, samples) by id of a layer.
-
-    A context manager.
-    """
+    """Inputs of the Linear and Conv layers in a run, (groups, inputs, samples) by id of a layer."""
 
     def __init__(self, model: nn.Module) -> None:
         self.layers: dict[int, Tensor] = {}
@@ -85,10 +82,7 @@ def set_range_by_output(
     samples: OutputSamples | None,
     group: dist.ProcessGroup | None,
 ) -> bool:
-    """Set the range of a weight by the error of the layer's output; return False if it cannot be.
-
-    The errors of all processes of the group are summed.
-    """
+    """Set the range of a weight by the error of the layer's output; return whether it was."""
     if samples is None or not samples.watches(layer) or not quantizer.descriptor.symmetric:
         return False
     x = samples.layers.get(id(layer))
@@ -102,12 +96,10 @@ def set_range_by_output(
 
 
 def search_weight_amax(layer: Any, x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the weight range of least squared error of the layer's output.
+    """Return the weight range of least squared error of the output, summed over all processes.
 
-    Every group of the weight takes its own fraction of its largest magnitude. Where a group is a
-    part of an output channel, it is the error of this part's product that counts.
-    ``x`` holds samples of the input, (groups, inputs, samples); the errors of all processes of the
-    group are summed.
+    Every group of the weight takes its own fraction of its largest magnitude, by the error of its
+    part of the product. ``x`` is (groups, inputs, samples).
     """
     quantizer: TensorQuantizer = layer.weight_quantizer
     d, weight = quantizer.descriptor, layer.weight.detach().float()

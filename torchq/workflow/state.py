@@ -159,10 +159,7 @@ def load(model: nn.Module, path: str | os.PathLike[str], *, map_location: Any = 
 
 
 def _wrapped_as_in(state: Mapping[str, Any], model: nn.Module) -> nn.Module:
-    """Return ``model``, in the wrappers that the names of tensors of a file of torchq 0.2.0 have.
-
-    Such a file was written of a wrapper, and every name in it begins with that of its child.
-    """
+    """Return ``model`` in the wrappers that the names of tensors of a file of torchq 0.2.0 have."""
     is_averaged = isinstance(state.get("n_averaged"), Tensor)
     for child in ("module", "_orig_mod"):
         inside = {
@@ -218,10 +215,7 @@ def _read_plan(data: Any, state: Mapping[str, Any], prefix: str = "") -> Plan:
 
 
 def public_state(model: nn.Module) -> dict[str, Any]:
-    """Return the state dict of ``model`` with the keys of torchq's own layers for legacy layers.
-
-    A legacy quantizer without a range gets the empty range that an own quantizer has.
-    """
+    """Return the state dict of ``model``, with legacy layers as torchq's own would have it."""
     state = model.state_dict()
     for path, quantizer in quantizers(model).items():
         public = public_path(path)

@@ -36,11 +36,7 @@ def _tile() -> int:
 
 
 def _tiles(tensors: list[Tensor], limit: int) -> Iterator[list[Tensor]]:
-    """Yield aligned pieces of tensors that broadcast to the first, of at most ``limit`` elements.
-
-    Sizes of 1 stand for a dimension that is shared; a tensor without dimensions is shared as a
-    whole.
-    """
+    """Yield aligned pieces of at most ``limit`` elements; tensors broadcast to the first."""
     full = tensors[0]
     if full.numel() <= limit:
         yield tensors

@@ -47,10 +47,7 @@ def pieces(x: Tensor, *, size: int, groups: int) -> Iterator[tuple[Tensor, slice
 
 
 def memory_order(x: Tensor) -> tuple[int, ...]:
-    """Return the dimensions of a dense tensor, outermost in memory first.
-
-    For channels_last these are ``(0, 2, 3, 1)``.
-    """
+    """Return the dimensions of a dense tensor, outermost in memory first."""
     strides = x.stride()
     return tuple(sorted(range(x.dim()), key=lambda d: (-strides[d], d)))
 

@@ -37,8 +37,7 @@ class FoundCalls:
         sites: Calls with a weight, and attention, in the order of their first call.
         ndims: For each site the number of dimensions of its weight; 0 for attention.
         sources: Ids of the parameters that computed weights of calls depend on.
-        unreached: Names of other functions that got a weight -> what the forward does with it, as
-            a clause. ``"embedding"`` looks it up, the others multiply by it.
+        unreached: Names of other functions that got a weight -> a clause on what becomes of it.
         unseen: Products in its source that the run has not made.
         obstacle: Why the calls cannot be quantized; "" if they can.
     """
@@ -206,11 +205,7 @@ def find_calls(model: nn.Module, example: Any) -> dict[int, FoundCalls]:
 
 
 def weighted_calls(module: nn.Module) -> Iterator[CallSite]:
-    """Yield the calls whose weight the source of the module's forward shows.
-
-    ``F.linear(x, self.qkv.weight)`` has the weight ``"qkv.weight"``, also where a function makes
-    the call that gets the weight as an argument.
-    """
+    """Yield the calls whose weight the source of the module's forward shows, as ``qkv.weight``."""
     found = rewritten(type(module))  # type: ignore[arg-type]
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for site in () if found is None else found.sites:

@@ -24,12 +24,11 @@ class CallSite:
 
     Attributes:
         kind: The :attr:`torchq.graph.Operator.word` of the called function.
-        weight: The dotted path of the parameter that is the weight, seen from the module; "" where
-            the forward computes the weight, and for attention.
-        holder: The dotted path of the child whose quantizers are used; "" is the module itself.
+        weight: The path of the parameter that is the weight, seen from the module; "" for none.
+        holder: The path of the child whose quantizers are used; "" is the module itself.
         weight_is_left: True where the weight is the left operand of a symmetric function.
-        site: Where it is in the code; see :mod:`torchq.nn.calls.routes`. Another text is of
-            torchq 0.2, or none: :func:`located` finds the place.
+        site: Where it is in the code (:mod:`torchq.nn.calls.routes`); :func:`located` finds the
+            place for files of torchq 0.2, which have another text or none.
         is_unseen: True for a call that no run has shown, so that making it is an error.
     """
 
@@ -67,11 +66,8 @@ def located(
 ) -> tuple[CallSite, ...]:
     """Return the calls with their places in the code of a forward, which has these sites.
 
-    A call of torchq 0.2 is at every site with its weight. One with a computed weight is at the one
-    site that may be meant.
-
-    Raises:
-        QuantizationError: The code has no such call, or several that may be meant.
+    A call of torchq 0.2 is at every site with its weight, or at the one that may be meant.
+    QuantizationError says that the code has no such call, or several.
     """
     return tuple(found for call in calls for found in _places(cls, call, sites))
 
@@ -141,9 +137,8 @@ def site_descriptors(
 ) -> tuple[QuantDescriptor | None, QuantDescriptor | None]:
     """Return the descriptors of a rule for layers, adapted to the layout of a call.
 
-    ``x @ w`` and ``addmm`` have their output channels on the last axis of the weight (in, out),
-    where a linear layer (out, in) has them on axis 0; blocks follow the axis that is summed over.
-    In einsum and tensordot any axis may be summed over, so the weight has one scale.
+    The axis of the output channels differs, and blocks follow the axis that is summed over. Where
+    that may be any axis (einsum, tensordot) the weight has one scale.
     """
     outputs = _PRODUCTS[site.kind].outputs
     if outputs == "any":

@@ -56,9 +56,7 @@ NODE_NAMES = (
 class OperatorOwner(QuantModule):
     """Base of modules whose operators (``+``, ``torch.cat``, ...) are calls of their children.
 
-    Attributes:
-        replacements: Name of an operator (of a site in the source, or of a node of a graph) -> name
-            of the child that is called instead.
+    ``replacements`` maps a site in the source, or a node of a graph, to the name of the child.
     """
 
     input_slots = ()
@@ -291,10 +289,7 @@ def _blank(cls: type[nn.Module], is_container: bool) -> RoutedModule:
 
 @contextmanager
 def recording_operators(modules: Iterable[nn.Module]) -> Iterator[dict[int, Recorder]]:
-    """Let calls of the modules note their operators inside a ``with`` block.
-
-    Yields id of a module -> where it notes them, without modules whose source does not allow it.
-    """
+    """Let those of the modules note their operators in the block whose source allows it, by id."""
     found: dict[int, Recorder] = {}
     changed = []
     try:
@@ -378,19 +373,6 @@ def route_(
 
     Raises:
         QuantizationError: the module cannot be routed, or its code has no such sites.
-
-    Example:
-        >>> class Product(torch.nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.kernel = torch.nn.Parameter(torch.eye(2))
-        ...     def forward(self, x):
-        ...         return x @ self.kernel
-        >>> site = CallSite("matmul", weight="kernel")
-        >>> product = route_(Product(), calls=[site], input=torchq.QuantDescriptor(2))
-        >>> product.input_quantizer.set_amax(1.0)
-        >>> product(torch.tensor([[0.4, 0.6]]))
-        tensor([[0., 1.]], grad_fn=<MmBackward0>)
     """
     cls, operators = type(module), operators or {}
     planned = [call for call in calls if not call.is_unseen]
@@ -489,11 +471,7 @@ def _check_site(cls: type[nn.Module], name: str, sites: Sequence[SourceSite]) ->
 
 
 class RewrittenGraph(OperatorOwner):
-    """Base of graph modules in which nodes call children instead of operators.
-
-    A class is made for each class of graph modules; torch adds one more for each object, which
-    holds its forward.
-    """
+    """Base of graph modules in which nodes call children instead of operators."""
 
     graph: fx.Graph
     meta: dict[str, Any]

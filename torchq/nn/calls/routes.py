@@ -22,14 +22,7 @@ MARK = "@"
 
 @dataclass(frozen=True)
 class Visit:
-    """One operator that a forward carried out.
-
-    Attributes:
-        name: where it is in the code.
-        kind: see :attr:`torchq.graph.Operator.word`.
-        operands: see :attr:`torchq.graph.Operator.operands`.
-        result: what it returned.
-    """
+    """An operator that a forward carried out: its place, the word of its row, operands, result."""
 
     name: str
     kind: str

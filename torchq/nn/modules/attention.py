@@ -70,14 +70,10 @@ def attend(
 
 
 class ProjectedAttention(nn.Module):
-    """Multi-head attention without its projections: layout, heads, masks, both matrix products.
+    """Multi-head attention without its projections, which a subclass computes.
 
-    A subclass computes the projections. The attributes that are not listed here are those of
-    :class:`torch.nn.MultiheadAttention`.
-
-    Attributes:
-        products: Slots of the quantizers of the scaled query, the transposed key, the value and
-            the softmax.
+    ``products`` are the slots of the scaled query, the transposed key, the value and the softmax.
+    The other attributes are those of :class:`torch.nn.MultiheadAttention`.
     """
 
     products: ClassVar[tuple[str, ...]] = ("query_heads", "key_heads", "value_heads", "softmax")
@@ -162,10 +158,7 @@ class ProjectedAttention(nn.Module):
         return x if self.batch_first else x.transpose(0, 1)
 
     def _heads(self, projected: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return query, key and value as (N, heads, length, width).
-
-        Key and value include the extra positions of ``add_bias_kv`` and ``add_zero_attn``.
-        """
+        """Return query, key, value, with their extra positions, as (N, heads, length, width)."""
         result = []
         extras = (None, self.bias_k, self.bias_v)
         for number, (x, extra) in enumerate(zip(projected, extras, strict=True)):
@@ -178,10 +171,7 @@ class ProjectedAttention(nn.Module):
     def _mask(
         self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor
     ) -> Tensor | None:
-        """Return one additive mask that broadcasts with (N, heads, L, S), or None.
-
-        True and -inf exclude. The extra keys of :meth:`_heads` are never masked.
-        """
+        """Return one additive mask that broadcasts with (N, heads, L, S), or None."""
         masks = []
         if attn_mask is not None and attn_mask.dim() == 3:
             masks.append(attn_mask.view(-1, self.num_heads, *attn_mask.shape[1:]))

@@ -122,10 +122,7 @@ def stand_in(cls: type[nn.Module]) -> nn.Module:
 
 
 class QuantBinary(QuantModule):
-    """Base of operators with two operands, each with its own range.
-
-    An operand that is not a floating-point tensor (a number, an index) is not quantized.
-    """
+    """Base of operators with two operands, each with its own range if it is a floating tensor."""
 
     input_slots = ("input", "other")
     weight_slots = ()
@@ -147,11 +144,7 @@ class Call(nn.Module):
     """Place of one function call in the forward of its parent; it is never called itself."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: the parent makes the call.
-
-        Raises:
-            QuantizationError: Always.
-        """
+        """Raise QuantizationError: the parent makes the call."""
         raise QuantizationError(
             "torchq.nn.Call: was called; expected its parent to make the call. "
             "It only holds the quantizers of a function call"
@@ -160,10 +153,7 @@ class Call(nn.Module):
 
 @register(Call)
 class QuantCall(QuantModule, Call):
-    """:class:`Call` with the quantizers of the input and of the weight.
-
-    The weight belongs to the parent, which reports it in ``quantized_weights``.
-    """
+    """:class:`Call` with the quantizers of the input and of the weight, which is the parent's."""
 
     def quantized_weights(self) -> Iterator[tuple[TensorQuantizer, Tensor]]:
         """Yield nothing: see the parent."""

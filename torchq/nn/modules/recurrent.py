@@ -143,10 +143,7 @@ def _permuted(state: State, order: Tensor | None) -> State:
 
 
 def hidden_descriptor(input: QuantDescriptor | None) -> QuantDescriptor | None:
-    """Return how a hidden state is quantized where inputs are quantized as ``input`` says.
-
-    It is the same, but signed: most hidden states have both signs, whatever the inputs.
-    """
+    """Return that of a hidden state, given that of inputs: signed, as most states are."""
     signed = input is None or input.unsigned is not True
     return input if signed else cast(QuantDescriptor, input).replace(unsigned=False)
 
