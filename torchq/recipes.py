@@ -115,10 +115,10 @@ def integer(
         weight: int | None, input: int | None, position: Literal["first", "last"] | None = None
     ) -> list[Rule]:
         learn = learn_ranges and position is None
-        inputs = _learnable(input, input_method or _input_method(input), unsigned, learn)
+        inputs = _learnable(input, input_method or _method(input, "mse"), unsigned, learn)
         if inputs is not None:
             inputs = inputs.replace(symmetric=symmetric)
-        method = weight_method or _weight_method(weight)
+        method = weight_method or _method(weight, "activation")
         descriptors = (inputs, _learnable(weight, method, False, learn))
         return compute_layers(*descriptors, per_channel=per_channel, position=position)
 
@@ -133,14 +133,9 @@ def integer(
     return QuantConfig(tuple(found), name="".join(parts))
 
 
-def _input_method(bits: int | None) -> str:
-    """Return the calibration method of inputs of a width."""
-    return "mse" if bits is not None and bits <= _FEW_BITS else "max"
-
-
-def _weight_method(bits: int | None) -> str:
-    """Return the calibration method of weights of a width."""
-    return "activation" if bits is not None and bits <= _FEW_BITS else "max"
+def _method(bits: int | None, few: str) -> str:
+    """Return the calibration method of a width, where one is given for few bits."""
+    return few if bits is not None and bits <= _FEW_BITS else "max"
 
 
 def _learnable(

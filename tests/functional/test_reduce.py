@@ -12,7 +12,8 @@ from torch import Tensor
 from tests.contracts.quantize_contract import group_of
 from torchq.formats import Granularity, PerAxis, PerBlock, PerTensor
 from torchq.functional import compute_dtype, reduce_amax
-from torchq.functional.kernels import group_view, tiled, use_backend
+from torchq.functional.kernels import tiled, use_backend
+from torchq.functional.kernels.views import group_view
 
 GRANULARITIES: list[Granularity] = [
     PerTensor(),

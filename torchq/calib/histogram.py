@@ -21,7 +21,7 @@ from torch import Tensor
 from torchq.calib.observer import Observer, Reduce, is_on_host
 from torchq.errors import ConfigError
 from torchq.formats import Granularity, PerAxis, PerTensor
-from torchq.functional.kernels import pieces
+from torchq.functional.kernels.views import pieces
 from torchq.utils import short_repr
 
 #: The most counts that one observer keeps (8 bytes each, 32 MiB). More groups get fewer bins each.

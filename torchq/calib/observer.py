@@ -21,7 +21,8 @@ from torch import Tensor
 
 from torchq.errors import CalibrationError, ConfigError
 from torchq.formats import Granularity
-from torchq.functional.kernels import group_view, largest_magnitude
+from torchq.functional.kernels.tiled import largest_magnitude
+from torchq.functional.kernels.views import group_view
 
 
 def gather_full_tensor(x: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ unless :attr:`Format.rounding` says otherwise, and saturates at :attr:`Format.qu
 from __future__ import annotations
 
 import dataclasses
-import struct
 import warnings
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -205,19 +204,9 @@ class FloatFormat(Format):
         return 2.0**self.min_exponent
 
     @property
-    def smallest_subnormal(self) -> float:
-        """The distance of grid values next to zero."""
-        return 2.0 ** (self.min_exponent - self.mantissa_bits)
-
-    @property
     def min_exponent(self) -> int:
         """Exponent of the smallest normal number."""
         return 1 - self.bias if self.has_zero else -self.bias
-
-    @property
-    def max_exponent(self) -> int:
-        """Exponent of the largest finite number."""
-        return _exponent(self.qmax)
 
     def snap_(self, x: Tensor) -> Tensor:
         """Round to the grid in place; see :meth:`Format.snap_`."""
@@ -285,10 +274,6 @@ def _power_from_table(x: Tensor) -> Tensor:
 
 #: The format of power-of-two scales; see :class:`PowersOfTwo`.
 POWER_OF_TWO = PowersOfTwo()
-
-
-def _exponent(value: float) -> int:
-    return ((struct.unpack("<Q", struct.pack("<d", value))[0] >> 52) & 0x7FF) - 1023
 
 
 CATALOG: Registry[str, Format] = Registry("format")

@@ -19,16 +19,13 @@ from torchq.formats import INT8, POWER_OF_TWO, UINT8, Format, PerTensor
 from torchq.formats.granularity import Granularity
 from torchq.functional import onnx_ops
 from torchq.functional.gradient import straight_through
-from torchq.functional.kernels import (
-    affine_gradients,
+from torchq.functional.kernels.dispatch import (
     backend_for,
-    clamped_codes,
-    gradient_mask,
     kernels,
     learned_gradients,
     mask_gradient,
-    snap,
 )
+from torchq.functional.kernels.reference import affine_gradients, clamped_codes, gradient_mask, snap
 from torchq.functional.range import Range
 from torchq.functional.scale import (
     compute_dtype,

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from torchq.formats import Format, PerTensor
 from torchq.formats.granularity import Granularity
-from torchq.functional.kernels import is_plain, largest_magnitude
+from torchq.functional.kernels.dispatch import is_plain
+from torchq.functional.kernels.tiled import largest_magnitude
 from torchq.functional.qparams import QParams
 from torchq.functional.scale import (
     compute_dtype,

@@ -8,7 +8,6 @@ list outside the module tree. :func:`change_class` is the one place that assigns
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -21,6 +20,7 @@ from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError, QuantizationError
 from torchq.nn.subclasses import (
     changes_nothing,
+    class_below,
     is_parametrized_class,
     parametrized_like,
     unparametrized,
@@ -287,13 +287,8 @@ class _DerivedTwin(QuantModule):
 
 @cache
 def _derived_twin(cls: type[Any], twin: type[Any]) -> type[QuantModule]:
-    body = {
-        "float_class": cls,
-        "__doc__": f"Quantized :class:`{qualified_name(cls)}`.",
-        "__module__": cls.__module__,
-    }
-    bases = (_DerivedTwin, twin, cls)
-    return types.new_class(f"Quant{cls.__name__}", bases, {}, lambda space: space.update(body))
+    doc = f"Quantized :class:`{qualified_name(cls)}`."
+    return class_below((_DerivedTwin, twin, cls), f"Quant{cls.__name__}", doc)
 
 
 def _blank_twin(cls: type[nn.Module]) -> QuantModule:
@@ -350,17 +345,11 @@ def convert_(
     taken = [f"{slot}_quantizer" for slot in twin.slots() if hasattr(module, f"{slot}_quantizer")]
     if taken:
         raise QuantizationError(f"{name}: has {taken[0]} already; expected a float module")
-    change_class(module, twin)
-    try:
+    with unchanged_on_error(module):
+        change_class(module, twin)
         module.attach_quantizers(**twin.slot_descriptors(input, weight))  # type: ignore[operator]
         if output is not None:
             module.quantize_output_(output)  # type: ignore[operator]
-    except Exception:
-        for slot in twin.slots():
-            if hasattr(module, f"{slot}_quantizer"):
-                delattr(module, f"{slot}_quantizer")
-        change_class(module, twin.float_class)
-        raise
     return module
 
 
@@ -385,11 +374,6 @@ def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
     own: Any = type(cls.__new__(cls))
     own.__name__, module.__class__ = type(module).__name__, own
     module.recompile()
-
-
-def is_weight_quantizer(module: QuantModule, quantizer: nn.Module) -> bool:
-    """Return True if ``quantizer`` quantizes a weight of ``module``."""
-    return any(q is quantizer for q, _ in module.quantized_weights())
 
 
 @contextmanager

@@ -54,3 +54,10 @@ def parametrized_like(cls: type[Any], example: type[Any]) -> type[Any]:
     }
     name = f"Parametrized{cls.__name__}"
     return types.new_class(name, (cls,), {}, lambda space: space.update(body))
+
+
+def class_below(bases: tuple[type[Any], ...], name: str, doc: str, **body: Any) -> type[Any]:
+    """Return a class for modules whose ``float_class``, and module, is the last of ``bases``."""
+    cls = bases[-1]
+    body |= {"float_class": cls, "__doc__": doc, "__module__": cls.__module__}
+    return types.new_class(name, bases, {}, lambda space: space.update(body))

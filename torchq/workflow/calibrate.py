@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -269,31 +269,18 @@ def _pending(model: nn.Module, force: bool) -> tuple[dict[str, TensorQuantizer],
     live = {name: q for name, q in known.items() if q.quantizing and not q.descriptor.dynamic}
     fixed = {name for name, q in live.items() if q.descriptor.amax is not None}
     done = {name for name, q in live.items() if q.calibrated} - fixed
-    if not force and (kept := _unexpected(live, done, weight_quantizers(model))):
+    of_weights = weight_quantizers(model)
+    of_inputs = {name for name, q in live.items() if id(q) not in of_weights}
+    # Where weights and no inputs have ranges, :func:`calibrate_weights` has set them.
+    if done and not force and not (of_inputs and done.isdisjoint(of_inputs)):
+        names = ", ".join(sorted(done)[:4]) + (", ..." if len(done) > 4 else "")
         warnings.warn(
-            f"calibrate: {len(kept)} quantizers are calibrated already and keep their ranges "
-            f"({_listed(kept)}); force=True replaces them",
+            f"calibrate: {len(done)} quantizers are calibrated already and keep their ranges "
+            f"({names}); force=True replaces them",
             stacklevel=3,
         )
     keep = fixed | (set() if force else done)
     return {n: q for n, q in live.items() if n not in keep}, tuple(n for n in live if n in keep)
-
-
-def _unexpected(
-    live: Mapping[str, TensorQuantizer], done: set[str], weights: Collection[int]
-) -> set[str]:
-    """Return the quantizers with known ranges that a caller may not expect.
-
-    Where weights and no inputs have ranges, :func:`calibrate_weights` has set those of the weights.
-    """
-    of_inputs = {name for name, q in live.items() if id(q) not in weights}
-    weights_alone = of_inputs and done.isdisjoint(of_inputs)
-    return set() if weights_alone else done
-
-
-def _listed(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    return ", ".join(ordered[:4]) + (", ..." if len(ordered) > 4 else "")
 
 
 def _samples(

@@ -18,7 +18,7 @@ from torchq.swap import schema
 from torchq.swap.apply import apply_, name_quantizers, plan_of, public_path
 from torchq.swap.plan import Plan
 from torchq.swap.version2 import upgraded
-from torchq.utils import deployed_part, qualified_name, replacing, unwrapped
+from torchq.utils import deployed_part, qualified_name, replacing, undone_on_error, unwrapped
 from torchq.workflow.foreign_files import read_file, record_in
 from torchq.workflow.modes import quantizers
 
@@ -388,14 +388,9 @@ def _range_problem(quantizer: TensorQuantizer, amax: Tensor, weight: Tensor | No
 
 def _load_tensors(model: nn.Module, state: dict[str, Any]) -> None:
     """Copy all tensors; an interruption brings the old numbers back."""
-    before = {
-        key: value.detach().clone() if isinstance(value, Tensor) else value
-        for key, value in model.state_dict().items()
-    }
+    tensors = model.state_dict(keep_vars=True).values()
     try:
-        model.load_state_dict(state, strict=True)
-    except BaseException as error:
-        model.load_state_dict(before, strict=False)
-        if isinstance(error, RuntimeError):
-            raise QuantizationError(f"load: {error}") from None
-        raise
+        with undone_on_error(written=[t for t in tensors if isinstance(t, Tensor)]):
+            model.load_state_dict(state, strict=True)
+    except RuntimeError as error:
+        raise QuantizationError(f"load: {error}") from None

@@ -25,7 +25,7 @@ from torchq.compat.pytorch_quantization.descriptor import NumBits, ScaledQuantDe
 from torchq.errors import ConfigError, ExportError
 from torchq.formats import E4M3, Format, PerAxis, PerTensor, by_bits
 from torchq.functional import compute_dtype, fake_quantize, scale_from_amax
-from torchq.functional.kernels import gradient_mask
+from torchq.functional.kernels.reference import gradient_mask
 from torchq.utils import constant_while_tracing
 
 QuantDescriptor = ScaledQuantDescriptor

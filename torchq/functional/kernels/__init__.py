@@ -9,37 +9,6 @@ backend        where                                             how
 =============  ================================================  =================================
 """
 
-from torchq.functional.kernels.dispatch import (
-    BACKENDS,
-    backend_for,
-    is_plain,
-    kernels,
-    learned_gradients,
-    mask_gradient,
-    use_backend,
-)
-from torchq.functional.kernels.reference import (
-    affine_gradients,
-    clamped_codes,
-    gradient_mask,
-    snap,
-)
-from torchq.functional.kernels.tiled import largest_magnitude
-from torchq.functional.kernels.views import group_view, pieces
+from torchq.functional.kernels.dispatch import BACKENDS, backend_for, kernels, use_backend
 
-__all__ = [
-    "BACKENDS",
-    "affine_gradients",
-    "backend_for",
-    "clamped_codes",
-    "gradient_mask",
-    "group_view",
-    "is_plain",
-    "kernels",
-    "largest_magnitude",
-    "learned_gradients",
-    "mask_gradient",
-    "pieces",
-    "snap",
-    "use_backend",
-]
+__all__ = ["BACKENDS", "backend_for", "kernels", "use_backend"]

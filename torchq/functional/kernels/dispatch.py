@@ -77,18 +77,10 @@ def backend_for(
 def is_plain(x: Tensor) -> bool:
     """Return True if a kernel may run on ``x`` now.
 
-    ``x`` has memory, nothing traces, and the definition is not forced.
+    It is an ordinary tensor with memory, nothing traces, and the definition is not forced.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or _forced.get() == "reference":
         return False
-    return _has_memory(x)
-
-
-def _has_memory(x: Tensor) -> bool:
-    """Return True if ``x`` is an ordinary tensor.
-
-    It is no subclass (fake, distributed), no wrapper of ``torch.func``, and not on the meta device.
-    """
     if type(x) not in (Tensor, nn.Parameter) or x.is_meta:
         return False
     try:

@@ -35,13 +35,14 @@ from torchq.graph import (
 )
 from torchq.nn.calls.functions import CallSite, located, operand, product_of, with_operands
 from torchq.nn.calls.routes import MARK, Recorder, Route, carry_out, place_of, visits_of
-from torchq.nn.convert import QuantModule, change_class
+from torchq.nn.convert import QuantModule, change_class, unchanged_on_error
 from torchq.nn.modules.operators import (
     Call,
     ScaledDotProductAttention,
     Tap,
     function_of,
 )
+from torchq.nn.subclasses import class_below
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.utils import qualified_name
 
@@ -268,18 +269,16 @@ def _routed_class(cls: type[Any], is_container: bool) -> type[RoutedModule]:
             "that was quantized"
         )
     slots = ((), ()) if is_container else (("input",), ("weight",))
-    body = {
-        "float_class": cls,
-        "float_forward": cls.forward,
-        "forward": found.forward,
-        "input_slots": slots[0],
-        "weight_slots": slots[1],
-        "is_container": is_container,
-        "__doc__": f":class:`{qualified_name(cls)}` with quantized operators and calls.",
-        "__module__": cls.__module__,
-    }
-    name = f"{'Routed' if is_container else 'Quant'}{cls.__name__}"
-    return types.new_class(name, (RoutedModule, cls), {}, lambda space: space.update(body))
+    return class_below(
+        (RoutedModule, cls),
+        f"{'Routed' if is_container else 'Quant'}{cls.__name__}",
+        f":class:`{qualified_name(cls)}` with quantized operators and calls.",
+        float_forward=cls.forward,
+        forward=found.forward,
+        input_slots=slots[0],
+        weight_slots=slots[1],
+        is_container=is_container,
+    )
 
 
 def _blank(cls: type[nn.Module], is_container: bool) -> RoutedModule:
@@ -386,18 +385,12 @@ def route_(
     calls = located(cls, calls, sites)
     for name in operators:
         _check_site(cls, name, sites)
-    added = _add_holders(module, planned)
-    change_class(module, twin)
     routed: Any = module
-    try:
+    with unchanged_on_error(module):
+        _add_holders(module, planned)
+        change_class(module, twin)
         routed.torchq_routes = Routes(calls, dict(operators))
         routed.attach_quantizers(**({"input": input, "weight": weight} if has_own else {}))
-    except BaseException:
-        for name in added:
-            delattr(module, name)
-        vars(module).pop("torchq_routes", None)
-        change_class(module, cls)
-        raise
     return module
 
 
@@ -446,16 +439,13 @@ def _check_paths(module: nn.Module, site: CallSite) -> None:
         ) from None
 
 
-def _add_holders(module: nn.Module, calls: Sequence[CallSite]) -> list[str]:
-    """Add the float children that will hold quantizers; return their names."""
-    added = []
+def _add_holders(module: nn.Module, calls: Sequence[CallSite]) -> None:
+    """Add the float children that will hold quantizers."""
     for site in calls:
         if "." in site.holder or not site.holder or hasattr(module, site.holder):
             continue
         holder = ScaledDotProductAttention() if site.kind == "attention" else Call()
         module.add_module(site.holder, holder.train(module.training))
-        added.append(site.holder)
-    return added
 
 
 def _check_site(cls: type[nn.Module], name: str, sites: Sequence[SourceSite]) -> None:
@@ -511,13 +501,8 @@ class RewrittenGraph(OperatorOwner):
 
 @cache
 def _graph_class(cls: type[Any]) -> type[RewrittenGraph]:
-    body = {
-        "float_class": cls,
-        "__doc__": f":class:`{qualified_name(cls)}` with operators replaced by child modules.",
-        "__module__": cls.__module__,
-    }
-    bases = (RewrittenGraph, cls)
-    return types.new_class(f"Rewritten{cls.__name__}", bases, {}, lambda space: space.update(body))
+    doc = f":class:`{qualified_name(cls)}` with operators replaced by child modules."
+    return class_below((RewrittenGraph, cls), f"Rewritten{cls.__name__}", doc)
 
 
 def _unpickled(

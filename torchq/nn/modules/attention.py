@@ -365,8 +365,27 @@ class QuantMultiheadAttention(QuantModule, ProjectedAttention, nn.MultiheadAtten
         return F.linear(of_input(x), of_weight(self.out_proj.weight), self.out_proj.bias)
 
 
+class _WithoutFusedKernel(QuantModule):
+    """Base of containers whose attribute ``setting`` lets torch bypass their children."""
+
+    input_slots = ()
+    weight_slots = ()
+    is_container = True
+    setting: ClassVar[str]
+
+    def on_convert(self) -> None:
+        """Turn the fused kernel off."""
+        self.float_setting = getattr(self, self.setting)
+        setattr(self, self.setting, 0)
+
+    def on_revert(self) -> None:
+        """Give the module its own setting back."""
+        setattr(self, self.setting, self.float_setting)
+        del self.float_setting
+
+
 @register(nn.TransformerEncoderLayer)
-class QuantTransformerEncoderLayer(QuantModule, nn.TransformerEncoderLayer):
+class QuantTransformerEncoderLayer(_WithoutFusedKernel, nn.TransformerEncoderLayer):
     """:class:`torch.nn.TransformerEncoderLayer` that calls its children in eval mode too.
 
     In eval mode without gradients torch runs a fused kernel that reads the weights of ``linear1``
@@ -375,39 +394,15 @@ class QuantTransformerEncoderLayer(QuantModule, nn.TransformerEncoderLayer):
     The value 0 stands for neither and turns the kernel off.
     """
 
-    input_slots = ()
-    weight_slots = ()
-    is_container = True
-
-    def on_convert(self) -> None:
-        """Turn the fused kernel off."""
-        self.fused_activation = self.activation_relu_or_gelu
-        self.activation_relu_or_gelu = 0
-
-    def on_revert(self) -> None:
-        """Turn the fused kernel on again."""
-        self.activation_relu_or_gelu = self.fused_activation
-        del self.fused_activation
+    setting = "activation_relu_or_gelu"
 
 
 @register(nn.TransformerEncoder)
-class QuantTransformerEncoder(QuantModule, nn.TransformerEncoder):
+class QuantTransformerEncoder(_WithoutFusedKernel, nn.TransformerEncoder):
     """:class:`torch.nn.TransformerEncoder` that passes padded tensors to its layers.
 
     With a padding mask, in eval mode, torch packs the batch into a nested tensor for the fused
     kernel of the layers. Quantized layers do not accept nested tensors.
     """
 
-    input_slots = ()
-    weight_slots = ()
-    is_container = True
-
-    def on_convert(self) -> None:
-        """Turn nested tensors off."""
-        self.float_nesting = self.use_nested_tensor
-        self.use_nested_tensor = False
-
-    def on_revert(self) -> None:
-        """Give the module its own setting back."""
-        self.use_nested_tensor = self.float_nesting
-        del self.float_nesting
+    setting = "use_nested_tensor"

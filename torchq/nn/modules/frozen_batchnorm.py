@@ -17,30 +17,22 @@ class _Frozen(nn.Module):
         return super().train(False)
 
 
-class FrozenBatchNorm1d(_Frozen, nn.BatchNorm1d):
-    """:class:`torch.nn.BatchNorm1d` with fixed statistics; see :func:`freeze_norm_`."""
+def _frozen(norm: type[nn.Module]) -> type[nn.Module]:
+    """Return the frozen class of a norm, under its name in this module, where pickles find it."""
+    doc = f":class:`torch.nn.{norm.__name__}` with fixed statistics; see :func:`freeze_norm_`."
+    return type(f"Frozen{norm.__name__}", (_Frozen, norm), {"__doc__": doc, "__module__": __name__})
 
 
-class FrozenBatchNorm2d(_Frozen, nn.BatchNorm2d):
-    """:class:`torch.nn.BatchNorm2d` with fixed statistics; see :func:`freeze_norm_`."""
-
-
-class FrozenBatchNorm3d(_Frozen, nn.BatchNorm3d):
-    """:class:`torch.nn.BatchNorm3d` with fixed statistics; see :func:`freeze_norm_`."""
-
-
-class FrozenSyncBatchNorm(_Frozen, nn.SyncBatchNorm):
-    """:class:`torch.nn.SyncBatchNorm` with fixed statistics; see :func:`freeze_norm_`."""
-
-
-#: Float class -> frozen class; exact types only.
-FROZEN_NORMS: dict[type[nn.Module], type[nn.Module]] = {
-    nn.BatchNorm1d: FrozenBatchNorm1d,
-    nn.BatchNorm2d: FrozenBatchNorm2d,
-    nn.BatchNorm3d: FrozenBatchNorm3d,
-    nn.SyncBatchNorm: FrozenSyncBatchNorm,
+FrozenBatchNorm1d = _frozen(nn.BatchNorm1d)
+FrozenBatchNorm2d = _frozen(nn.BatchNorm2d)
+FrozenBatchNorm3d = _frozen(nn.BatchNorm3d)
+FrozenSyncBatchNorm = _frozen(nn.SyncBatchNorm)
+_THAWED = {
+    frozen: frozen.__bases__[1]
+    for frozen in (FrozenBatchNorm1d, FrozenBatchNorm2d, FrozenBatchNorm3d, FrozenSyncBatchNorm)
 }
-_THAWED = {frozen: norm for norm, frozen in FROZEN_NORMS.items()}
+#: Float class -> frozen class; exact types only.
+FROZEN_NORMS: dict[type[nn.Module], type[nn.Module]] = {n: f for f, n in _THAWED.items()}
 
 
 def freeze_norm_(module: nn.Module) -> bool:
