@@ -106,11 +106,38 @@ class Graph:
 
     def ir(self, *attributes: str) -> str:
         """Return the graph as text, one node on a line with these attributes of nodes."""
-        return ir_text(self._module, self._attributes, attributes)
+        names: dict[fx.Node, str] = {}
+        inputs, lines = [], []
+        for number, node in enumerate(self._module.graph.nodes):
+            names[node] = f"%{node.target if node.op in ('placeholder', 'get_attr') else number}"
+            if node.op == "placeholder":
+                inputs.append(names[node])
+            elif node.op == "output":
+                lines.append(f"  ret {_argument(node.args[0], names)}")
+            elif node.op != "get_attr":
+                parts = [_argument(value, names) for value in node.args]
+                parts += [f"{key}={_argument(value, names)}" for key, value in node.kwargs.items()]
+                shown = [key for key in attributes if key in self._attributes]
+                notes = [f", {key}={self._attributes[key].get(node.name)}" for key in shown]
+                call = f"{_label(node)}({', '.join(parts)})"
+                lines.append(f"  {names[node]} = {call}{''.join(notes)}")
+        head = f"Graph({', '.join(inputs)}) {{"
+        return "\n".join([head, *lines, "}", f"attributes = {sorted(self._attributes)}"])
 
     def json(self) -> str:
         """Return the graph as JSON text: nodes with their inputs, in order, and the outputs."""
-        return json_text(self._module, self._attributes)
+        graph = self._module.graph
+        numbers = {node: number for number, node in enumerate(graph.nodes)}
+        nodes = []
+        for node in graph.nodes:
+            if node.op != "output":
+                reads = [numbers[source] for source in node.all_input_nodes]
+                row = {"op": _label(node), "kind": node.op, "name": node.name, "inputs": reads}
+                nodes.append(row)
+        heads = [numbers[source] for source in graph.output_node().all_input_nodes]
+        arguments = [numbers[node] for node in graph.nodes if node.op == "placeholder"]
+        plain = {k: _plain(value) for k, value in self._attributes.items() if k != "example"}
+        return json.dumps({"nodes": nodes, "arg_nodes": arguments, "heads": heads, "attrs": plain})
 
 
 @dataclass(frozen=True)
@@ -156,42 +183,6 @@ def _advice(attribute: str) -> str:
     return f"Pass it: Graph(model, {attribute}=...)"
 
 
-def ir_text(
-    module: fx.GraphModule, attributes: Mapping[str, Any], shown: Sequence[str] = ()
-) -> str:
-    """Return one line for each node: its number, its operator and what it reads."""
-    names: dict[fx.Node, str] = {}
-    inputs, lines = [], []
-    for number, node in enumerate(module.graph.nodes):
-        names[node] = f"%{node.target if node.op in ('placeholder', 'get_attr') else number}"
-        if node.op == "placeholder":
-            inputs.append(names[node])
-        elif node.op == "output":
-            lines.append(f"  ret {_argument(node.args[0], names)}")
-        elif node.op != "get_attr":
-            parts = [_argument(value, names) for value in node.args]
-            parts += [f"{key}={_argument(value, names)}" for key, value in node.kwargs.items()]
-            known = [(key, attributes[key].get(node.name)) for key in shown if key in attributes]
-            tail = "".join(f", {key}={value}" for key, value in known)
-            lines.append(f"  {names[node]} = {_label(node)}({', '.join(parts)}){tail}")
-    head = f"Graph({', '.join(inputs)}) {{"
-    return "\n".join([head, *lines, "}", f"attributes = {sorted(attributes)}"])
-
-
-def json_text(module: fx.GraphModule, attributes: Mapping[str, Any]) -> str:
-    """Return the nodes with their inputs, the numbers of in- and outputs, and attributes."""
-    numbers = {node: number for number, node in enumerate(module.graph.nodes)}
-    nodes = []
-    for node in module.graph.nodes:
-        if node.op != "output":
-            reads = [numbers[source] for source in node.all_input_nodes]
-            nodes.append({"op": _label(node), "kind": node.op, "name": node.name, "inputs": reads})
-    heads = [numbers[source] for source in module.graph.output_node().all_input_nodes]
-    arguments = [numbers[node] for node in module.graph.nodes if node.op == "placeholder"]
-    plain = {key: _plain(value) for key, value in attributes.items() if key != "example"}
-    return json.dumps({"nodes": nodes, "arg_nodes": arguments, "heads": heads, "attrs": plain})
-
-
 def _label(node: fx.Node) -> str:
     """Return the path of a module, the name of an attribute, or the operator."""
     return operator_name(node) if node.op == "call_function" else str(node.target)
@@ -214,18 +205,20 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float)) else str(value)
 
 
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
-_DROPOUT_FUNCTIONS = (nn.functional.dropout, torch.dropout)
+_DROPOUTS: tuple[Any, ...] = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_DROPOUTS += (nn.AlphaDropout, nn.functional.dropout, torch.dropout)
 #: Dimensions of what a BatchNorm reads behind the channels.
 _SPATIAL: dict[type, int] = {nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}
 #: The largest constant, in elements, that replaces its computation.
 _MAX_FOLDED = 2**26
 
 
-def _rewritten(graph: Graph, rewrite: Callable[[fx.GraphModule], None]) -> Graph:
-    """Return a graph after a change to a copy, which shares modules and weights."""
-    module = fx.GraphModule(graph.module, copy.deepcopy(graph.module.graph))
-    rewrite(module)
+def _copy_of(graph: Graph) -> fx.GraphModule:
+    """Return a copy to be rewritten, which shares modules and weights."""
+    return fx.GraphModule(graph.module, copy.deepcopy(graph.module.graph))
+
+
+def _rewritten(graph: Graph, module: fx.GraphModule) -> Graph:
     module.graph.lint()
     return graph.with_module(fx.GraphModule(module, module.graph))
 
@@ -249,11 +242,9 @@ def remove_identity(graph: Graph) -> Graph:
     Before: ``x -> Identity -> reader``.
     After: ``x -> reader``.
     """
-
-    def rewrite(module: fx.GraphModule) -> None:
-        _bypass(module, lambda node: type(_called(module, node)) is nn.Identity)
-
-    return _rewritten(graph, rewrite)
+    module = _copy_of(graph)
+    _bypass(module, lambda node: type(_called(module, node)) is nn.Identity)
+    return _rewritten(graph, module)
 
 
 @graph_pass()
@@ -263,23 +254,15 @@ def simplify_inference(graph: Graph) -> Graph:
     Before: ``x -> Dropout -> BatchNorm -> reader``.
     After: ``x -> mul(scale) -> add(shift) -> reader``.
     """
-
-    def rewrite(module: fx.GraphModule) -> None:
-        _bypass(module, lambda node: _is_dropout(module, node))
-        for node in list(module.graph.nodes):
-            norm = _called(module, node)
-            # BatchNorm1d takes two forms of input, so it stays.
-            spatial = _SPATIAL.get(type(norm), 0)
-            if isinstance(norm, _BatchNorm) and norm.running_mean is not None and spatial:
-                _write_scale_and_shift(module, node, norm, spatial)
-
-    return _rewritten(graph, rewrite)
-
-
-def _is_dropout(module: fx.GraphModule, node: fx.Node) -> bool:
-    if node.op == "call_function" and node.target in _DROPOUT_FUNCTIONS:
-        return True
-    return type(_called(module, node)) in _DROPOUTS
+    module = _copy_of(graph)
+    _bypass(module, lambda n: n.target in _DROPOUTS or type(_called(module, n)) in _DROPOUTS)
+    for node in list(module.graph.nodes):
+        norm = _called(module, node)
+        # BatchNorm1d takes two forms of input, so it stays.
+        spatial = _SPATIAL.get(type(norm), 0)
+        if isinstance(norm, _BatchNorm) and norm.running_mean is not None and spatial:
+            _write_scale_and_shift(module, node, norm, spatial)
+    return _rewritten(graph, module)
 
 
 def _write_scale_and_shift(
@@ -319,27 +302,25 @@ def constant_fold(graph: Graph) -> Graph:
     Before: ``weight -> transpose -> reader``.
     After: ``constant -> reader``.
     """
-
-    def rewrite(module: fx.GraphModule) -> None:
-        known: dict[fx.Node, object] = {}
-        runner = fx.Interpreter(module, garbage_collect_values=False)
-        runner.env = known
-        for node in module.graph.nodes:
-            constant = node.op == "get_attr" or all(n in known for n in node.all_input_nodes)
-            if node.op in ("placeholder", "output") or not constant or _is_random(node):
-                continue
-            with torch.no_grad():
-                known[node] = runner.run_node(node)
-        for node in list(module.graph.nodes):
-            value = known.get(node)
-            read = any(user not in known for user in node.users)
-            small = isinstance(value, Tensor) and value.numel() <= _MAX_FOLDED
-            if node.op != "get_attr" and read and small and isinstance(value, Tensor):
-                with module.graph.inserting_before(node):
-                    node.replace_all_uses_with(_constant(module, f"{node.name}_value", value))
-        module.graph.eliminate_dead_code()
-
-    return _rewritten(graph, rewrite)
+    module = _copy_of(graph)
+    known: dict[fx.Node, object] = {}
+    runner = fx.Interpreter(module, garbage_collect_values=False)
+    runner.env = known
+    for node in module.graph.nodes:
+        constant = node.op == "get_attr" or all(n in known for n in node.all_input_nodes)
+        if node.op in ("placeholder", "output") or not constant or _is_random(node):
+            continue
+        with torch.no_grad():
+            known[node] = runner.run_node(node)
+    for node in list(module.graph.nodes):
+        value = known.get(node)
+        read = any(user not in known for user in node.users)
+        small = isinstance(value, Tensor) and value.numel() <= _MAX_FOLDED
+        if node.op != "get_attr" and read and small and isinstance(value, Tensor):
+            with module.graph.inserting_before(node):
+                node.replace_all_uses_with(_constant(module, f"{node.name}_value", value))
+    module.graph.eliminate_dead_code()
+    return _rewritten(graph, module)
 
 
 def _is_random(node: fx.Node) -> bool:
@@ -357,11 +338,9 @@ def dce(graph: Graph) -> Graph:
     Before: any graph.
     After: each node is read, and each module and tensor is named by a node.
     """
-
-    def rewrite(module: fx.GraphModule) -> None:
-        module.graph.eliminate_dead_code()
-
-    return _rewritten(graph, rewrite)
+    module = _copy_of(graph)
+    module.graph.eliminate_dead_code()
+    return _rewritten(graph, module)
 
 
 @graph_pass(requires=("example",), provides=("shape",))
@@ -371,9 +350,7 @@ def infer_shape(graph: Graph) -> Graph:
     Before: the graph has an example.
     After: the attribute ``shape`` has a tuple for each node that gives a tensor, by its name.
     """
-    found = GraphRunner(graph.module).trace_meta(graph.attributes["example"])
-    shapes = {name: meta.shape for name, meta in found.items() if meta.shape is not None}
-    return graph.with_attributes(shape=shapes)
+    return _noted(graph, "shape")
 
 
 @graph_pass(requires=("example",), provides=("dtype",))
@@ -383,6 +360,10 @@ def infer_dtype(graph: Graph) -> Graph:
     Before: the graph has an example.
     After: the attribute ``dtype`` has a torch.dtype for each node that gives a tensor, by its name.
     """
+    return _noted(graph, "dtype")
+
+
+def _noted(graph: Graph, what: str) -> Graph:
     found = GraphRunner(graph.module).trace_meta(graph.attributes["example"])
-    dtypes = {name: meta.dtype for name, meta in found.items() if meta.dtype is not None}
-    return graph.with_attributes(dtype=dtypes)
+    values = {name: getattr(meta, what) for name, meta in found.items()}
+    return graph.with_attributes(**{what: {n: v for n, v in values.items() if v is not None}})
