@@ -50,9 +50,8 @@ CASES = {
 def test_codes_keep_their_magnitude_and_take_the_sign(name: str, zero_gamma: bool) -> None:
     make, weight, shape = CASES[name]
     x = torch.randn(shape)
-    model = quantized(
-        make(), (nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d)(64), weight, x
-    )
+    norm = nn.BatchNorm2d(64) if len(shape) == 4 else nn.BatchNorm1d(64)
+    model = quantized(make(), norm, weight, x)
     if zero_gamma:
         model[1].weight.data[1] = 0.0
     layer, bn = model[0], model[1]
@@ -88,23 +87,18 @@ def test_learned_range_keeps_its_parameter() -> None:
 
 
 REFUSED = {
-    "per tensor": (
-        lambda: nn.Conv2d(3, 8, 3),
-        PER_TENSOR,
-        "max",
-        r"one range for the whole weight, but BatchNorm scales its channels by factors up to",
-    ),
+    "per tensor": (lambda: nn.Conv2d(3, 8, 3), PER_TENSOR, "max", "one range for the whole weight"),
     "transposed by input channel": (
         lambda: nn.ConvTranspose2d(3, 8, 3),
         PER_CHANNEL,
         "max",
-        "ranges that several output channels share",
+        "ranges that several",
     ),
     "transposed with groups": (
         lambda: nn.ConvTranspose2d(4, 4, 3, groups=2),
         QuantDescriptor(axis=1),
         "max",
-        "ranges that several output channels",
+        "ranges that several",
     ),
     "clipped below the lowest code": (
         lambda: nn.Conv2d(3, 8, 3),
@@ -161,21 +155,13 @@ def test_an_unquantized_weight_needs_no_range() -> None:
 
 def test_batchnorm_before_a_quantized_layer_is_refused() -> None:
     model = randomized(nn.Sequential(nn.BatchNorm2d(3), QuantConv2d(3, 8, 3)))
-    assert "1 after it is quantized per output channel; fuse before quantizing" in fuse_(
-        model
-    ).reason("0")
+    assert "1 after it is quantized per output channel; fuse before" in fuse_(model).reason("0")
 
 
 def test_a_trained_net_keeps_its_accuracy_in_the_right_order_only() -> None:
     """Merged, then quantized to 8 bits, a trained RepVGG loses next to nothing."""
-    model = nn.Sequential(
-        RepVGGBlock(1, 8, 2),
-        RepVGGBlock(8, 8),
-        RepVGGBlock(8, 8),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(8, 4),
-    )
+    blocks = RepVGGBlock(1, 8, 2), RepVGGBlock(8, 8), RepVGGBlock(8, 8)
+    model = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
     images = torch.randn(512, 1, 12, 12)
     labels = torch.arange(512) % 4
     for label in range(4):  # a bar at one of four places
@@ -201,6 +187,4 @@ def test_a_trained_net_keeps_its_accuracy_in_the_right_order_only() -> None:
         calibrate(net, [images[:384]], progress=False)
     assert accuracy(model) >= before - 0.02
     report = fuse_(wrong)
-    assert ["is a repvgg block; holds quantizers" in report.reason(str(i)) for i in range(3)] == [
-        True
-    ] * 3
+    assert all("repvgg block; holds quantizers" in report.reason(str(i)) for i in range(3))

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchq.errors import FuseError
 from torchq.fusion import algebra as al
 
 # Sums of at most a few hundred products of unit normals in float64: 1e-12 leaves a factor of
@@ -66,15 +65,6 @@ def test_identity_kernel_for_any_groups(groups: int) -> None:
     )
 
 
-@pytest.mark.parametrize("groups", [1, 2, 8])
-def test_avg_pool_kernel_counts_padding(groups: int) -> None:
-    x = randn(2, 8, 6, 6)
-    kernel = al.avg_pool_kernel(8, groups, (3, 3))
-    assert close(F.conv2d(x, kernel, stride=2, padding=1, groups=groups), F.avg_pool2d(x, 3, 2, 1))
-    halved = al.avg_pool_kernel(8, groups, (3, 3), divisor=18)
-    assert close(F.conv2d(x, halved, groups=groups), F.avg_pool2d(x, 3, 1) / 2)
-
-
 @pytest.mark.parametrize(
     ("window", "padding"),
     [((1, 1), (0, 0)), ((1, 3), (0, 1)), ((3, 1), (1, 0)), ((3, 3), (1, 1)), ((3, 3), (2, 2))],
@@ -101,22 +91,6 @@ def test_regroup_kernel(new_groups: int) -> None:
     )
 
 
-def test_regroup_kernel_refuses_a_non_divisor() -> None:
-    with pytest.raises(FuseError, match="got 5 groups for a kernel of 12; expected a divisor"):
-        al.regroup_kernel(randn(12, 1, 1, 1), 12, 5)
-
-
-def test_add_branches_with_coefficients_including_zero() -> None:
-    x = randn(2, 4, 5, 5)
-    branches = [al.KernelBias(randn(6, 4, 3, 3), randn(6)) for _ in range(3)]
-    per_channel = randn(6)
-    got = al.add_branches(branches, [0.0, -2.5, per_channel])
-    want = -2.5 * F.conv2d(x, *branches[1]) + channelwise(
-        F.conv2d(x, *branches[2]), per_channel, torch.zeros(6, dtype=torch.float64)
-    )
-    assert close(F.conv2d(x, *got), want)
-
-
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize(
     ("one", "two", "stride"), [(1, 3, 1), (1, 1, 1), (3, 1, 2), (3, 3, 1), (3, 2, 2)]
@@ -128,10 +102,3 @@ def test_compose(groups: int, one: Any, two: Any, stride: int) -> None:
     want = F.conv2d(F.conv2d(x, *first, stride=stride, groups=groups), *second, groups=groups)
     got = al.compose(first, second, groups=groups, stride=(stride, stride))
     assert close(F.conv2d(x, *got, stride=stride, groups=groups), want)
-
-
-def test_channel_counts_are_checked() -> None:
-    with pytest.raises(FuseError, match="got 3 scales for 4 output channels"):
-        al.fold_affine_after(randn(4, 2, 1, 1), None, randn(3), randn(3))
-    with pytest.raises(FuseError, match="got 3 scales for 2 input channels"):
-        al.fold_affine_before(randn(4, 2, 1, 1), None, randn(3), randn(3))

@@ -63,10 +63,8 @@ def test_linear_and_batchnorm_with_the_features_moved(shape: tuple[int, ...]) ->
     class Moved(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.linear, self.bn = (
-                nn.Linear(6, 4),
-                nn.BatchNorm2d(4) if len(shape) == 4 else nn.BatchNorm1d(4),
-            )
+            norm = nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d
+            self.linear, self.bn = nn.Linear(6, 4), norm(4)
 
         def forward(self, x: Tensor) -> Any:
             y = self.linear(x)
@@ -132,32 +130,9 @@ def test_convolution_with_a_forward_of_its_own_is_folded_only_if_that_is_right()
     assert "folding it into 0 would be off by" in report.reason("1")
 
 
-class PlainConv(nn.Conv2d):
-    pass
-
-
-class PlainTransposed(nn.ConvTranspose2d):
-    pass
-
-
-class PlainNorm(nn.BatchNorm2d):
-    pass
-
-
-class PlainIdentity(nn.Identity):
-    pass
-
-
-class PlainDropout(nn.Dropout2d):
-    pass
-
-
-class PlainFlatten(nn.Flatten):
-    pass
-
-
-class PlainLinear(nn.Linear):
-    pass
+def plain(cls: type[nn.Module]) -> Any:
+    """Return a subclass without anything of its own."""
+    return type(f"Plain{cls.__name__}", (cls,), {})
 
 
 class Doubles(nn.Dropout):
@@ -178,15 +153,14 @@ class Transposes(nn.ReLU):
 def test_a_subclass_without_a_forward_of_its_own_is_its_base() -> None:
     model = randomized(
         nn.Sequential(
-            PlainConv(3, 4, 3),
-            PlainIdentity(),
-            PlainDropout(),
-            PlainNorm(4),
-            PlainTransposed(4, 2, 2),
-            PlainNorm(2),
-            PlainFlatten(),
-            PlainLinear(50, 4),
-            PlainLinear(4, 4),
+            plain(nn.Conv2d)(3, 4, 3),
+            plain(nn.Identity)(),
+            plain(nn.Dropout2d)(),
+            plain(nn.BatchNorm2d)(4),
+            plain(nn.ConvTranspose2d)(4, 2, 2),
+            plain(nn.BatchNorm2d)(2),
+            plain(nn.Flatten)(),
+            plain(nn.Linear)(50, 4),
             nn.BatchNorm1d(4),
         ).double()
     )

@@ -24,19 +24,13 @@ class FrozenBatchNorm(nn.Module):
     def __init__(self, c: int) -> None:
         super().__init__()
         self.eps = 1e-4
-        for name, value in (
-            ("weight", 1.0),
-            ("bias", 0.0),
-            ("running_mean", 0.0),
-            ("running_var", 1.0),
-        ):
-            self.register_buffer(name, torch.full((c,), value))
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            self.register_buffer(name, torch.full((c,), float(name in ("weight", "running_var"))))
 
     def forward(self, x: Tensor) -> Any:
         scale = self.weight * (self.running_var + self.eps).rsqrt()
-        return x * scale.view(1, -1, 1, 1) + (self.bias - self.running_mean * scale).view(
-            1, -1, 1, 1
-        )
+        shift = self.bias - self.running_mean * scale
+        return x * scale.view(1, -1, 1, 1) + shift.view(1, -1, 1, 1)
 
 
 class BatchNormAct(nn.BatchNorm2d):
@@ -160,10 +154,7 @@ def test_batchnorm_before_a_padded_convolution_is_refused_unless_padded_explicit
     want, conv = outputs(model, x), model[1]
     report = fuse_(model)
     assert not report.applied
-    assert (
-        "pads with zeros, which a shift before it would change at the border; constant_pad=True"
-        in report.reason("0")
-    )
+    assert "would change at the border; constant_pad=True" in report.reason("0")
     assert fuse_(model, x, constant_pad=True).applied
     assert type(model[0]) is ConstantPad
     assert model[1] is conv
@@ -185,11 +176,8 @@ def test_batchnorm_between_two_layers_and_around_one() -> None:
     )
     x = image(2, 4, 7, 8)
     report = fused_exactly(model, x, x)
-    assert sorted(fusion.kind for fusion in report.fused) == [
-        "norm after layer",
-        "norm after layer",
-        "norm before layer",
-    ]
+    kinds = sorted(fusion.kind for fusion in report.fused)
+    assert kinds == ["norm after layer", "norm after layer", "norm before layer"]
     assert norms(model) == []
 
 
@@ -197,11 +185,8 @@ def test_batchnorm_that_feeds_several_layers() -> None:
     class Fan(nn.Module):
         def __init__(self, padding: Any) -> None:
             super().__init__()
-            self.norm, self.a, self.b = (
-                nn.BatchNorm2d(4),
-                nn.Conv2d(4, 3, 1),
-                nn.Conv2d(4, 5, 3, padding=padding),
-            )
+            self.norm, self.a = nn.BatchNorm2d(4), nn.Conv2d(4, 3, 1)
+            self.b = nn.Conv2d(4, 5, 3, padding=padding)
 
         def forward(self, x: Tensor) -> Any:
             x = self.norm(x)
@@ -298,9 +283,7 @@ def test_report_reads_as_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(report, FuseReport)
     assert "1 fused, 1 refused, applied" in str(report)
     assert "0  <- 1  [norm after layer, fx" in str(report)
-    assert "3  refused: its input comes from 2, not from a convolution or linear layer" in str(
-        report
-    )
+    assert "3  refused: its input comes from 2, not from a convolution or linear" in str(report)
     assert report.fused[0].scale == pytest.approx(8.0, rel=1e-4)
     with pytest.raises(
         FuseError, match=r"refused 1; expected to merge everything. 3: its input comes from 2"

@@ -130,11 +130,7 @@ def test_a_wrapper_of_torch_leaves_the_record_with_the_model_inside() -> None:
     model, fresh = small(), small()
     fuse_(nn.DataParallel(model), IMAGE)
     record = fusion_record(model)
-    assert [entry.get("path", entry.get("layers")) for entry in record] == [
-        "0.2",
-        ["0.0.conv"],
-        ["1"],
-    ]
+    assert [e.get("path", e.get("layers")) for e in record] == ["0.2", ["0.0.conv"], ["1"]]
     apply_fusion_record_(fresh, record)
     fresh.load_state_dict(model.state_dict())
     assert torch.equal(outputs(fresh, IMAGE), outputs(model, IMAGE))
@@ -195,16 +191,8 @@ def entry(**changes: Any) -> dict[str, Any]:
 
 
 def block(**changes: Any) -> dict[str, Any]:
-    layer = {
-        "class": "Conv2d",
-        "in_channels": 8,
-        "out_channels": 8,
-        "kernel_size": [3, 3],
-        "stride": [1, 1],
-        "padding": [1, 1],
-        "groups": 1,
-    }
-    layer |= changes
+    layer: dict[str, Any] = {"class": "Conv2d", "in_channels": 8, "out_channels": 8, "groups": 1}
+    layer |= {"kernel_size": [3, 3], "stride": [1, 1], "padding": [1, 1]} | changes
     return {"kind": "block", "path": "0.2", "family": "repvgg", "layers": [layer]}
 
 
@@ -218,47 +206,27 @@ DAMAGED: dict[str, tuple[Any, type[Exception], str]] = {
     "no list": ({"kind": "batchnorm"}, ConfigError, "expected a list of entries"),
     "no entry": (["batchnorm"], ConfigError, "expected an entry with 'kind'"),
     "unknown kind": ([entry(kind="exec")], ConfigError, "got 'exec' for 'kind'; expected one of"),
-    "kind of another type": ([entry(kind=[])], ConfigError, "expected a string"),
+    "kind of another type": ([entry(kind=[])], ConfigError, "expected one of batchnorm, block"),
     "missing key": ([entry(layers=...)], ConfigError, "expected an entry with the keys kind, norm"),
     "further key": ([entry(code="x")], ConfigError, "expected an entry with the keys kind, norm"),
     "path of another type": ([entry(norms=[2])], ConfigError, "expected a list of strings"),
     "no path": ([entry(norms=[])], ConfigError, "expected a list of strings"),
     "flag of another type": ([entry(constant_pad=1)], ConfigError, "expected true or false"),
-    "no such norm": (
-        [entry(norms=["9"])],
-        FuseError,
-        "9: got no such module; expected a BatchNorm",
-    ),
+    "no such norm": ([entry(norms=["9"])], FuseError, "9: got no such module; expected a BatchN"),
     "norm is the root": ([entry(norms=[""])], FuseError, r"\(root\): got a Sequential; expected a"),
-    "attribute, not module": (
-        [entry(norms=["1.__class__"])],
-        FuseError,
-        "got no such module; expected a BatchNorm",
-    ),
+    "attribute, not module": ([entry(norms=["1.__class__"])], FuseError, "got no such module; exp"),
     "no layer": ([entry(layers=["0"])], FuseError, "0: got a Sequential; expected a layer"),
     "unknown family": ([block() | {"family": "x"}], ConfigError, "unknown block family 'x'"),
-    "another block": (
-        [block() | {"path": "1"}],
-        FuseError,
-        "1: got a Conv2d; expected a repvgg block with its branches",
-    ),
+    "another block": ([block() | {"path": "1"}], FuseError, "1: got a Conv2d; expected a repvgg b"),
     "no layers": ([block() | {"layers": []}], ConfigError, "expected None layers|1 layers"),
-    "too many layers": (
-        [block() | {"layers": block()["layers"] * 2}],
-        ConfigError,
-        "expected 1 layers for a repvgg block",
-    ),
+    "too many layers": ([block() | {"layers": block()["layers"] * 2}], ConfigError, "1 layers for"),
     "layers of another type": ([block() | {"layers": 1}], ConfigError, "expected a list of layers"),
     "unknown class": ([block(**{"class": "Sequential"})], ConfigError, "expected Linear, Conv1d"),
     "negative channels": ([block(in_channels=-8)], ConfigError, "expected a positive whole number"),
     "true channels": ([block(in_channels=True)], ConfigError, "expected a positive whole number"),
     "kernel of three": ([block(kernel_size=[3])], ConfigError, "expected 2 whole numbers of at"),
     "groups": ([block(groups=3)], ConfigError, "expected a divisor of the channels"),
-    "huge kernel": (
-        [block(kernel_size=[2**20, 2**20])],
-        FuseError,
-        "got a layer of 70368744177664 weights for a RepVGGBlock of",
-    ),
+    "huge kernel": ([block(kernel_size=[2**20, 2**20])], FuseError, "a layer of 70368744177664 we"),
     "huge number": ([block(in_channels=10**30)], ConfigError, "expected a positive whole number"),
     "no JSON": ([entry(norms={1})], ConfigError, "expected JSON data"),
 }

@@ -27,11 +27,8 @@ from torchq.fusion.linear_map import (
 class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.wide, self.narrow, self.act = (
-            nn.Conv2d(4, 4, 3, padding=1),
-            nn.Conv2d(4, 4, 1),
-            nn.ReLU(),
-        )
+        self.wide, self.narrow = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+        self.act = nn.ReLU()
 
     def forward(self, x: Tensor) -> Any:
         if hasattr(self, "merged_conv"):
@@ -45,9 +42,8 @@ class Two(nn.Module):
     ids=["class", "predicate"],
 )
 def test_register_block(decorate: Any) -> None:
-    register_block("two", branches=("wide", "narrow"), writes="merged_conv", bypass=("act",))(
-        decorate
-    )
+    fields = {"branches": ("wide", "narrow"), "writes": "merged_conv", "bypass": ("act",)}
+    register_block("two", **fields)(decorate)
     try:
         torch.manual_seed(0)
         model = nn.Sequential(Two()).eval()
@@ -110,19 +106,6 @@ NOT_LINEAR = {
 def test_what_is_not_one_convolution_is_rejected(name: str) -> None:
     with pytest.raises(NotAffine):
         linear_map(NOT_LINEAR[name], 4, 2, square(3, out_channels=4))
-
-
-@pytest.mark.parametrize("name", ["relu", "product", "attention", "max"])
-def test_what_is_not_linear_is_turned_away_before_its_gradients_are_read(name: str) -> None:
-    calls = []
-
-    def function(x: Tensor) -> Tensor:
-        calls.append(x)
-        return NOT_LINEAR[name](x)
-
-    with pytest.raises(NotAffine, match="not the sum of the results"):
-        extract(function, square(3, out_channels=4))
-    assert len(calls) == 1
 
 
 LINEAR = {

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import torchq.fusion.passes
 from tests.fusion.blocks.repvgg import RepVGGBlock
 from tests.fusion.common import error, outputs, randomized
 from tests.fusion.test_record import IMAGE, small
@@ -117,25 +116,6 @@ def test_reports_are_wrapped_to_the_terminal(monkeypatch: pytest.MonkeyPatch) ->
     reason = report.reason("4")
     assert reason is not None
     assert " ".join(reason.split()) in " ".join(text.split())
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_each_pass_shows_progress(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[tuple[str, int]] = []
-
-    def bar(items: Sequence[Any], **options: Any) -> Iterator[Any]:
-        assert options["enabled"] is enabled
-        shown.append((options["description"], len(items)))
-        yield from items
-
-    monkeypatch.setattr(torchq.fusion.passes, "progress_bar", bar)
-    fuse_(reported(), progress=enabled)
-    modules = len(list(reported().modules()))
-    assert shown[0] == ("merge blocks", modules)
-    assert {description for description, _ in shown} == {
-        "merge blocks",
-        "fold BatchNorm",
-    }
 
 
 class TwoInputs(nn.Module):

@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchq.errors import FuseError
-
 
 class KernelBias(NamedTuple):
     """A linear map: float64 kernel, and bias ``(out,)``."""
@@ -62,11 +60,6 @@ def fold_affine_after(
     """
     kernel, scale, shift = kernel.double(), scale.double(), shift.double()
     out = kernel.shape[1] * groups if transposed else kernel.shape[0]
-    if scale.numel() != out:
-        raise FuseError(
-            f"fold_affine_after: got {scale.numel()} scales for {out} output channels;"
-            " expected one per channel"
-        )
     if transposed:
         grouped = kernel.reshape(groups, -1, *kernel.shape[1:])
         factor = scale.reshape(groups, 1, -1, *[1] * (kernel.dim() - 2))
@@ -92,12 +85,6 @@ def fold_affine_before(
     right only where every output position sees the whole window (a window of one).
     """
     kernel, scale, shift = kernel.double(), scale.double(), shift.double()
-    channels = kernel.shape[0] if transposed else kernel.shape[1] * groups
-    if scale.numel() != channels:
-        raise FuseError(
-            f"fold_affine_before: got {scale.numel()} scales for {channels} input channels;"
-            " expected one per channel"
-        )
     taps = kernel.flatten(2).sum(-1) if kernel.dim() > 2 else kernel
     taps = taps.reshape(groups, -1, taps.shape[1])
     by_group = shift.reshape(groups, -1)
@@ -169,10 +156,6 @@ def dilate_kernel(kernel: Tensor, rate: Sequence[int]) -> Tensor:
 
 def regroup_kernel(kernel: Tensor, groups: int, new_groups: int) -> Tensor:
     """Return a kernel of ``groups`` groups written with fewer groups, filled up with zeros."""
-    if groups % new_groups:
-        raise FuseError(
-            f"regroup_kernel: got {new_groups} groups for a kernel of {groups}; expected a divisor"
-        )
     ratio = groups // new_groups
     if ratio == 1:
         return kernel
@@ -184,18 +167,10 @@ def regroup_kernel(kernel: Tensor, groups: int, new_groups: int) -> Tensor:
     return wide.reshape(kernel.shape[0], ratio * per_group, *kernel.shape[2:])
 
 
-def add_branches(
-    branches: Sequence[KernelBias], coefficients: Sequence[float | Tensor] | None = None
-) -> KernelBias:
-    """Return the sum of ``coefficient * branch`` over branches of one shape."""
-    kernel = torch.zeros_like(branches[0].kernel)
-    bias = torch.zeros_like(branches[0].bias)
-    for branch, coefficient in zip(branches, coefficients or [1.0] * len(branches), strict=True):
-        factor = torch.as_tensor(coefficient, dtype=torch.float64, device=kernel.device)
-        factor = factor.reshape(-1)
-        kernel = kernel + _per_output(factor, kernel) * branch.kernel
-        bias = bias + factor * branch.bias
-    return KernelBias(kernel, bias)
+def add_branches(branches: Sequence[KernelBias]) -> KernelBias:
+    """Return the sum of branches of one shape."""
+    kernels, biases = zip(*branches, strict=True)
+    return KernelBias(sum(kernels[1:], kernels[0]), sum(biases[1:], biases[0]))
 
 
 def compose(

@@ -21,6 +21,7 @@ from torchq.fusion.linear_map import (
     Geometry,
     NotAffine,
     linear_map,
+    random_inputs,
     relative_error,
 )
 from torchq.fusion.modules import CONVOLUTIONS, block_obstacle, is_layer, is_norm, spatial_dims_of
@@ -62,15 +63,12 @@ class MergedLayer:
     def of(cls, geometry: Geometry, value: KernelBias, block: nn.Module) -> MergedLayer:
         """Return the layer with the dtype, device and mode of ``block``."""
         weights = [module.weight for module in block.modules() if is_layer(module)]
-        tensors: list[Tensor] = [
-            t for t in (*weights, *block.parameters(), *block.buffers()) if t.is_floating_point()
-        ]
+        tensors = [*weights, *block.parameters(), *block.buffers()]
+        like = next(tensor for tensor in tensors if tensor.is_floating_point())
         trainable = any(parameter.requires_grad for parameter in block.parameters())
         channels_last = any(map(_is_channels_last, tensors))
-        like = tensors[0]
-        return cls(
-            geometry, value, like.dtype, like.device, trainable, block.training, channels_last
-        )
+        mode = (trainable, block.training, channels_last)
+        return cls(geometry, value, like.dtype, like.device, *mode)
 
     def record(self) -> dict[str, Any]:
         """Return class and constructor arguments of the module, as JSON data."""
@@ -433,12 +431,8 @@ def _block_error(before: nn.Module, after: nn.Module, layer: MergedLayer) -> flo
 
     A block that needs more than one tensor gives 0: its layers were compared one by one.
     """
-    generator, error = torch.Generator().manual_seed(0), 0.0
-    geometry = layer.geometry
-    for extra in (2, 5):
-        spatial = [w + extra + axis for axis, w in enumerate(geometry.window)]
-        shape = (2, geometry.in_channels, *spatial)
-        x = torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
+    error = 0.0
+    for x in random_inputs(layer.geometry, (2, 5)):
         with torch.no_grad():
             try:
                 want = before.forward(x)

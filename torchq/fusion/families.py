@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.nn.functional as F
@@ -134,284 +136,141 @@ def _implicit(block: Any) -> bool:
     )
 
 
-def _fully_fused(block: Any) -> bool:
-    return bool(block.fully_fused or block.partially_fused)
+#: The families by name, the general ones first: later ones are tried first. What stands behind a
+#: name are fields of :class:`BlockRule`, of which ``sets`` are the flags.
+_TABLE = """
+# PaddleDetection PP-YOLOE, RT-DETR
+ppyoloe: loose; has conv1 conv2 act; lacks conv; branches conv1 conv2; writes conv; bypass act
+# Ultralytics RepConv, and Conv2, whose branches share one BatchNorm
+ultralytics-repconv: loose; has conv1 conv2 forward_fuse; lacks conv; branches conv1 conv2 bn;
+    writes conv; bypass act
+ultralytics-conv2: loose; has conv cv2 bn forward_fuse; branches conv cv2; writes conv;
+    bypass act bn
+# Ultralytics RepVGGDW: the large depthwise kernels of YOLOv10's CIB blocks
+ultralytics-repvggdw: has conv conv1 act forward_fuse; branches conv conv1; writes conv; bypass act
+# RepVGG, RepVGGplus, YOLOv6, YOLOv7
+repvgg: has rbr_dense rbr_1x1; branches rbr_dense rbr_1x1 rbr_identity rbr_avg id_tensor;
+    writes rbr_reparam; bypass nonlinearity se post_se act activation; sets deploy
+repvgg-custom-l2: has rbr_dense rbr_1x1 rbr_identity;
+    branches rbr_dense rbr_1x1 rbr_identity rbr_avg id_tensor; writes rbr_reparam; sets deploy
+# YOLOv6 QARepVGG: the BatchNorm behind the addition is folded afterwards like any other
+qarepvgg: has rbr_dense rbr_1x1 bn; branches rbr_dense rbr_1x1 rbr_identity rbr_avg id_tensor;
+    writes rbr_reparam; bypass nonlinearity se post_se act activation bn; sets deploy
+# MobileOne, FastViT (Apple)
+mobileone: has rbr_conv rbr_scale; lacks reparam_conv; branches rbr_conv rbr_scale rbr_skip;
+    writes reparam_conv; bypass se activation; sets inference_mode
+large-kernel: has lkb_origin small_conv; lacks lkb_reparam; branches lkb_origin small_conv;
+    writes lkb_reparam; bypass activation
+repmixer: loose; has mixer norm; lacks reparam_conv; branches mixer norm layer_scale;
+    writes reparam_conv
+repcpe: loose; has pe; lacks reparam_conv; branches pe; writes reparam_conv
+# timm
+timm: has conv_kxk reparam_conv; lacks reparam_conv;
+    branches conv_kxk conv_1x1 conv_scale identity drop_path; writes reparam_conv;
+    bypass attn se act
+timm-large-kernel: has large_conv small_conv reparam_conv; lacks reparam_conv;
+    branches large_conv small_conv; writes reparam_conv; bypass se act
+timm-repcpe: has pos_enc reparam_conv; lacks reparam_conv; branches pos_enc; writes reparam_conv
+ghostnetv3: has primary_rpr_conv cheap_rpr_conv; branches primary_rpr_* cheap_rpr_*;
+    writes primary_conv
+ghostnetv3-bottleneck: has dw_rpr_conv dw_rpr_scale conv_dw; branches dw_rpr_*; writes conv_dw;
+    sets infer_mode
+repghost: has fusion_conv fusion_bn cheap_operation; branches fusion_conv fusion_bn;
+    writes cheap_operation
+# YOLOv6 CSLA: factors instead of BatchNorms in the branches, and no deployed form
+yolov6-linear-add: has conv scale_conv conv_1x1 scale_1x1;
+    branches conv scale_conv conv_1x1 scale_1x1 scale_identity bn; bypass nonlinearity
+# RepViT
+repvit-depthwise: loose; has conv conv1 bn; branches conv conv1 bn
+repvit-residual: loose; has m drop; branches m
+repvit-classifier: loose; has classifier classifier_dist; branches classifier classifier_dist
+timm-distilled-classifier: loose; has head head_dist; branches head head_dist
+# mmpretrain
+mmpretrain-repvgg: has branch_3x3 branch_1x1; branches branch_3x3 branch_1x1 branch_norm;
+    writes branch_reparam; bypass se_layer act; sets deploy
+mmpretrain-mobileone: has branch_conv_list; branches branch_conv_list branch_scale branch_norm;
+    writes branch_reparam; bypass se_layer act; sets deploy
+# super-gradients: rbr_reparam is there from the start, unused
+super-gradients-qarepvgg: has branch_3x3 branch_1x1 fully_fused partially_fused;
+    branches branch_3x3 branch_1x1 identity alpha post_bn id_tensor; writes rbr_reparam;
+    bypass se nonlinearity; sets fully_fused no-partially_fused
+# Diverse Branch Block, ACNet, UniRepLKNet
+dbb: has dbb_origin; lacks dbb_reparam; branches dbb_origin dbb_1x1 dbb_avg dbb_1x1_kxk;
+    writes dbb_reparam; bypass nonlinear
+acnet: has square_conv ver_conv hor_conv; branches square_* ver_* hor_*; writes fused_conv;
+    sets deploy
+unireplknet: has lk_origin origin_bn; branches lk_origin origin_bn dil_conv_* dil_bn_*;
+    writes lk_origin
+# VanillaNet; conv1 and conv2 merge once the slope between them has reached 1
+vanillanet-block: loose; has conv1 conv2 act_learn; lacks conv; branches conv1 conv2; writes conv;
+    bypass pool act; sets deploy
+vanillanet: loose; has stem1 stem2 cls1 cls2 act_learn deploy; branches stem1 stem2 cls1 cls2;
+    writes stem
+vanillanet-activation: has weight bn act_num dim; branches bn; writes weight
+yolov7-implicit: has m ia im; branches ia im; writes m
+"""
+#: What a table of names cannot say.
+_WHEN: dict[str, Callable[[Any], bool]] = {
+    "ppyoloe": lambda b: _wraps_layer(b, "conv1") and _wraps_layer(b, "conv2"),
+    "repvgg": lambda b: _is_module(b, "rbr_dense"),
+    "repvgg-custom-l2": lambda b: _is_module(b, "rbr_dense") and _needs_more_than_one(b),
+    "qarepvgg": lambda b: _is_module(b, "rbr_dense", "bn"),
+    "repmixer": lambda b: (
+        _is_module(b, "mixer", "norm")
+        and (hasattr(b, "reparam_conv") or hasattr(b, "use_layer_scale"))
+    ),
+    "repcpe": lambda b: is_layer(b.pe),
+    "timm-large-kernel": lambda b: _is_module(b, "large_conv"),
+    "ghostnetv3-bottleneck": lambda b: _is_module(b, "dw_rpr_conv") and len(b.dw_rpr_conv) > 0,
+    "repghost": lambda b: _is_module(b, "fusion_conv") and len(b.fusion_conv) > 0,
+    "repvit-depthwise": lambda b: _is_module(b, "conv", "bn") and is_layer(b.conv1),
+    "repvit-residual": lambda b: _is_module(b, "m") and not isinstance(b.m, nn.ModuleList),
+    "repvit-classifier": lambda b: _is_module(b, "classifier", "classifier_dist"),
+    "timm-distilled-classifier": lambda b: _is_module(b, "head", "head_dist"),
+    "super-gradients-qarepvgg": lambda b: not (b.fully_fused or b.partially_fused),
+    "yolov7-implicit": _implicit,
+}
+_LINEAR: dict[str, Callable[[Any, Tensor], Any]] = {
+    "repvgg-custom-l2": _add_rbr,
+    "ghostnetv3-bottleneck": lambda b, x: sum(
+        (conv(x) for conv in b.dw_rpr_conv), start=b.dw_rpr_scale(x)
+    ),
+    "repghost": _add_ghost,
+}
+_FINISH: dict[str, Callable[[Any], None]] = {
+    "ultralytics-repconv": _use_forward_fuse,
+    "ultralytics-conv2": _use_forward_fuse,
+    "ultralytics-repvggdw": _use_forward_fuse,
+    "repghost": _empty_ghost,
+}
+_CLASSES: dict[str, type[BlockRule]] = {
+    "ghostnetv3": GhostV3Rule,
+    "vanillanet": VanillaNetRule,
+    "vanillanet-activation": VanillaActivationRule,
+    "yolov7-implicit": ImplicitHeadRule,
+}
 
 
-def _two_heads(name: str, *heads: str) -> BlockRule:
-    """Return the rule of classifiers for two teachers, whose results are averaged."""
-    return BlockRule(
-        name=name, has=heads, branches=heads, when=lambda b: _is_module(b, *heads), loose=True
-    )
+def _rules() -> Iterator[BlockRule]:
+    """Yield the rules of the table, whose rows go on in indented lines."""
+    for row in re.sub(r"\n    ", " ", _TABLE).splitlines():
+        if not row or row.startswith("#"):
+            continue
+        name, _, text = row.partition(": ")
+        fields = {key: tuple(rest) for key, *rest in map(str.split, text.split("; "))}
+        flags = {flag.removeprefix("no-"): flag[:3] != "no-" for flag in fields.pop("sets", ())}
+        yield _CLASSES.get(name, BlockRule)(
+            name=name,
+            writes=next(iter(fields.pop("writes", ())), None),
+            loose=fields.pop("loose", None) is not None,
+            flags=flags,
+            when=_WHEN.get(name),
+            linear=_LINEAR.get(name),
+            finish=_FINISH.get(name),
+            **fields,
+        )
 
 
-_RBR = ("rbr_dense", "rbr_1x1", "rbr_identity", "rbr_avg", "id_tensor")
-_RBR_AFTER = ("nonlinearity", "se", "post_se", "act", "activation")
-
-#: All built-in families, the general ones first: later entries are tried first.
-FAMILIES: tuple[BlockRule, ...] = (
-    # PaddleDetection PP-YOLOE, RT-DETR
-    BlockRule(
-        name="ppyoloe",
-        has=("conv1", "conv2", "act"),
-        branches=("conv1", "conv2"),
-        writes="conv",
-        bypass=("act",),
-        lacks=("conv",),
-        when=lambda b: _wraps_layer(b, "conv1") and _wraps_layer(b, "conv2"),
-        loose=True,
-    ),
-    # Ultralytics RepConv, and Conv2, whose branches share one BatchNorm
-    BlockRule(
-        name="ultralytics-repconv",
-        has=("conv1", "conv2", "forward_fuse"),
-        branches=("conv1", "conv2", "bn"),
-        writes="conv",
-        bypass=("act",),
-        lacks=("conv",),
-        finish=_use_forward_fuse,
-        loose=True,
-    ),
-    BlockRule(
-        name="ultralytics-conv2",
-        has=("conv", "cv2", "bn", "forward_fuse"),
-        branches=("conv", "cv2"),
-        writes="conv",
-        bypass=("act", "bn"),
-        finish=_use_forward_fuse,
-        loose=True,
-    ),
-    # Ultralytics RepVGGDW: the large depthwise kernels of YOLOv10's CIB blocks
-    BlockRule(
-        name="ultralytics-repvggdw",
-        has=("conv", "conv1", "act", "forward_fuse"),
-        branches=("conv", "conv1"),
-        writes="conv",
-        bypass=("act",),
-        finish=_use_forward_fuse,
-    ),
-    # RepVGG, RepVGGplus, YOLOv6, YOLOv7
-    BlockRule(
-        name="repvgg",
-        has=("rbr_dense", "rbr_1x1"),
-        branches=_RBR,
-        writes="rbr_reparam",
-        bypass=_RBR_AFTER,
-        flags={"deploy": True},
-        when=lambda b: _is_module(b, "rbr_dense"),
-    ),
-    BlockRule(
-        name="repvgg-custom-l2",
-        has=("rbr_dense", "rbr_1x1", "rbr_identity"),
-        branches=_RBR,
-        writes="rbr_reparam",
-        flags={"deploy": True},
-        when=lambda b: _is_module(b, "rbr_dense") and _needs_more_than_one(b),
-        linear=_add_rbr,
-    ),
-    # YOLOv6 QARepVGG: the BatchNorm behind the addition is folded afterwards like any other
-    BlockRule(
-        name="qarepvgg",
-        has=("rbr_dense", "rbr_1x1", "bn"),
-        branches=_RBR,
-        writes="rbr_reparam",
-        bypass=(*_RBR_AFTER, "bn"),
-        flags={"deploy": True},
-        when=lambda b: _is_module(b, "rbr_dense", "bn"),
-    ),
-    # MobileOne, FastViT (Apple)
-    BlockRule(
-        name="mobileone",
-        has=("rbr_conv", "rbr_scale"),
-        branches=("rbr_conv", "rbr_scale", "rbr_skip"),
-        writes="reparam_conv",
-        bypass=("se", "activation"),
-        lacks=("reparam_conv",),
-        flags={"inference_mode": True},
-    ),
-    BlockRule(
-        name="large-kernel",
-        has=("lkb_origin", "small_conv"),
-        branches=("lkb_origin", "small_conv"),
-        writes="lkb_reparam",
-        bypass=("activation",),
-        lacks=("lkb_reparam",),
-    ),
-    BlockRule(
-        name="repmixer",
-        has=("mixer", "norm"),
-        branches=("mixer", "norm", "layer_scale"),
-        writes="reparam_conv",
-        lacks=("reparam_conv",),
-        when=lambda b: (
-            _is_module(b, "mixer", "norm")
-            and (hasattr(b, "reparam_conv") or hasattr(b, "use_layer_scale"))
-        ),
-        loose=True,
-    ),
-    BlockRule(
-        name="repcpe",
-        has=("pe",),
-        branches=("pe",),
-        writes="reparam_conv",
-        lacks=("reparam_conv",),
-        when=lambda b: is_layer(b.pe),
-        loose=True,
-    ),
-    # timm
-    BlockRule(
-        name="timm",
-        has=("conv_kxk", "reparam_conv"),
-        branches=("conv_kxk", "conv_1x1", "conv_scale", "identity", "drop_path"),
-        writes="reparam_conv",
-        bypass=("attn", "se", "act"),
-        lacks=("reparam_conv",),
-    ),
-    BlockRule(
-        name="timm-large-kernel",
-        has=("large_conv", "small_conv", "reparam_conv"),
-        branches=("large_conv", "small_conv"),
-        writes="reparam_conv",
-        bypass=("se", "act"),
-        lacks=("reparam_conv",),
-        when=lambda b: _is_module(b, "large_conv"),
-    ),
-    BlockRule(
-        name="timm-repcpe",
-        has=("pos_enc", "reparam_conv"),
-        branches=("pos_enc",),
-        writes="reparam_conv",
-        lacks=("reparam_conv",),
-    ),
-    GhostV3Rule(
-        name="ghostnetv3",
-        has=("primary_rpr_conv", "cheap_rpr_conv"),
-        branches=("primary_rpr_*", "cheap_rpr_*"),
-        writes="primary_conv",
-    ),
-    BlockRule(
-        name="ghostnetv3-bottleneck",
-        has=("dw_rpr_conv", "dw_rpr_scale", "conv_dw"),
-        branches=("dw_rpr_*",),
-        writes="conv_dw",
-        flags={"infer_mode": True},
-        when=lambda b: _is_module(b, "dw_rpr_conv") and len(b.dw_rpr_conv) > 0,
-        linear=lambda b, x: sum((conv(x) for conv in b.dw_rpr_conv), start=b.dw_rpr_scale(x)),
-    ),
-    BlockRule(
-        name="repghost",
-        has=("fusion_conv", "fusion_bn", "cheap_operation"),
-        branches=("fusion_conv", "fusion_bn"),
-        writes="cheap_operation",
-        when=lambda b: _is_module(b, "fusion_conv") and len(b.fusion_conv) > 0,
-        linear=_add_ghost,
-        finish=_empty_ghost,
-    ),
-    # YOLOv6 CSLA: factors instead of BatchNorms in the branches, and no deployed form
-    BlockRule(
-        name="yolov6-linear-add",
-        has=("conv", "scale_conv", "conv_1x1", "scale_1x1"),
-        branches=("conv", "scale_conv", "conv_1x1", "scale_1x1", "scale_identity", "bn"),
-        bypass=("nonlinearity",),
-    ),
-    # RepViT
-    BlockRule(
-        name="repvit-depthwise",
-        has=("conv", "conv1", "bn"),
-        branches=("conv", "conv1", "bn"),
-        when=lambda b: _is_module(b, "conv", "bn") and is_layer(b.conv1),
-        loose=True,
-    ),
-    BlockRule(
-        name="repvit-residual",
-        has=("m", "drop"),
-        branches=("m",),
-        when=lambda b: _is_module(b, "m") and not isinstance(b.m, nn.ModuleList),
-        loose=True,
-    ),
-    _two_heads("repvit-classifier", "classifier", "classifier_dist"),
-    _two_heads("timm-distilled-classifier", "head", "head_dist"),
-    # mmpretrain
-    BlockRule(
-        name="mmpretrain-repvgg",
-        has=("branch_3x3", "branch_1x1"),
-        branches=("branch_3x3", "branch_1x1", "branch_norm"),
-        writes="branch_reparam",
-        bypass=("se_layer", "act"),
-        flags={"deploy": True},
-    ),
-    BlockRule(
-        name="mmpretrain-mobileone",
-        has=("branch_conv_list",),
-        branches=("branch_conv_list", "branch_scale", "branch_norm"),
-        writes="branch_reparam",
-        bypass=("se_layer", "act"),
-        flags={"deploy": True},
-    ),
-    # super-gradients: rbr_reparam is there from the start, unused
-    BlockRule(
-        name="super-gradients-qarepvgg",
-        has=("branch_3x3", "branch_1x1", "fully_fused", "partially_fused"),
-        branches=("branch_3x3", "branch_1x1", "identity", "alpha", "post_bn", "id_tensor"),
-        writes="rbr_reparam",
-        bypass=("se", "nonlinearity"),
-        flags={"fully_fused": True, "partially_fused": False},
-        when=lambda b: not _fully_fused(b),
-    ),
-    # Diverse Branch Block, ACNet, UniRepLKNet
-    BlockRule(
-        name="dbb",
-        has=("dbb_origin",),
-        branches=("dbb_origin", "dbb_1x1", "dbb_avg", "dbb_1x1_kxk"),
-        writes="dbb_reparam",
-        bypass=("nonlinear",),
-        lacks=("dbb_reparam",),
-    ),
-    BlockRule(
-        name="acnet",
-        has=("square_conv", "ver_conv", "hor_conv"),
-        branches=("square_*", "ver_*", "hor_*"),
-        writes="fused_conv",
-        flags={"deploy": True},
-    ),
-    BlockRule(
-        name="unireplknet",
-        has=("lk_origin", "origin_bn"),
-        branches=("lk_origin", "origin_bn", "dil_conv_*", "dil_bn_*"),
-        writes="lk_origin",
-    ),
-    # VanillaNet; conv1 and conv2 merge once the slope between them has reached 1
-    BlockRule(
-        name="vanillanet-block",
-        has=("conv1", "conv2", "act_learn"),
-        branches=("conv1", "conv2"),
-        writes="conv",
-        bypass=("pool", "act"),
-        lacks=("conv",),
-        flags={"deploy": True},
-        loose=True,
-    ),
-    VanillaNetRule(
-        name="vanillanet",
-        has=("stem1", "stem2", "cls1", "cls2", "act_learn", "deploy"),
-        branches=("stem1", "stem2", "cls1", "cls2"),
-        writes="stem",
-        loose=True,
-    ),
-    VanillaActivationRule(
-        name="vanillanet-activation",
-        has=("weight", "bn", "act_num", "dim"),
-        branches=("bn",),
-        writes="weight",
-    ),
-    ImplicitHeadRule(
-        name="yolov7-implicit",
-        has=("m", "ia", "im"),
-        branches=("ia", "im"),
-        writes="m",
-        when=_implicit,
-    ),
-)
-
+FAMILIES: tuple[BlockRule, ...] = tuple(_rules())
 for _rule in FAMILIES:
     BLOCKS.add(_rule.name, _rule)

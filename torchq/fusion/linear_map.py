@@ -7,7 +7,7 @@ on random inputs, so nothing that is not exactly one convolution passes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -310,11 +310,6 @@ def _sub(a: Any, b: Any, *, alpha: float = 1.0) -> Affine:
     return _add(a, _mul(b, -alpha) if isinstance(b, Affine) else -alpha * b)
 
 
-@_operator("rsub", "__rsub__")
-def _rsub(a: Any, b: Any) -> Affine:
-    return _sub(b, a)
-
-
 @_operator("mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply")
 def _mul(a: Any, b: Any) -> Affine:
     if isinstance(a, Affine) and isinstance(b, Affine):
@@ -330,14 +325,13 @@ def _div(a: Any, b: Any) -> Affine:
     return a.scale(1.0 / _constant(b, a), None)
 
 
-@_operator("neg", "__neg__", "negative")
-def _neg(a: Affine) -> Affine:
-    return _mul(a, -1.0)
-
-
-@_operator("contiguous", "clone", "detach", "requires_grad_")
-def _same(a: Affine, *args: Any, **kwargs: Any) -> Affine:
-    return a
+_SIMPLE: dict[tuple[str, ...], Callable[..., Any]] = {
+    ("rsub", "__rsub__"): lambda a, b: _sub(b, a),
+    ("neg", "__neg__", "negative"): lambda a: _mul(a, -1.0),
+    ("contiguous", "clone", "detach", "requires_grad_"): lambda a, *args, **kwargs: a,
+}
+for _names, _function in _SIMPLE.items():
+    _operator(*_names)(_function)
 
 
 @_operator(
@@ -404,11 +398,9 @@ def _conv(
         before = after = (0,) * dims
     else:
         before = after = _ints(padding, dims)
-    channels, out = weight.shape[1] * groups, weight.shape[0]
-    steps = _ints(stride, dims)
-    return a.convolve(
-        weight, bias, Geometry(channels, out, groups, window, before, after, steps), rate
-    )
+    sizes = (weight.shape[1] * groups, weight.shape[0], groups)
+    geometry = Geometry(*sizes, window, before, after, _ints(stride, dims))
+    return a.convolve(weight, bias, geometry, rate)
 
 
 @_operator("linear")
@@ -456,16 +448,12 @@ def _crop(a: Affine, index: Any) -> Affine:
     everything = slice(None)
     if not plain or slices[:2] != (everything, everything) or len(slices) != a.dim():
         raise NotAffine("an index that is not a crop")
-    before, after = [], []
-    for part in slices[2:]:
-        start, stop = part.start or 0, part.stop
-        from_start = isinstance(start, int) and start >= 0
-        to_end = stop is None or (isinstance(stop, int) and stop < 0)
-        if not (from_start and to_end):
-            raise NotAffine("a crop that depends on the size of the input")
-        before.append(-start)
-        after.append(stop or 0)
-    return a.padded(tuple(before), tuple(after))
+    ends = [(part.start or 0, 0 if part.stop is None else part.stop or 1) for part in slices[2:]]
+    if not all(isinstance(n, int) for pair in ends for n in pair) or any(
+        start < 0 or stop > 0 for start, stop in ends
+    ):
+        raise NotAffine("a crop that depends on the size of the input")
+    return a.padded(tuple(-start for start, _ in ends), tuple(stop for _, stop in ends))
 
 
 # Python looks the operators of expressions up on the class.
@@ -611,15 +599,19 @@ def _like(
     return target, Affine(geometry, lambda: value).fit(target)
 
 
+def random_inputs(geometry: Geometry, beyond: Sequence[int]) -> Iterator[Tensor]:
+    """Yield random inputs of a map, larger than its window by so many positions."""
+    generator = torch.Generator().manual_seed(0)
+    for extra in beyond:
+        spatial = [size + extra + axis for axis, size in enumerate(geometry.window)]
+        shape = (2, geometry.in_channels, *spatial)
+        yield torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
+
+
 def _check(function: Function, geometry: Geometry, value: KernelBias) -> float:
     """Return the relative error on random inputs of two sizes, borders included."""
-    generator = torch.Generator().manual_seed(0)
-    error = 0.0
-    reach = max(geometry.window, default=1)
-    for extra in (1, 4):
-        spatial = [reach + extra + axis for axis in range(geometry.spatial_dims)]
-        shape = (2, geometry.in_channels, *spatial)
-        x = torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
-        with torch.no_grad():
-            error = max(error, relative_error(apply_map(x, geometry, value), function(x)))
-    return error
+    with torch.no_grad():
+        return max(
+            relative_error(apply_map(x, geometry, value), function(x))
+            for x in random_inputs(geometry, (1, 4))
+        )

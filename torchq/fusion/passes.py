@@ -9,35 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
-from torchq.fusion.blocks import plan_blocks
-from torchq.fusion.fold import plan_fold
+from torchq.fusion.blocks import BlockEdit, plan_blocks
+from torchq.fusion.fold import FoldEdit, plan_fold
 from torchq.fusion.modules import is_norm
 from torchq.fusion.pairs import find_flow, find_pairs
-from torchq.fusion.report import Fusion, Refusal
+from torchq.fusion.report import Refusal
 from torchq.utils import progress_bar
 
 _MOST_ROUNDS = 4  # a layer between two BatchNorms absorbs one in each round
 
 
-class Edit(Protocol):
-    """A planned change, applicable to the model and to copies of it."""
-
-    @property
-    def fusion(self) -> Fusion | None:
-        """The change's row in the report."""
-        ...
-
-    def apply(self, model: nn.Module) -> None:
-        """Carry the change out on ``model``."""
-        ...
-
-    def record(self) -> dict[str, Any]:
-        """Return the structure of the change, as JSON data."""
-        ...
+#: A planned change: it has a row of the report (``fusion``), is applied to the model and to copies
+#: of it (``apply``), and is told as JSON data (``record``).
+Edit = FoldEdit | BlockEdit
 
 
 @dataclass
@@ -58,15 +46,14 @@ class Trial:
 
     def carry_out(self, results: Sequence[Edit | Refusal]) -> int:
         """Apply the edits among ``results`` to the copy; return how many there were."""
-        count = 0
+        edits = [result for result in results if not isinstance(result, Refusal)]
         for result in results:
             if isinstance(result, Refusal):
                 self.refused.setdefault(result.name, result)
             else:
                 result.apply(self.model)
-                self.edits.append(result)
-                count += 1
-        return count
+        self.edits += edits
+        return len(edits)
 
     def bar(self, items: Sequence[Any], description: str) -> Any:
         """Iterate over ``items`` behind a progress bar that appears after a second."""

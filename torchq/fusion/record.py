@@ -21,7 +21,7 @@ from torchq.fusion.blocks import BLOCKS, BlockEdit, BlockRule, MergedLayer
 from torchq.fusion.fold import ConstantPad, FoldEdit, LayerNumbers
 from torchq.fusion.linear_map import Geometry
 from torchq.fusion.modules import is_layer, is_norm, output_channels
-from torchq.utils import copy_module, undone_on_error
+from torchq.utils import copy_module, short_repr, undone_on_error
 
 #: No channel count, kernel size, stride or padding of a real layer is larger.
 _LARGEST = 2**24
@@ -86,7 +86,9 @@ def apply_fusion_record_(model: nn.Module, record: Sequence[Entry]) -> None:
     if not isinstance(record, (list, tuple)):
         raise _damaged(record, None, "a list of entries")
     for entry in record:
-        if _text(entry, "kind") not in _CHANGES:
+        if not isinstance(entry, Mapping) or "kind" not in entry:
+            raise _damaged(entry, None, "an entry with 'kind'")
+        if str(entry["kind"]) not in _CHANGES:
             raise _damaged(entry, "kind", f"one of {', '.join(sorted(_CHANGES))}")
     known = {_canonical(entry) for entry in fusion_record(model)}
     entries = [dict(entry) for entry in record if _canonical(entry) not in known]
@@ -116,7 +118,7 @@ def recording(model: nn.Module, entries: Sequence[Entry]) -> Iterator[None]:
 def _ordered(model: nn.Module) -> list[tuple[int, dict[str, Any]]]:
     """Return order and entry of everything recorded below ``model``, with paths in ``model``."""
     found = [
-        (order, _with_prefix(entry, path))
+        (order, _moved(entry, into=path))
         for path, module in model.named_modules()
         for order, entry in vars(module).get(_ATTRIBUTE, ())
     ]
@@ -135,7 +137,7 @@ def _store(
         path = _common_parent(_paths(entry))
         while path and (path not in modules or modules[path] is not before.get(path)):
             path = path.rpartition(".")[0]
-        held.setdefault(path, []).append((order, _without_prefix(entry, path)))
+        held.setdefault(path, []).append((order, _moved(entry, out_of=path)))
     for module in modules.values():
         if _ATTRIBUTE in vars(module):
             delattr(module, _ATTRIBUTE)
@@ -144,28 +146,19 @@ def _store(
 
 
 def _paths(entry: Entry) -> list[str]:
-    if "path" in entry:
-        return [entry["path"]]
-    return [*entry["norms"], *entry["layers"]]
+    return [entry["path"]] if "path" in entry else [*entry["norms"], *entry["layers"]]
 
 
-def _with_paths(entry: Entry, change: Callable[[str], str]) -> dict[str, Any]:
-    """Return a copy of ``entry`` with every path changed."""
+def _moved(entry: Entry, out_of: str = "", into: str = "") -> dict[str, Any]:
+    """Return a copy of ``entry`` for the module at one of two paths, of which one is the root."""
+
+    def change(path: str) -> str:
+        return f"{into}.{path[len(out_of) :].lstrip('.')}".strip(".")
+
     new = copy.deepcopy(dict(entry))
     if "path" in new:
-        new["path"] = change(new["path"])
-    else:
-        for key in ("norms", "layers"):
-            new[key] = [change(path) for path in new[key]]
-    return new
-
-
-def _with_prefix(entry: Entry, prefix: str) -> dict[str, Any]:
-    return _with_paths(entry, lambda path: f"{prefix}.{path}".strip("."))
-
-
-def _without_prefix(entry: Entry, prefix: str) -> dict[str, Any]:
-    return _with_paths(entry, lambda path: path[len(prefix) :].lstrip("."))
+        return new | {"path": change(new["path"])}
+    return new | {key: [change(path) for path in new[key]] for key in ("norms", "layers")}
 
 
 def _common_parent(paths: Sequence[str]) -> str:
@@ -186,9 +179,7 @@ def _damaged(record: Any, key: str | None, expected: str) -> ConfigError:
     """Return the error for the value of ``key``, or with None for the whole entry."""
     got = record if key is None or not isinstance(record, Mapping) else record.get(key)
     where = "" if key is None else f" for {key!r}"
-    shown = repr(got)
-    shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-    return ConfigError(f"apply_fusion_record_: got {shown}{where}; expected {expected}")
+    return ConfigError(f"apply_fusion_record_: got {short_repr(got)}{where}; expected {expected}")
 
 
 def _misplaced(path: str, found: nn.Module | None, expected: str) -> FuseError:
@@ -199,56 +190,64 @@ def _misplaced(path: str, found: nn.Module | None, expected: str) -> FuseError:
     )
 
 
-def _expect_keys(record: Any, *keys: str) -> None:
-    if not isinstance(record, Mapping) or set(record) != set(keys):
-        raise _damaged(record, None, f"an entry with the keys {', '.join(keys)}")
-
-
-def _value(record: Any, key: str, expected: str, is_right: Callable[[Any], bool]) -> Any:
-    """Return the value of ``key`` if it is right."""
-    if not isinstance(record, Mapping) or key not in record:
-        raise _damaged(record, None, f"an entry with {key!r}: {expected}")
-    if not is_right(record[key]):
-        raise _damaged(record, key, expected)
-    return record[key]
-
-
-def _text(record: Any, key: str) -> str:
-    return str(_value(record, key, "a string", lambda value: isinstance(value, str)))
-
-
-def _texts(record: Any, key: str) -> tuple[str, ...]:
-    def is_right(value: Any) -> bool:
-        return _is_list(value) and bool(value) and all(isinstance(item, str) for item in value)
-
-    return tuple(_value(record, key, "a list of strings", is_right))
-
-
 def _is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple))
+
+
+def _is_texts(value: Any) -> bool:
+    return _is_list(value) and bool(value) and all(isinstance(item, str) for item in value)
 
 
 def _is_count(value: Any, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _LARGEST
 
 
-def _count(record: Any, key: str) -> int:
-    return int(_value(record, key, "a positive whole number", _is_count))
-
-
-def _counts(record: Any, key: str, length: int, least: int = 1) -> tuple[int, ...]:
+def _counts(length: int, least: int) -> tuple[str, Callable[[Any], bool]]:
     def is_right(value: Any) -> bool:
         counts = _is_list(value) and all(_is_count(item, least) for item in value)
         return counts and len(value) == length
 
-    expected = f"{length} whole numbers of at least {least}"
-    return tuple(_value(record, key, expected, is_right))
+    return f"{length} whole numbers of at least {least}", is_right
+
+
+_Field = tuple[str, Callable[[Any], bool]]
+_TEXT: _Field = ("a string", lambda value: isinstance(value, str))
+_COUNT: _Field = ("a positive whole number", _is_count)
+_FOLD: dict[str, _Field] = {
+    "kind": _TEXT,
+    "norms": ("a list of strings", _is_texts),
+    "layers": ("a list of strings", _is_texts),
+    "constant_pad": ("true or false", lambda value: isinstance(value, bool)),
+}
+_BLOCK: dict[str, _Field] = {
+    "kind": _TEXT,
+    "path": _TEXT,
+    "family": _TEXT,
+    "layers": ("a list of layers", _is_list),
+}
+_LINEAR: dict[str, _Field] = {"class": _TEXT, "in_features": _COUNT, "out_features": _COUNT}
+
+
+def _convolution(dims: int) -> dict[str, _Field]:
+    counts = _counts(dims, 1)
+    fields: dict[str, _Field] = {"class": _TEXT, "in_channels": _COUNT, "out_channels": _COUNT}
+    fields |= {"kernel_size": counts, "stride": counts, "padding": _counts(dims, 0)}
+    return fields | {"groups": _COUNT}
+
+
+def _checked(record: Any, fields: Mapping[str, _Field]) -> list[Any]:
+    """Return the values of an entry that has exactly these fields, without the first."""
+    if not isinstance(record, Mapping) or set(record) != set(fields):
+        raise _damaged(record, None, f"an entry with the keys {', '.join(fields)}")
+    for key, (expected, is_right) in fields.items():
+        if not is_right(record[key]):
+            raise _damaged(record, key, expected)
+    return [tuple(v) if _is_list(v) else v for v in map(record.__getitem__, fields)][1:]
 
 
 def _fold_from(model: nn.Module, record: Entry) -> FoldEdit:
     """Return the fold that an entry describes, with the layers' own numbers."""
-    _expect_keys(record, "kind", "norms", "layers", "constant_pad")
-    norms, layers = _texts(record, "norms"), _texts(record, "layers")
+    norms, layers, padded = _checked(record, _FOLD)
     found = dict(model.named_modules(remove_duplicate=False))
     for path in norms:
         if not path or not is_norm(found.get(path)):
@@ -262,7 +261,7 @@ def _fold_from(model: nn.Module, record: Entry) -> FoldEdit:
         weight = layer.weight.detach()
         empty = weight.new_zeros(output_channels(layer))
         numbers[path] = LayerNumbers(weight, empty if layer.bias is None else layer.bias.detach())
-    if not _value(record, "constant_pad", "true or false", lambda value: isinstance(value, bool)):
+    if not padded:
         return FoldEdit(numbers, norms, None)
     if not isinstance(getattr(layer, "padding", None), tuple):
         raise _misplaced(path, layer, "a padded convolution")
@@ -271,15 +270,12 @@ def _fold_from(model: nn.Module, record: Entry) -> FoldEdit:
 
 def _block_from(model: nn.Module, record: Entry) -> BlockEdit:
     """Return the merge that an entry describes, with layers of zeros."""
-    _expect_keys(record, "kind", "path", "family", "layers")
-    path, rule = _text(record, "path"), BLOCKS[_text(record, "family")]
+    path, family, layers = _checked(record, _BLOCK)
+    rule = BLOCKS[family]
     block = dict(model.named_modules(remove_duplicate=False)).get(path)
     if block is None or not rule.matches(block):
         raise _misplaced(path, block, f"a {rule.name} block with its branches")
-    merged = tuple(
-        _layer_from(layer, block)
-        for layer in _value(record, "layers", "a list of layers", _is_list)
-    )
+    merged = tuple(_layer_from(layer, block) for layer in layers)
     asked = _layers_asked_for(block, rule, merged)
     if asked != len(merged):
         raise _damaged(record, "layers", f"{asked} layers for a {rule.name} block")
@@ -307,27 +303,21 @@ def _layer_from(record: Any, block: nn.Module) -> MergedLayer:
             f"apply_fusion_record_: got a layer of {geometry.kernel_numel} weights for a"
             f" {type(block).__name__} of {weights}. The record is damaged"
         )
-    kernel = torch.zeros(
-        geometry.out_channels, geometry.in_channels // geometry.groups, *geometry.window
-    )
-    return MergedLayer.of(geometry, KernelBias(kernel, torch.zeros(geometry.out_channels)), block)
+    out, each = geometry.out_channels, geometry.in_channels // geometry.groups
+    value = KernelBias(torch.zeros(out, each, *geometry.window), torch.zeros(out))
+    return MergedLayer.of(geometry, value, block)
 
 
 def _geometry_from(record: Any) -> Geometry:
     """Return the geometry that :meth:`MergedLayer.record` describes."""
-    kind = _text(record, "class")
+    kind = record.get("class") if isinstance(record, Mapping) else None
     if kind == "Linear":
-        _expect_keys(record, "class", "in_features", "out_features")
-        size = (_count(record, "in_features"), _count(record, "out_features"))
-        return Geometry(*size, 1, (), (), (), ())
-    dims = {f"Conv{n}d": n for n in (1, 2, 3)}.get(kind)
+        channels, out = _checked(record, _LINEAR)
+        return Geometry(channels, out, 1, (), (), (), ())
+    dims = {f"Conv{n}d": n for n in (1, 2, 3)}.get(str(kind))
     if dims is None:
         raise _damaged(record, "class", "Linear, Conv1d, Conv2d or Conv3d")
-    names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "groups")
-    _expect_keys(record, "class", *names)
-    window, stride = (_counts(record, key, dims) for key in ("kernel_size", "stride"))
-    padding = _counts(record, "padding", dims, least=0)
-    channels, out, groups = (_count(record, f) for f in ("in_channels", "out_channels", "groups"))
+    channels, out, window, stride, padding, groups = _checked(record, _convolution(dims))
     if channels % groups or out % groups:
         raise _damaged(record, "groups", "a divisor of the channels")
     return Geometry(channels, out, groups, window, padding, padding, stride)

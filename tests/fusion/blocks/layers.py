@@ -67,20 +67,9 @@ class BatchNormAct(nn.BatchNorm2d):
 
     def forward(self, x: Tensor) -> Tensor:
         torch._assert(x.ndim == 4, "expected 4 dimensions")
-        return self.act(
-            self.drop(
-                F.batch_norm(
-                    x,
-                    self.running_mean,
-                    self.running_var,
-                    self.weight,
-                    self.bias,
-                    False,
-                    0.1,
-                    self.eps,
-                )
-            )
-        )
+        statistics = (self.running_mean, self.running_var)
+        x = F.batch_norm(x, *statistics, self.weight, self.bias, eps=self.eps)
+        return self.act(self.drop(x))
 
 
 class ConvNormAct(nn.Module):
