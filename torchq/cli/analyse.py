@@ -88,15 +88,10 @@ def run_plan(args: argparse.Namespace) -> int:
     model = read_model(args)
     if not args.budget:
         found = torchq.plan(model, named_config(args.recipe), target=args.target, **selection(args))
-        rows = [
-            {"name": d.name, "input": _text(d.input), "weight": _text(d.weight), "reason": d.reason}
-            for d in found.decisions
-        ]
-        _show(
-            args,
-            found.table() if args.rows else found,
-            lambda: {"decisions": rows, "config": found.recipe},
-        )
+        fields = ("name", "input", "weight", "reason")
+        rows = [{key: _text(getattr(d, key)) for key in fields} for d in found.decisions]
+        shown = found.table() if args.rows else found
+        _show(args, shown, lambda: {"decisions": rows, "config": found.recipe})
         return 0
     batches, _ = read_batches(model, args)
     if args.fuse:
@@ -125,8 +120,8 @@ def _formats(args: argparse.Namespace) -> list[int | str]:
     return [int(name) if name.isdigit() else name for name in args.formats]
 
 
-def _text(descriptor: Any) -> str | None:
-    return None if descriptor is None else str(descriptor)
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
 
 
 def _budget(texts: list[str]) -> dict[str, float]:

@@ -7,7 +7,7 @@ import copy
 import json
 import time
 import warnings
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -130,17 +130,6 @@ def train(
     model.eval()
 
 
-@torch.no_grad()
-def predictions(model: nn.Module, data: Split) -> Tensor:
-    """Return the class of each image, (N,)."""
-    return torch.cat([model(images).argmax(1) for images, _ in data.batches(200)])
-
-
-def accuracy(predicted: Tensor, data: Split) -> float:
-    """Return the fraction of right predictions."""
-    return (predicted == data.labels).float().mean().item()
-
-
 @dataclass(frozen=True)
 class Row:
     """One line of the demo's table.
@@ -162,22 +151,30 @@ class Row:
     onnx_agreement: float | None = None
     runtime_agreement: float | None = None
 
+    def cells(self) -> list[str]:
+        """Return the row as text for the table."""
+        size = "" if self.onnx_bytes is None else f"{self.onnx_bytes / 1024:.0f} KiB"
+        others = (self.onnx_agreement, self.runtime_agreement)
+        shares = ["" if share is None else f"{share:.2%}" for share in others]
+        return [self.model, f"{self.accuracy:.2%}", f"{self.agreement:.2%}", size, *shares]
+
 
 def run_demo(args: argparse.Namespace) -> int:
     """Train, fuse, quantize, fine-tune, export and verify a network, and print each step."""
-    out, seed, epochs = args.out, args.seed, args.epochs
-    started = time.perf_counter()
+    started, out = time.perf_counter(), args.out
     out.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(seed)
-    data, test = load_digits(seed)
+    torch.manual_seed(args.seed)
+    data, test = load_digits(args.seed)
     sizes = f"{len(data.labels)} digits to train, {len(test.labels)} to test"
     print(f"torchq {torchq.__version__}, torch {torch.__version__}: {sizes}")
-    net, rows = _fp32(data, test, out, seed, epochs)
-    fp32 = predictions(net, test)
-    rows += _int8(net, data, test, fp32, out)
-    rows += _w4a4(net, data, test, fp32, out, seed, epochs)
-    _report(net, data, test, out)
-    text = table(rows)
+    demo = _Demo(data, test, out, args.seed, args.epochs)
+    net, before = demo.fp32()
+    demo.int8(net)
+    demo.w4a4(net)
+    demo.report(net)
+    rows = [demo.row("FP32, as trained", before), *demo.rows]
+    head = ["model", "accuracy", "same class as FP32", "ONNX file", "ONNX = PyTorch", "optimised"]
+    text = markdown_table([head, *(row.cells() for row in rows)])
     (out / "table.md").write_text(text + "\n")
     (out / "results.json").write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
     names = ", ".join(sorted(p.name for p in out.iterdir()))
@@ -187,105 +184,88 @@ def run_demo(args: argparse.Namespace) -> int:
     return 0
 
 
-def _fp32(
-    data: Split, test: Split, out: Path, seed: int, epochs: int
-) -> tuple[nn.Module, list[Row]]:
-    model = DemoNet()
-    print(f"train a small RepVGG in FP32 for {epochs} epochs")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=1e-3)
-    train(model, data, optimizer, epochs=epochs, seed=seed)
-    before = predictions(model, test)
-    report = torchq.fuse_(model, data.images[:8])
-    count = len(report.fused)
-    print(f"fuse BatchNorms and branches into plain layers: {count} merges, every one verified")
-    fp32 = predictions(model, test)
-    fused = _exported("FP32, fused", model, fp32, test, fp32, out / "fp32.onnx")
-    return model, [Row("FP32, as trained", accuracy(before, test), _same(before, fp32)), fused]
+def accuracy(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the share of right classes."""
+    return (output.argmax(1) == batch[1]).float().mean()
 
 
-def _int8(model: nn.Module, data: Split, test: Split, fp32: Tensor, out: Path) -> list[Row]:
-    print("quantize to INT8: swap, calibrate, export; lower to integer kernels in PyTorch too")
-    int8 = _quantized(model, torchq.recipes.int8(), data)
-    torchq.save(int8, out / "int8.pt")
-    deployed = torchq.deploy(int8, data.images[:8])
-    integers = _row("INT8 in PyTorch", predictions(deployed, test), test, fp32)
-    exported = _exported("INT8 PTQ", int8, predictions(int8, test), test, fp32, out / "int8.onnx")
-    return [exported, integers]
+@dataclass
+class _Demo:
+    """The steps of the demo: the data, the folder, and the rows so far."""
 
+    data: Split
+    test: Split
+    out: Path
+    seed: int
+    epochs: int
+    rows: list[Row] = field(default_factory=list)
+    wanted: Tensor = field(init=False)  # the classes that the float network gives
 
-def _w4a4(
-    model: nn.Module, data: Split, test: Split, fp32: Tensor, out: Path, seed: int, epochs: int
-) -> list[Row]:
-    print("quantize to W4A4, then train it (QAT) to get back what that costs")
-    w4a4 = _quantized(model, torchq.recipes.w4a4(), data)
-    rows = [_row("W4A4 PTQ", predictions(w4a4, test), test, fp32)]
-    optimizer = torch.optim.AdamW(torchq.qat.param_groups(w4a4, lr=1e-3, weight_decay=1e-4))
-    train(w4a4, data, optimizer, epochs=epochs, seed=seed)
-    rows.append(_exported("W4A4 QAT", w4a4, predictions(w4a4, test), test, fp32, out / "w4a4.onnx"))
-    torchq.save(w4a4, out / "w4a4.pt")
-    return rows
+    def fp32(self) -> tuple[nn.Module, Tensor]:
+        """Return the trained and fused network, and the classes that it gave before."""
+        model = DemoNet()
+        print(f"train a small RepVGG in FP32 for {self.epochs} epochs")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=1e-3)
+        train(model, self.data, optimizer, epochs=self.epochs, seed=self.seed)
+        before = self.classes(model)
+        count = len(torchq.fuse_(model, self.data.images[:8]).fused)
+        print(f"fuse BatchNorms and branches into plain layers: {count} merges, every one verified")
+        self.wanted = self.classes(model)
+        self.export("FP32, fused", model, "fp32.onnx")
+        return model, before
 
+    def int8(self, net: nn.Module) -> None:
+        print("quantize to INT8: swap, calibrate, export; lower to integer kernels in PyTorch too")
+        int8 = self.quantized(net, torchq.recipes.int8())
+        torchq.save(int8, self.out / "int8.pt")
+        deployed = torchq.deploy(int8, self.data.images[:8])
+        self.export("INT8 PTQ", int8, "int8.onnx")
+        self.rows.append(self.row("INT8 in PyTorch", self.classes(deployed)))
 
-def _report(model: nn.Module, data: Split, test: Split, out: Path) -> None:
-    """Write a report about the network in 4 bits before it is trained, which has much to show."""
-    w4a4 = _quantized(model, torchq.recipes.w4a4(), data)
+    def w4a4(self, net: nn.Module) -> None:
+        print("quantize to W4A4, then train it (QAT) to get back what that costs")
+        w4a4 = self.quantized(net, torchq.recipes.w4a4())
+        self.rows.append(self.row("W4A4 PTQ", self.classes(w4a4)))
+        optimizer = torch.optim.AdamW(torchq.qat.param_groups(w4a4, lr=1e-3, weight_decay=1e-4))
+        train(w4a4, self.data, optimizer, epochs=self.epochs, seed=self.seed)
+        self.export("W4A4 QAT", w4a4, "w4a4.onnx")
+        torchq.save(w4a4, self.out / "w4a4.pt")
 
-    def right(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return (output.argmax(1) == batch[1]).float().mean()
+    def report(self, net: nn.Module) -> None:
+        """Write a report about the network in 4 bits before it is trained: much to show."""
+        w4a4 = self.quantized(net, torchq.recipes.w4a4())
+        try:
+            torchq.report(w4a4, self.test.batches(200), self.out / "report.html", accuracy)
+            print("report on the W4A4 network before training: which layers hurt, and what to do")
+        except MissingExtraError as error:
+            print(f"no report.html: {error}")
 
-    right.__name__ = "accuracy"
-    try:
-        torchq.report(w4a4, test.batches(200), out / "report.html", right)
-        print("report on the W4A4 network before training: which layers hurt, and what to do")
-    except MissingExtraError as error:
-        print(f"no report.html: {error}")
+    def quantized(self, model: nn.Module, config: torchq.QuantConfig) -> nn.Module:
+        quantized = copy.deepcopy(model)
+        torchq.quantize_(quantized, config)
+        batches = self.data.batches(64)[:_CALIBRATION_BATCHES]
+        torchq.calibrate(quantized, batches, progress=False)
+        return quantized
 
+    @torch.no_grad()
+    def classes(self, model: nn.Module) -> Tensor:
+        """Return the class of each test image, (N,)."""
+        return torch.cat([model(images).argmax(1) for images, _ in self.test.batches(200)])
 
-def _quantized(model: nn.Module, config: torchq.QuantConfig, data: Split) -> nn.Module:
-    quantized = copy.deepcopy(model)
-    torchq.quantize_(quantized, config)
-    torchq.calibrate(quantized, data.batches(64)[:_CALIBRATION_BATCHES], progress=False)
-    return quantized
+    def row(self, name: str, found: Tensor) -> Row:
+        right, same = (found == self.test.labels), (found == self.wanted)
+        return Row(name, right.float().mean().item(), same.float().mean().item())
 
-
-def _same(a: Tensor, b: Tensor) -> float:
-    return (a == b).float().mean().item()
-
-
-def _row(name: str, predicted: Tensor, test: Split, fp32: Tensor) -> Row:
-    return Row(name, accuracy(predicted, test), _same(predicted, fp32))
-
-
-def _exported(
-    name: str, model: nn.Module, predicted: Tensor, test: Split, fp32: Tensor, path: Path
-) -> Row:
-    """Return the row of a model that is also written as ONNX and run there."""
-    row = _row(name, predicted, test, fp32)
-    with warnings.catch_warnings():
-        # The FP32 file is there to compare with.
-        warnings.filterwarnings("ignore", message=".*no active quantizer")
-        torchq.export_onnx(model, (test.images[:1],), path)
-    report = torchq.verify_onnx(model, path, test.batches(200))
-    if not report.ok:
-        raise ExportError(f"{path.name}: does not compute what PyTorch does\n{report}")
-    return replace(
-        row,
-        onnx_bytes=path.stat().st_size,
-        onnx_agreement=report.outputs[0].top1,
-        runtime_agreement=report.optimized[0].top1,
-    )
-
-
-def table(rows: list[Row]) -> str:
-    """Return the rows as a Markdown table."""
-    head = ["model", "accuracy", "same class as FP32", "ONNX file", "ONNX = PyTorch", "optimised"]
-    return markdown_table([head, *map(_cells, rows)])
-
-
-def _cells(row: Row) -> list[str]:
-    size = "" if row.onnx_bytes is None else f"{row.onnx_bytes / 1024:.0f} KiB"
-    shares = [
-        "" if share is None else f"{share:.2%}"
-        for share in (row.onnx_agreement, row.runtime_agreement)
-    ]
-    return [row.model, f"{row.accuracy:.2%}", f"{row.agreement:.2%}", size, *shares]
+    def export(self, name: str, model: nn.Module, file: str) -> None:
+        """Add the row of a model that is also written as ONNX and run there."""
+        path = self.out / file
+        with warnings.catch_warnings():
+            # The FP32 file is there to compare with.
+            warnings.filterwarnings("ignore", message=".*no active quantizer")
+            torchq.export_onnx(model, (self.test.images[:1],), path)
+        report = torchq.verify_onnx(model, path, self.test.batches(200))
+        if not report.ok:
+            raise ExportError(f"{path.name}: does not compute what PyTorch does\n{report}")
+        top1 = report.outputs[0].top1, report.optimized[0].top1
+        plain = self.row(name, self.classes(model))
+        self.rows.append(Row(name, plain.accuracy, plain.agreement, path.stat().st_size, *top1))

@@ -102,9 +102,8 @@ def _write(
         written["save"] = args.save
     if args.export:
         options = {"opset": args.opset, "target": args.target}
-        torchq.export_onnx(
-            model, (found.example,), args.export, dynamic_batch=not found.fixed_batch, **options
-        )
+        options["dynamic_batch"] = not found.fixed_batch
+        torchq.export_onnx(model, (found.example,), args.export, **options)
         say(f"wrote {args.export} ({Path(args.export).stat().st_size / 2**20:.2f} MiB)")
         batches = [example_of(batch) for batch in found.calibration[: args.verify]]
         say(torchq.verify_onnx(model, args.export, batches))
