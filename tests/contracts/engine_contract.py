@@ -38,6 +38,9 @@ class Detection:
     note: str = "two maps"
 
 
+torch.export.register_dataclass(Detection)
+
+
 class Sizes(NamedTuple):
     """A named tuple among the results."""
 

@@ -24,12 +24,8 @@ from torchq.utils.timing import time_calls
 
 log = logging.getLogger(__name__)
 
-#: How a candidate is timed once it is built, and all of them against each other.
-_LOOK = {"rounds": 3, "warmup": 2, "min_time": 0.0}
-_MEASUREMENT = {"rounds": 80, "warmup": 1, "min_time": 0.004, "budget": 3.0}
-#: One that takes more than this many times as long as another, with every batch, is measured no
-#: further and gives its memory back.
-_HEAVY = 4.0
+#: How candidates are timed against each other, after a warm-up.
+_MEASUREMENT: Any = {"rounds": 80, "warmup": 2, "min_time": 0.004, "budget": 3.0}
 
 
 @dataclass(frozen=True)
@@ -65,19 +61,11 @@ class FastestReport:
     def __str__(self) -> str:
         sizes = list(self.candidates[0].seconds)
         head = ("engine", *(f"ms, batch {size}" for size in sizes), "problem")
-        rows = [
-            (
-                candidate.engine.label,
-                *(_milliseconds(candidate.seconds.get(size)) for size in sizes),
-                candidate.problem.partition("\n")[0],
-            )
-            for candidate in self.candidates
-        ]
+        rows = []
+        for c in self.candidates:
+            times = [f"{1000 * c.seconds[n]:.3g}" if n in c.seconds else "" for n in sizes]
+            rows.append((c.engine.label, *times, c.problem.partition("\n")[0]))
         return table([head, *rows], f"chosen: {self.chosen}, on {self.threads} threads")
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return "" if seconds is None else f"{1000 * seconds:.3g}"
 
 
 def build_fastest(task: Task) -> tuple[nn.Module, FastestReport]:
@@ -85,40 +73,32 @@ def build_fastest(task: Task) -> tuple[nn.Module, FastestReport]:
 
     Every runtime that is installed is a candidate, with the quantized model and with the float one.
     One that cannot run the model, or whose results differ from the simulation, is left out. The
-    rule is the geometric mean of the median seconds over the batch sizes.
+    rule is the geometric mean over the batch sizes of the median seconds of interleaved calls.
     """
     batches = dict(_batch(task, rows) for rows in (None, *task.batch_sizes))
     problems: dict[Engine, str] = {}
-    engines = list(_candidates(problems))
     modules: dict[Engine, nn.Module] = {}
     notes: dict[Engine, list[str]] = {}
-    seconds: dict[Engine, dict[int, float]] = {}
+    engines = list(_candidates(problems))
     shown = progress_bar(engines, description="engines", unit="engine", enabled=task.progress)
     for engine in shown:
         where = ""
         try:
-            modules[engine], notes[engine] = _built(engine, task)
-            looks = {}
+            module, notes[engine] = _built(engine, task)
             for rows, batch in batches.items():
                 where = f"with {rows} rows: "
-                looks[rows] = _medians({engine: modules[engine]}, batch, _LOOK)[engine]
-            seconds[engine] = looks
+                with torch.no_grad():
+                    call_model(module, batch)
+            modules[engine] = module
         except Exception as error:  # a runtime may fail in any way it likes; another one is taken
             problems[engine] = f"{where}{error}" or type(error).__name__
-            modules.pop(engine, None)
             log.debug("%s is no candidate: %s", engine.label, problems[engine])
-        for slow in _far_behind(seconds):
-            modules.pop(slow, None)
-    if not seconds:
+    if not modules:
         text = "; ".join(f"{engine.label}: {problem}" for engine, problem in problems.items())
         raise ExportError(f"deploy: no runtime runs the model ({text}); expected one at least")
-    for rows, batch in batches.items():
-        for engine, median in _medians(modules, batch, _MEASUREMENT).items():
-            seconds[engine][rows] = median
-    # Those far behind were not measured on, so they come last.
-    order = sorted(
-        seconds, key=lambda e: (e not in modules, sum(map(math.log, seconds[e].values())))
-    )
+    medians = {rows: _medians(modules, batch) for rows, batch in batches.items()}
+    seconds = {e: {rows: found[e] for rows, found in medians.items()} for e in modules}
+    order = sorted(modules, key=lambda engine: sum(map(math.log, seconds[engine].values())))
     for text in notes[order[0]]:
         warnings.warn(text, stacklevel=3)
     found = [Candidate(engine, seconds[engine]) for engine in order]
@@ -157,18 +137,7 @@ def _batch(task: Task, rows: int | None) -> tuple[int, Any]:
     return next((t.shape[0] for t in tensors_in(batch) if t.dim()), 1), batch
 
 
-def _far_behind(seconds: Mapping[Engine, Mapping[int, float]]) -> list[Engine]:
-    """Return the candidates that another one leaves far behind with every batch."""
-    return [
-        engine
-        for engine, own in seconds.items()
-        if any(all(own[n] > _HEAVY * other[n] for n in own) for other in seconds.values())
-    ]
-
-
-def _medians(
-    modules: Mapping[Engine, nn.Module], batch: Any, options: Mapping[str, Any]
-) -> dict[Engine, float]:
+def _medians(modules: Mapping[Engine, nn.Module], batch: Any) -> dict[Engine, float]:
     """Return the median of the seconds that each candidate takes for a batch.
 
     Of one thread on the CPU they are the processor's, of which other programs take none.
@@ -177,5 +146,5 @@ def _medians(
     clock = time.process_time if alone else time.perf_counter
     calls = {engine: partial(call_model, module, batch) for engine, module in modules.items()}
     with torch.no_grad():
-        found = time_calls(calls, clock=clock, **options)
+        found = time_calls(calls, clock=clock, **_MEASUREMENT)
     return {engine: samples.median for engine, samples in found.items()}

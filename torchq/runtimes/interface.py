@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from torchq.errors import ExportError, InputError
 from torchq.graph import call_arguments
@@ -129,10 +129,8 @@ def example_arguments(model: nn.Module, example: Any) -> tuple[inspect.Signature
     plain = signature.replace(parameters=parameters, return_annotation=_EMPTY)
     values = argument_values(plain.bind(*args, **kwargs))
     for name, value in values.items():
-        if isinstance(value, (tuple, list, Mapping)) and any(
-            isinstance(part, Tensor)
-            for part in (value.values() if isinstance(value, Mapping) else value)
-        ):
+        parts = pytree.tree_leaves(value)
+        if not isinstance(value, Tensor) and any(isinstance(part, Tensor) for part in parts):
             raise ExportError(
                 f"deploy: argument {name!r} is a {type(value).__name__} of tensors; expected a "
                 "tensor, as graphs take tensors by name. Use target='torch'"
@@ -144,99 +142,58 @@ def example_arguments(model: nn.Module, example: Any) -> tuple[inspect.Signature
 _CONSTANTS = (type(None), bool, int, float, str, bytes, enum.Enum, torch.dtype, torch.device)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """The place of a tensor, with its number in the flat list; one tensor may have several."""
-
-    index: int
-
-
+@dataclass(frozen=True)
 class Structure:
-    """Results of a model, with places instead of tensors."""
+    """Results of a model without their tensors.
 
-    def __init__(self, template: Any) -> None:
-        self.template = template
+    Attributes:
+        spec: the containers, as torch's pytree describes them.
+        leaves: what is in them: ``_Place`` for a tensor, of which one may have several places, or
+            the constant itself.
+    """
+
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
         """Return the results with these tensors in the places."""
-        return _mapped(
-            self.template, lambda leaf: tensors[leaf.index] if isinstance(leaf, _Place) else leaf
-        )
+        leaves = [tensors[x.index] if isinstance(x, _Place) else x for x in self.leaves]
+        return pytree.tree_unflatten(leaves, self.spec)
 
     def tensors_of(self, value: Any) -> list[Tensor]:
         """Return the tensors of other results of this structure, each once.
 
         What was a constant is left out: tracing makes tensors of sizes.
         """
-        pairs = zip(_leaves(self.template), _leaves(value), strict=True)
+        pairs = zip(self.leaves, pytree.tree_leaves(value), strict=True)
         found = {place.index: tensor for place, tensor in pairs if isinstance(place, _Place)}
         return [found[index] for index in sorted(found)]
 
-    def matches(self, other: Structure) -> bool:
-        """Return True if constants and places are the same."""
-        return list(_leaves(self.template)) == list(_leaves(other.template))
+
+@dataclass(frozen=True)
+class _Place:
+    """The place of a tensor, with its number in the flat list."""
+
+    index: int
 
 
 def flatten(value: Any) -> tuple[list[Tensor], Structure]:
-    """Return the tensors in the results of a model, each once, and their structure.
-
-    Results are tuples, lists, mappings and dataclasses of tensors, with numbers and text beside.
-    """
+    """Return the tensors in the results of a model, each once, and their structure."""
     tensors: dict[int, Tensor] = {}
     places: dict[int, _Place] = {}
-
-    def place_of(leaf: Any) -> Any:
-        if isinstance(leaf, _CONSTANTS):
-            return leaf
-        if not isinstance(leaf, Tensor):
+    leaves, spec = pytree.tree_flatten(value)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            tensors[id(leaf)] = leaf
+            places.setdefault(id(leaf), _Place(len(places)))
+        elif not isinstance(leaf, _CONSTANTS):
             raise ExportError(
-                f"deploy: the model returns a {type(leaf).__name__}; expected tensors in tuples,"
-                " lists, mappings and dataclasses, which a graph can return. Use target='torch'"
+                f"deploy: the model returns a {type(leaf).__name__}; expected tensors in tuples, "
+                "lists, dictionaries and classes of torch.export.register_dataclass, which a graph "
+                "can return. Use target='torch'"
             )
-        tensors[id(leaf)] = leaf
-        return places.setdefault(id(leaf), _Place(len(places)))
-
-    structure = Structure(_mapped(value, place_of))
-    return list(tensors.values()), structure
-
-
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a value of the same structure with every leaf changed."""
-    parts = _parts(value)
-    if parts is None:
-        return change(value)
-    new = [_mapped(part, change) for part in parts]
-    if isinstance(value, (tuple, list)):
-        kind = list if isinstance(value, list) else type(value)
-        return kind(*new) if hasattr(kind, "_fields") else (list if kind is list else tuple)(new)
-    if isinstance(value, Mapping):  # Hugging Face has mappings that are dataclasses
-        items = dict(zip(value, new, strict=True))
-        mapping: Any = type(value)
-        return mapping(**items) if dataclasses.is_dataclass(value) else mapping(items)
-    result: Any = object.__new__(type(value))  # its own __init__ does not run again
-    for own, part in zip(dataclasses.fields(value), new, strict=True):
-        object.__setattr__(result, own.name, part)  # it may be frozen
-    return result
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    parts = _parts(value)
-    if parts is None:
-        yield value
-        return
-    for part in parts:
-        yield from _leaves(part)
-
-
-def _parts(value: Any) -> list[Any] | None:
-    """Return what a container holds; None for a leaf."""
-    if isinstance(value, (tuple, list)):
-        return list(value)
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, _Place) or not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return None
-    return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    kept = tuple(places.get(id(leaf), leaf) for leaf in leaves)
+    return list(tensors.values()), Structure(spec, kept)
 
 
 #: The shape of each input of a call, by name.
