@@ -81,16 +81,8 @@ def test_branches_are_merged() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.wide(x) + self.narrow(x) + x
 
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Block()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.block(x).relu()
-
     x = torch.randn(1, 4, 6, 6)
-    model = Outer().eval()
+    model = nn.Sequential(Block(), nn.ReLU()).eval()
     merged = Graph(model, x).apply("merge_branches")
     torch.testing.assert_close(merged.module(x), model(x), rtol=1e-4, atol=1e-5)
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 import pickle
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,21 +115,6 @@ def test_the_operators_of_functions_and_loops_are_found() -> None:
         *("quant_activation", "quant_mul", "quant_add_4", "quant_pool", "quant_mul_1"),
     ]
     assert model.quant_add_1.input_quantizer is not model.quant_add_2.input_quantizer
-
-
-def test_copies_pickles_and_files_have_the_operators(tmp_path: Path) -> None:
-    model = quantized()
-    torchq.save(model, tmp_path / "m.pt")
-    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    twins.append(torchq.load(Net().eval(), tmp_path / "m.pt"))  # type: ignore[arg-type]
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    twins.append(torch.load(buffer, weights_only=False))
-    for twin in twins:
-        assert type(twin) is type(model)
-        twin.gain = model.gain = 2.0
-        assert torch.equal(twin(X), model(X))
 
 
 @pytest.mark.filterwarnings(
