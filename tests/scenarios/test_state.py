@@ -86,21 +86,6 @@ def test_s19_exponential_moving_average() -> None:
         assert not torch.equal(average(x), y)
 
 
-def test_s20_resume_keeps_the_ranges() -> None:
-    state = calibrated().state_dict()
-    resumed = fresh()
-    resumed.load_state_dict(state)
-    with pytest.warns(
-        UserWarning, match=r"8 quantizers are calibrated already and keep their ranges .*force=True"
-    ):
-        torchq.calibrate(resumed, [9 * x for x in image_batches()], progress=False)
-    assert all(torch.equal(resumed.state_dict()[key], value) for key, value in state.items())
-    torchq.calibrate(resumed, [9 * x for x in image_batches()], progress=False, force=True)
-    assert not torch.equal(
-        resumed.stem[0].input_quantizer.amax, state["stem.0.input_quantizer.amax"]
-    )
-
-
 def test_s21_checkpoint_of_the_ancestor() -> None:
     model, x = calibrated(), image_batches()[0]
     names = {

@@ -77,14 +77,6 @@ def test_round_trip(model: Net, x: torch.Tensor, tmp_path: Path) -> None:
     assert plan_of(target) == plan_of(model)
 
 
-def test_an_uncalibrated_model_is_one_too(x: torch.Tensor, tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(8, 2))
-    torchq.quantize_(model)
-    torchq.save(model, tmp_path / "m.pt")
-    loaded = torchq.load(nn.Sequential(nn.Linear(8, 2)), str(tmp_path / "m.pt"))
-    assert torch.equal(loaded(x), model(x)) and not loaded[0].input_quantizer.calibrated
-
-
 @pytest.mark.parametrize(
     ("make", "text"),
     [
