@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import torchq
 from torchq.errors import CalibrationError, ConfigError
 from torchq.ptq import TunedConfig, tune
-from torchq.ptq.tuning_settings import ALGORITHMS
+from torchq.ptq.tuning import ALGORITHMS
 
 
 def net() -> nn.Sequential:

@@ -9,8 +9,7 @@ from torchq.ptq.bias_correction import BiasReport, correct_bias_
 from torchq.ptq.equalization import EqualizedPair, EqualizeReport, equalize_
 from torchq.ptq.gptq import GPTQLayer, GPTQReport, gptq_
 from torchq.ptq.smoothing import SmoothedGroup, SmoothReport, smooth_
-from torchq.ptq.tuning import TuneResult, TuneTrial, tune
-from torchq.ptq.tuning_settings import TunedConfig
+from torchq.ptq.tuning import TunedConfig, TuneResult, TuneTrial, tune
 
 __all__ = [
     "AdaRoundBlock",

@@ -1,26 +1,46 @@
-"""The search for settings that keep a metric."""
+"""The search for settings that keep a metric: an ordered list of steps, from cheap to dear."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import json
 import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from torch import nn
 
-from torchq.config import QuantConfig
+from torchq.analysis.mixed_precision import mixed_precision
+from torchq.calib import methods
+from torchq.config import QuantConfig, Rule
+from torchq.descriptor import QuantDescriptor
 from torchq.errors import CalibrationError, ConfigError, TorchqError
 from torchq.fusion.modules import CONVOLUTIONS
 from torchq.nn import QuantModule
-from torchq.ptq.tuning_settings import STAGES, Candidate, TunedConfig, mixed_settings, wider
+from torchq.ptq.adaround import adaround_
+from torchq.ptq.bias_correction import correct_bias_
+from torchq.ptq.equalization import equalize_
+from torchq.ptq.gptq import gptq_
+from torchq.ptq.smoothing import smooth_
 from torchq.recipes import int8
-from torchq.utils import copy_module, evaluating, kept_batches, progress_bar, table
-from torchq.workflow import quantizers
+from torchq.swap import quantize_
+from torchq.utils import (
+    check_fields,
+    copy_module,
+    evaluating,
+    kept_batches,
+    parse_json,
+    progress_bar,
+    short_repr,
+    table,
+)
+from torchq.workflow import calibrate, quantizers
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +50,127 @@ Metric = Callable[[nn.Module], float]
 _BISECTIONS = 4
 # Mean bits that are too close to try anything between them.
 _CLOSE = 0.1
+_END_BITS = 8
 _FLOAT_BITS = 32
 _LAYERS = (nn.Linear, *CONVOLUTIONS)
+
+
+def _equalized(model: nn.Module, batches: Sequence[Any], **progress: bool) -> Any:
+    return equalize_(model, batches[0])
+
+
+#: Algorithms before calibration, by name, in the order in which they run.
+PREPARATIONS: Mapping[str, Any] = {
+    "equalization": _equalized,
+    "smoothing": smooth_,
+}
+
+#: Algorithms after calibration, by name.
+ALGORITHMS: Mapping[str, Any] = {
+    "bias correction": correct_bias_,
+    "gptq": gptq_,
+    "adaround": adaround_,
+}
+
+
+@dataclass(frozen=True)
+class TunedConfig:
+    """How a model is quantized, from a float model to the result.
+
+    Args:
+        config: the rules of :func:`torchq.quantize_`.
+        method: the calibration method of activations; None takes that of each descriptor.
+        before: names in :data:`PREPARATIONS`: what runs before calibration.
+        algorithm: a name in :data:`ALGORITHMS`, or None: what runs after calibration.
+
+    Example:
+        >>> settings = TunedConfig(torchq.recipes.int8(), algorithm="gptq")
+        >>> TunedConfig.from_json(settings.to_json()) == settings
+        True
+    """
+
+    config: QuantConfig
+    _: dataclasses.KW_ONLY
+    method: str | None = None
+    before: tuple[str, ...] = ()
+    algorithm: str | None = None
+
+    def __post_init__(self) -> None:
+        names = {"algorithm": ALGORITHMS, "method": methods()}
+        for field, known in names.items():
+            value = getattr(self, field)
+            if value is not None and value not in known:
+                raise ConfigError(
+                    f"TunedConfig: got {field}={short_repr(value)}; expected None or one of "
+                    f"{', '.join(known)}"
+                )
+        if not set(self.before) <= set(PREPARATIONS):
+            raise ConfigError(
+                f"TunedConfig: got before={short_repr(self.before)}; expected names among "
+                f"{', '.join(PREPARATIONS)}"
+            )
+
+    def apply_(self, model: nn.Module, batches: Sequence[Any], *, progress: bool = False) -> None:
+        """Quantize ``model`` in place; inputs of layers that no batch reaches stay float, as said.
+
+        Args:
+            model: a float model, fused.
+            batches: for calibration and the algorithm; see :func:`torchq.graph.call_arguments`.
+            progress: show bars.
+
+        Raises:
+            TorchqError: what the functions raise.
+        """
+        quantize_(model, self.config, progress=progress)
+        for name, function in PREPARATIONS.items():
+            if name in self.before:
+                function(model, batches, progress=progress)
+        report = calibrate(
+            model, batches, method=self.method, on_unseen="disable", progress=progress
+        )
+        if report.unseen:
+            warnings.warn(
+                f"no batch reached {', '.join(report.unseen)}: these inputs stay float",
+                stacklevel=2,
+            )
+        if self.algorithm is not None:
+            ALGORITHMS[self.algorithm](model, batches, progress=progress)
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """Return the settings as JSON text."""
+        data = {
+            "config": self.config.to_dict(),
+            "method": self.method,
+            "before": list(self.before),
+            "algorithm": self.algorithm,
+        }
+        return json.dumps(data, indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str) -> TunedConfig:
+        """Return the settings that :meth:`to_json` was called on.
+
+        Raises:
+            ConfigError: not such a text.
+        """
+        known = ["config", "method", "before", "algorithm"]
+        data = dict(
+            check_fields(
+                parse_json(text, "TunedConfig"), "TunedConfig", known=known, required=known
+            )
+        )
+        before = data.pop("before")
+        if not isinstance(before, list) or not all(isinstance(name, str) for name in before):
+            got = short_repr(before)
+            raise ConfigError(f"TunedConfig: got before={got}; expected a list of names")
+        return cls(QuantConfig.from_dict(data.pop("config")), before=tuple(before), **data)
+
+    def __str__(self) -> str:
+        parts = [self.config.name]
+        parts += [f"calibration {self.method}"] if self.method else []
+        parts += self.before
+        parts += [self.algorithm] if self.algorithm else []
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -87,6 +226,72 @@ class TuneResult:
             rows.append((trial.change, found, bits, f"{trial.seconds:.1f}"))
         verdict = "keeps the metric" if self.kept else "does NOT keep the metric"
         return table(rows, f"{self.config}: {self.metric:.4g}, {verdict}")
+
+
+#: Settings with one change, or the same settings where the change does not apply.
+Step = Callable[[TunedConfig, nn.Module], TunedConfig]
+
+
+def _changed(best: TunedConfig, model: nn.Module, **changes: Any) -> TunedConfig:
+    return replace(best, **changes)
+
+
+def _unsigned(best: TunedConfig, model: nn.Module) -> TunedConfig:
+    """Let inputs be unsigned, where a rule leaves them signed."""
+
+    def change(rule: Rule) -> Rule:
+        d = rule.input
+        if d is None or d.unsigned or d.dynamic or d.amax is not None or not d.format.is_integer:
+            return rule
+        return replace(rule, input=d.replace(unsigned="auto"))
+
+    return replace(best, config=replace(best.config, rules=tuple(map(change, best.config.rules))))
+
+
+def _wide_ends(best: TunedConfig, model: nn.Module) -> TunedConfig:
+    """Give the first and last layer 8 bits, unless there are rules for them."""
+
+    def wide(descriptor: QuantDescriptor | None) -> QuantDescriptor | None:
+        is_narrow = descriptor is not None and _bits(descriptor) < _END_BITS
+        return descriptor.replace(num_bits=_END_BITS) if descriptor and is_narrow else descriptor
+
+    rules = best.config.rules
+    widened = [replace(rule, input=wide(rule.input), weight=wide(rule.weight)) for rule in rules]
+    ends = [new for new, old in zip(widened, rules, strict=True) if new != old and not old.skip]
+    if not ends or any(rule.position for rule in rules):
+        return best
+    added = [
+        replace(rule, position=position, optional=True)
+        for position in ("first", "last")
+        for rule in ends
+    ]
+    return replace(best, config=best.config.with_rules(*added))
+
+
+def _bits(descriptor: QuantDescriptor) -> int:
+    return descriptor.format.bits if descriptor.format.is_integer else _END_BITS
+
+
+def _equalization(best: TunedConfig, model: nn.Module) -> TunedConfig:
+    applies = any(isinstance(module, CONVOLUTIONS) for module in model.modules())
+    return replace(best, before=(*best.before, "equalization")) if applies else best
+
+
+def _smoothing(best: TunedConfig, model: nn.Module) -> TunedConfig:
+    kinds = {type(module).__name__ for module in model.modules()}
+    applies = any(kind.endswith(("LayerNorm", "RMSNorm")) for kind in kinds)
+    return replace(best, before=(*best.before, "smoothing")) if applies else best
+
+
+#: What is tried in turn, each on the best settings so far; mixed precision follows.
+STEPS: Mapping[str, Step] = {
+    **{f"calibration {m}": partial(_changed, method=m) for m in ("mse", "percentile", "entropy")},
+    "unsigned inputs": _unsigned,
+    "first and last layer 8 bits": _wide_ends,
+    "equalization": _equalization,
+    "smoothing": _smoothing,
+    **{name: partial(_changed, algorithm=name) for name in ALGORITHMS},
+}
 
 
 def tune(
@@ -148,11 +353,13 @@ def tune(
     if not math.isfinite(float_metric):
         raise ConfigError(f"tune: the metric of the float model is {float_metric}; expected finite")
     search = _Search(model, kept, metric, float_metric - max_drop)
-    start = TunedConfig(recipe or int8())
     deadline = math.inf if time_limit is None else time.monotonic() + time_limit
-    trials = search.trials(start, deadline)
-    for _ in progress_bar(trials, description="tune", enabled=progress, unit="trial"):
-        pass
+    candidates = search.candidates(TunedConfig(recipe or int8()))
+    shown = progress_bar(candidates, description="tune", enabled=progress, unit="trial")
+    for candidate in shown:
+        search.try_out(*candidate)
+        if time.monotonic() >= deadline:
+            break
     return _result(search, float_metric)
 
 
@@ -227,64 +434,67 @@ class _Search:
         self.best: TuneTrial | None = None
         self._last: tuple[TunedConfig, nn.Module] | None = None
 
-    def trials(self, start: TunedConfig, deadline: float) -> Iterator[TuneTrial]:
-        """Yield trials until one is good enough or ``time.monotonic`` reaches the deadline."""
-        for candidate in self._candidates(start):
-            yield self._try(*candidate)
-            if time.monotonic() >= deadline:
-                return
-
     @property
     def kept(self) -> bool:
         """True if a trial is good enough."""
         return self.best is not None and self.best.metric >= self.wanted
 
-    def _candidates(self, start: TunedConfig) -> Iterator[Candidate]:
-        """Yield what is tried, each built on the best settings before it."""
+    def candidates(self, start: TunedConfig) -> Iterator[tuple[str, TunedConfig]]:
+        """Yield what to try until something is good enough; each is tried before the next."""
         yield f"recipe {start.config.name}", start
-        for stage in STAGES:
-            rest = stage(start if self.best is None else self.best.settings, self.model)
-            while not self.kept and (candidate := next(rest, None)) is not None:
-                yield candidate
-        if self.best is None or self.kept:
-            return
-        best, bits = self.best.settings, self.best.mean_bits
-        wide, top = wider(best.config)
-        if wide != "float":
-            # Without this no mixture can be good enough.
-            candidate = self._mixed(best, wide, top)
-            if candidate is None:
-                return
-            yield candidate
-        if wide == "float" or self.kept:
-            yield from self._bisect(best, wide, bits, top)
+        for name, step in STEPS.items():
+            before = start if self.best is None else self.best.settings
+            if not self.kept and (settings := step(before, self.model)) != before:
+                yield name, settings
+        if self.best is not None and not self.kept:
+            yield from self._mixtures(self.best)
 
-    def _bisect(
-        self, narrow: TunedConfig, wide: Literal["w8a8", "float"], low: float, high: float
-    ) -> Iterator[Candidate]:
+    def _mixtures(self, narrow: TuneTrial) -> Iterator[tuple[str, TunedConfig]]:
         """Yield mixed precision between mean bits that are too few and those that may be enough."""
-        for _ in range(_BISECTIONS):
-            middle = (low + high) / 2
-            candidate = self._mixed(narrow, wide, middle) if high - low > _CLOSE else None
+        weights = [rule.weight for rule in narrow.settings.config.rules]
+        is_narrow = min((_bits(d) for d in weights if d is not None), default=32) < _END_BITS
+        # Where everything in the wide format is not enough, no mixture can be.
+        low, high, steps = narrow.mean_bits, float(_FLOAT_BITS), _BISECTIONS
+        if is_narrow:
+            high, steps = float(_END_BITS), _BISECTIONS + 1
+        bits = high if is_narrow else (low + high) / 2
+        for step in range(steps):
+            candidate = self._mixed(narrow.settings, "w8a8" if is_narrow else "float", bits)
             if candidate is None:
                 return
+            is_good = False
             if all(trial.settings != candidate[1] for trial in self.table):
                 yield candidate
-                if self.table[-1].metric >= self.wanted:
-                    high = self.table[-1].mean_bits
-                    continue
-            low = middle
+                is_good = self.table[-1].metric >= self.wanted
+            if is_good:
+                high = self.table[-1].mean_bits
+            elif step == 0 and is_narrow:
+                return
+            else:
+                low = bits
+            bits = (low + high) / 2
+            if high - low <= _CLOSE:
+                return
 
     def _mixed(
         self, narrow: TunedConfig, wide: Literal["w8a8", "float"], mean_bits: float
-    ) -> Candidate | None:
+    ) -> tuple[str, TunedConfig] | None:
         """Return mixed precision within a budget, or None after a row with the reason."""
         try:
-            return mixed_settings(narrow, wide, mean_bits, self.model, self.batches)
+            config = mixed_precision(
+                self.model,
+                self.batches,
+                budget={"mean_bits": mean_bits},
+                formats=[replace(narrow.config, name="narrow"), wide],
+                progress=False,
+            )
         except TorchqError as error:
             failed = TuneTrial("mixed precision", narrow, math.nan, math.nan, 0.0, str(error))
             self.table.append(failed)
             return None
+        bits = f"{config.costs['mean_bits']:.3g} bits"
+        named = QuantConfig(config.rules, name=f"mixed, {bits} a weight")
+        return f"mixed precision, {bits}", replace(narrow, config=named)
 
     def model_of(self, settings: TunedConfig) -> nn.Module:
         """Return the model quantized with ``settings``, in eval mode."""
@@ -294,8 +504,8 @@ class _Search:
             self._last = (settings, model)
         return self._last[1]
 
-    def _try(self, change: str, settings: TunedConfig) -> TuneTrial:
-        """Return the trial of one candidate, which is in the table then."""
+    def try_out(self, change: str, settings: TunedConfig) -> None:
+        """Quantize and measure one candidate, and add its row to the table."""
         started, found, bits, error = time.monotonic(), math.nan, math.nan, ""
         try:
             model = self.model_of(settings)
@@ -309,7 +519,6 @@ class _Search:
             self.best is None or self._order(trial) > self._order(self.best)
         ):
             self.best = trial
-        return trial
 
     def _order(self, trial: TuneTrial) -> tuple[bool, float, float]:
         kept = trial.metric >= self.wanted
