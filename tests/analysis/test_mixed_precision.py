@@ -47,7 +47,8 @@ def test_the_solution_is_the_best_of_all(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     damages, bits, work = (torch.rand(5, 3, generator=generator).tolist() for _ in range(3))
     damages[2][1] = math.inf
-    problem = Problem(damages, {"bits": bits, "work": work})
+    rows = [torch.tensor(rows, dtype=torch.float64) for rows in (damages, bits, work)]
+    problem = Problem(rows[0], {"bits": rows[1], "work": rows[2]})
     budget = {"bits": 2.2, "work": 2.6}
     allowed = {}
     for choice in itertools.product(range(3), repeat=5):
@@ -60,8 +61,8 @@ def test_the_solution_is_the_best_of_all(seed: int) -> None:
         assert found is None
         return
     assert found is not None
-    assert found.choices == min(allowed, key=allowed.__getitem__)
-    assert found.damage == pytest.approx(min(allowed.values()))
+    assert tuple(found) == min(allowed, key=allowed.__getitem__)
+    assert problem.figures(found)[0] == pytest.approx(min(allowed.values()))
 
 
 def test_the_config_is_within_its_budget_and_quantizes_as_it_says() -> None:

@@ -11,9 +11,9 @@ and 9.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torchq.analysis.metrics import Sums, add_sums, batch_size, class_axis, floats_in, scores_in
 from torchq.errors import ConfigError
 from torchq.graph import map_tensors
+from torchq.utils import watching
 
 #: Backward passes for each batch.
 PROBES = 4
@@ -53,7 +54,7 @@ def fisher_costs(
     total: Sums = {}
     for number, batch in enumerate(batches):
         taps = _Taps(disturbances)
-        with torch.enable_grad(), taps.hooked():
+        with torch.enable_grad(), watching(taps.hooks()):
             scores = _class_scores(call(batch))
         if taps.points:
             gradients = _drawn_gradients(scores, taps.points, number)
@@ -123,14 +124,9 @@ class _Taps:
         self.points: list[Tensor] = []
         self._taps: list[_Tap] = []
 
-    @contextmanager
-    def hooked(self) -> Iterator[None]:
-        """Tap every module inside a ``with`` block."""
-        with ExitStack() as stack:
-            for module in self._by_module:
-                handle = module.register_forward_hook(self._after, with_kwargs=True)
-                stack.callback(handle.remove)
-            yield
+    def hooks(self) -> list[tuple[nn.Module, Callable[..., Any]]]:
+        """Return what taps every module."""
+        return [(module, partial(self._after, module)) for module in self._by_module]
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         outputs = floats_in(output)

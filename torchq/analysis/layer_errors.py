@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -32,6 +31,7 @@ from torchq.utils import (
     uncompiled,
     untouched,
     unwrapped,
+    watching,
 )
 
 #: Elements of one call whose codes are counted; more of them change little.
@@ -326,7 +326,7 @@ class _Record:
         own = self.layer.quantizers.values()
         if not kwargs:
             args = _part_of_call(self.layer, args, output)
-        with quantizing_only(own, own), self._watched():
+        with quantizing_only(own, own), watching(self._watched()):
             # The forward itself: hooks, such as this one, have run around it.
             alone = self.layer.module.forward(*args, **kwargs)
         for value, reference in zip(floats_in(alone), expected, strict=False):
@@ -338,18 +338,15 @@ class _Record:
             for value, reference in zip(_compared(output), self.expected.pop(0), strict=False):
                 self.accumulated.add(value, reference)
 
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Feed the statistics of the quantizers while the layer is called; weights only once."""
-        with ExitStack() as stack:
-            for path, quantizer in self.layer.quantizers.items():
-                if path not in self.layer.weights or self.calls == 1:
+    def _watched(self) -> Iterator[tuple[nn.Module, Callable[..., None]]]:
+        """Yield what feeds the statistics of the quantizers; those of weights only once."""
 
-                    def after(module: nn.Module, args: Any, output: Any, path: str = path) -> None:
-                        self.statistics[path].add(args[0].detach(), output.detach())
+        def add(statistics: QuantizerStatistics, args: Any, kwargs: Any, output: Tensor) -> None:
+            statistics.add(args[0].detach(), output.detach())
 
-                    stack.callback(quantizer.register_forward_hook(after).remove)
-            yield
+        for path, quantizer in self.layer.quantizers.items():
+            if path not in self.layer.weights or self.calls == 1:
+                yield quantizer, partial(add, self.statistics[path])
 
     def row(self) -> LayerError:
         """Return what was measured."""
@@ -380,9 +377,11 @@ class _Measurement:
 
     def run(self, call: Callable[[], Any]) -> None:
         """Run one batch: float, with each layer alone beside it, and then quantized."""
-        with quantizing_only(self.known), self._hooked(_Record.after_float):
+        watched = [(r.layer.module, partial(self._after_float, r)) for r in self.records]
+        with quantizing_only(self.known), watching(watched):
             expected = [tensor.clone() for tensor in results_in(call())]
-        with quantizing_only(self.known, self.known), self._hooked(_Record.after_quantized):
+        compared = [(r.layer.module, r.after_quantized) for r in self.records]
+        with quantizing_only(self.known, self.known), watching(compared):
             found = results_in(call())
         for place, (value, reference) in enumerate(zip(found, expected, strict=False)):
             self.outputs.setdefault(place, Noise()).add(value, reference)
@@ -390,21 +389,9 @@ class _Measurement:
             record.expected.clear()
         self.batches += 1
 
-    @contextmanager
-    def _hooked(self, note: Callable[[_Record, Any, Any, Any], None]) -> Iterator[None]:
-        with ExitStack() as stack:
-            for record in self.records:
-
-                def after(
-                    module: Any, args: Any, kwargs: Any, output: Any, record: _Record = record
-                ) -> None:
-                    note(record, args, kwargs, output)
-                    if record.calls:
-                        self.order.setdefault(id(record), record)
-
-                handle = record.layer.module.register_forward_hook(after, with_kwargs=True)
-                stack.callback(handle.remove)
-            yield
+    def _after_float(self, record: _Record, args: Any, kwargs: Any, output: Any) -> None:
+        record.after_float(args, kwargs, output)
+        self.order.setdefault(id(record), record)
 
     def report(self) -> LayerErrors:
         """Return the rows."""

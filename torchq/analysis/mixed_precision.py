@@ -1,53 +1,60 @@
-"""The choice of a format for each layer, under a budget."""
+"""The choice of a format for each layer, under a budget.
+
+A calibrated copy of the model in each format says what damage the format does to a layer. Formats
+are then chosen in steps of the least damage for what they save.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from torchq.analysis.formats import (
-    BUDGETS,
-    FLOAT,
-    Candidate,
-    Damages,
-    FormatChoice,
-    LayerFacts,
-    check_budget,
-    check_formats,
-    costs_of,
-    estimated_damages,
-    exact_rule,
-    gather_facts,
-    make_candidate,
-    measured_damages,
-    named_config,
-    widths_of,
-)
+from torchq import recipes
+from torchq.analysis.fisher import Disturbance, fisher_costs
 from torchq.analysis.metrics import Evaluate, batch_size
-from torchq.analysis.solver import Problem, Solution
+from torchq.analysis.sensitivity import sensitivity
+from torchq.analysis.solver import Problem
 from torchq.analysis.text import plain
-from torchq.config import QuantConfig
+from torchq.config import QuantConfig, Rule
 from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward, call_model
-from torchq.swap import Decision, restore_
+from torchq.nn import shared_groups
+from torchq.swap import Decision, quantize_, restore_
 from torchq.utils import (
     Pattern,
     copy_module,
     device_of,
     kept_batches,
     matches,
+    progress_bar,
     table,
     uncompiled,
     unwrapped,
+    watching,
 )
+from torchq.workflow.calibrate import calibrate
 
 _WHERE = "mixed_precision"
 _POINTS = 12  # budgets that are tried for the front
+_FLOAT_BITS = 32
+#: The name of the choice that leaves a layer as it is.
+FLOAT = "float"
+#: Kinds of budget.
+BUDGETS = ("mean_bits", "bytes", "bit_operations")
+
+#: A name such as "w4a8", "w4" or "int8", an integer width, or a pair of widths, or a config.
+FormatChoice = str | int | tuple[int | None, int | None] | QuantConfig
+_WIDTHS = re.compile(r"w(\d+)(?:a(\d+))?")
+
+#: (path of the layer, name of the format) -> damage.
+Damages = dict[tuple[str, str], float]
 
 
 @dataclass(frozen=True)
@@ -194,12 +201,12 @@ def mixed_precision(
     base = copy_module(unwrapped(model)).eval()
     restore_(base)
     chosen = dict(map(_named, (*formats, *(fixed or {}).values())))
-    candidates = [
-        make_candidate(base, choice, kept, exclude, forward)
-        for choice in chosen.values()
-        if choice != FLOAT
-    ]
-    names = list(dict.fromkeys(name for c in candidates for name in c.decisions))
+    candidates = {
+        name: _candidate(base, choice, kept, exclude, forward)
+        for name, choice in chosen.items()
+        if name != FLOAT
+    }
+    names = list(dict.fromkeys(name for c in candidates.values() for name in c.decisions))
     found, metric_name = _damages(base, candidates, names, kept, metric, (forward, progress))
     broken = next((key for key, damage in found.items() if math.isnan(damage)), None)
     if broken is not None:
@@ -209,19 +216,163 @@ def mixed_precision(
         )
     run = partial(call_model, base, kept[0], forward=forward, device=device_of(base))
     facts = gather_facts(base, names, run, batch_size(kept[0]))
-    free = [_named(choice)[0] for choice in formats]
-    search = _Search(base, {c.name: c for c in candidates}, list(chosen), free, found, facts)
+    free = {_named(choice)[0] for choice in formats}
+    search = _Search(base, candidates, list(chosen), free, found, facts)
     search.join(groups, fixed or {})
     return search.config(budget, metric_name)
 
 
-def _named(choice: FormatChoice) -> tuple[str, FormatChoice]:
-    return (FLOAT, FLOAT) if choice == FLOAT else (named_config(choice)[0], choice)
+def check_budget(budget: Mapping[str, float]) -> None:
+    """Raise ConfigError unless every kind of budget is known and every bound is positive."""
+    if not isinstance(budget, Mapping) or not budget:
+        raise ConfigError(
+            f"mixed_precision: got budget {budget!r}; expected a mapping such as {{'mean_bits': 5}}"
+        )
+    for kind, bound in budget.items():
+        if kind not in BUDGETS:
+            raise ConfigError(
+                f"mixed_precision: got budget {kind!r}; expected one of {', '.join(BUDGETS)}"
+            )
+        if not bound > 0:
+            raise ConfigError(f"mixed_precision: got {kind}={bound!r}; expected a positive number")
+
+
+def check_formats(choices: Sequence[FormatChoice]) -> None:
+    """Raise ConfigError unless every choice is known, and one is a format of integers."""
+    if not [name for name, _ in map(_named, choices) if name != FLOAT]:
+        raise ConfigError("mixed_precision: got no formats; expected one at least, such as [4, 8]")
+
+
+def _named(choice: FormatChoice) -> tuple[str, QuantConfig | None]:
+    """Return the name and the recipe of a format; None for float."""
+    if choice == FLOAT:
+        return FLOAT, None
+    if isinstance(choice, QuantConfig):
+        return choice.name, choice
+    if isinstance(choice, str):
+        found = _WIDTHS.fullmatch(choice)
+        # The recipe called w4a4 has other first and last layers; here a layer has its own format.
+        if found is None:
+            return choice, recipes.by_name(choice)
+        widths = int(found[1]), None if found[2] is None else int(found[2])
+    elif isinstance(choice, int):
+        widths = choice, choice
+    elif isinstance(choice, tuple) and len(choice) == 2:
+        widths = choice  # type: ignore[assignment]
+    else:
+        raise ConfigError(
+            f"mixed_precision: got format {choice!r}; expected a name such as 'w4a8', a recipe, a "
+            "width, a pair of widths or a QuantConfig"
+        )
+    config = recipes.integer(*widths)
+    return config.name, config
+
+
+@dataclass
+class LayerFacts:
+    """What does not depend on the format: elements of weights, multiplications for one input.
+
+    ``reads`` tells the input of each call from other tensors: it is equal for layers that read one
+    tensor, or equal views of it.
+    """
+
+    weights: int
+    multiplications: float = 0.0
+    reads: set[tuple[Any, ...]] = field(default_factory=set)
+
+
+def gather_facts(
+    model: nn.Module, names: list[str], run: Callable[[], Any], size: int
+) -> dict[str, LayerFacts]:
+    """Return the facts of layers of a float model; ``run`` runs it on ``size`` inputs."""
+    # The module imports Triton, which `import torchq` must not do.
+    from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415
+
+    layers = {name: model.get_submodule(name) for name in names}
+    facts = {name: LayerFacts(_weight_count(layer)) for name, layer in layers.items()}
+    alive: list[Tensor] = []  # An address is unique only as long as its tensor lives.
+    started: list[int] = []
+    counter = FlopCounterMode(display=False)
+
+    def enter(name: str, args: Any, kwargs: Any, _: None) -> None:
+        started.append(counter.get_total_flops())
+        if args and isinstance(args[0], Tensor) and args[0].numel():
+            x = args[0]
+            version = 0 if x.is_inference() else x._version
+            facts[name].reads.add((x.data_ptr(), tuple(x.shape), x.stride(), version))
+            alive.append(x)
+
+    def leave(name: str, args: Any, kwargs: Any, output: Any) -> None:
+        flops = counter.get_total_flops() - started.pop()
+        facts[name].multiplications += flops / 2 / max(size, 1)
+
+    with (
+        torch.no_grad(),
+        counter,
+        watching(((layer, partial(enter, name)) for name, layer in layers.items()), before=True),
+        watching((layer, partial(leave, name)) for name, layer in layers.items()),
+    ):
+        run()
+    return facts
+
+
+def _weight_count(module: nn.Module) -> int:
+    own = [p for p in module.parameters(recurse=False) if p.dim() > 1]
+    return sum(p.numel() for p in own or module.parameters() if p.dim() > 1)
+
+
+def _widths(decision: Decision | None) -> tuple[int, int]:
+    """Return the bits of the weight and of the input of a layer; without a decision it is float."""
+    weight = None if decision is None else decision.weight
+    input = None if decision is None else decision.input
+    return (
+        _FLOAT_BITS if weight is None else weight.format.bits,
+        _FLOAT_BITS if input is None else input.format.bits,
+    )
+
+
+def _costs(facts: LayerFacts, decision: Decision | None, total_weights: int) -> dict[str, float]:
+    """Return the cost of one layer by kind of budget, beside the weights of all layers."""
+    weight_bits, input_bits = _widths(decision)
+    return {
+        "mean_bits": facts.weights * weight_bits / max(total_weights, 1),
+        "bytes": facts.weights * weight_bits / 8,
+        "bit_operations": facts.multiplications * weight_bits * input_bits,
+    }
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A calibrated copy of the model in one format.
+
+    ``shared`` are groups of layers that share a quantizer.
+    """
+
+    model: nn.Module
+    decisions: dict[str, Decision]
+    shared: list[list[str]]
+
+
+def _candidate(
+    model: nn.Module,
+    config: QuantConfig | None,
+    batches: Sequence[Any],
+    exclude: Sequence[Pattern] | Pattern | None,
+    forward: Forward | None,
+) -> _Candidate:
+    """Return a calibrated copy of a float model in one format."""
+    quantized = copy_module(model)
+    example = None if forward is not None else batches[0]
+    report = quantize_(quantized, config, exclude=exclude, example=example, progress=False)
+    calibrate(quantized, batches, forward=forward, on_unseen="dynamic", progress=False)
+    decisions = {d.name: d for d in report.replaced if d.input or d.weight}
+    shared = [[path.rpartition(".")[0] for path in g] for g in shared_groups(quantized)]
+    return _Candidate(quantized, decisions, shared)
 
 
 def _damages(
     base: nn.Module,
-    candidates: list[Candidate],
+    candidates: dict[str, _Candidate],
     names: list[str],
     batches: list[Any],
     metric: str | Evaluate,
@@ -230,13 +381,65 @@ def _damages(
     """Return the damages, and the name of the metric; options are forward and progress."""
     if metric in ("auto", "fisher"):
         try:
-            return estimated_damages(base, candidates, names, batches, *options), "fisher"
+            return _estimated(base, candidates, names, batches, *options), "fisher"
         except ConfigError:
             if metric == "fisher":
                 raise
             metric = "sqnr"
-    found = measured_damages(candidates, batches, metric, *options)
+    found = _measured(candidates, batches, metric, *options)
     return found, metric if isinstance(metric, str) else getattr(metric, "__name__", "metric")
+
+
+def _estimated(
+    model: nn.Module,
+    candidates: dict[str, _Candidate],
+    names: Sequence[str],
+    batches: Sequence[Any],
+    forward: Forward | None,
+    progress: bool,
+) -> Damages:
+    """Return the estimates from gradients, for all layers of a float model and formats together."""
+
+    def alone(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return module.forward(*args, **kwargs)
+
+    disturbances = [
+        Disturbance(
+            (name, format),
+            model.get_submodule(name),
+            partial(alone, candidate.model.get_submodule(name)),
+        )
+        for name in names
+        for format, candidate in candidates.items()
+        if name in candidate.decisions
+    ]
+    call = partial(call_model, model, forward=forward, device=device_of(model))
+    shown = progress_bar(batches, description="estimate damage", enabled=progress)
+    return fisher_costs(call, shown, disturbances)
+
+
+def _measured(
+    candidates: dict[str, _Candidate],
+    batches: Iterable[Any],
+    metric: str | Evaluate,
+    forward: Forward | None,
+    progress: bool,
+) -> Damages:
+    """Return the damage that each layer does when it alone is quantized.
+
+    Signal to noise ratios become shares of noise, which add up over layers, and the user's
+    figures become losses.
+    """
+    found: Damages = {}
+    for format, candidate in candidates.items():
+        report = sensitivity(candidate.model, batches, metric, forward=forward, progress=progress)
+        for row in report.rows:
+            if report.unit == "dB":
+                damage = 10 ** (-row.value / 10)
+            else:
+                damage = max((report.reference or 0.0) - row.value, 0.0)
+            found[row.name, format] = math.inf if math.isnan(damage) else damage
+    return found
 
 
 class _Search:
@@ -245,9 +448,9 @@ class _Search:
     def __init__(
         self,
         base: nn.Module,
-        candidates: dict[str, Candidate],
+        candidates: dict[str, _Candidate],
         formats: list[str],
-        free: list[str],
+        free: set[str],
         damages: Damages,
         facts: dict[str, LayerFacts],
     ) -> None:
@@ -265,7 +468,7 @@ class _Search:
         """Join layers that must agree, and note those whose format is given."""
         for candidate in self.candidates.values():
             for shared in candidate.shared:
-                self._unite([name for name in shared if name in self.group_of])
+                self._unite(shared)
         # With forward= nothing is shared yet, but the layers read one tensor all the same.
         readers: dict[Any, list[str]] = {}
         for name, facts in self.facts.items():
@@ -294,7 +497,7 @@ class _Search:
         return found
 
     def _unite(self, names: Sequence[str]) -> None:
-        old = {self.group_of[name] for name in names}
+        old = {self.group_of[name] for name in names if name in self.group_of}
         for name, number in self.group_of.items():
             if number in old:
                 self.group_of[name] = min(old)
@@ -316,17 +519,17 @@ class _Search:
 
     def config(self, budget: Mapping[str, float], metric: str) -> MixedPrecision:
         """Solve for the budget, and for others."""
-        groups = sorted(set(self.group_of.values()))
-        members = [[n for n in self.facts if self.group_of[n] == g] for g in groups]
-        for names in members:
+        members: dict[int, list[str]] = {}
+        for name, group in self.group_of.items():
+            members.setdefault(group, []).append(name)
+        for names in members.values():
             self._check_together(names)
-        problem = self._problem(members)
-        best = self._point(members, problem.require(budget))
-        first = next(iter(budget))
-        others = {kind: bound for kind, bound in budget.items() if kind != first}
-        front = [self._point(members, s) for s in problem.front(first, others, _POINTS)]
+        groups = [members[number] for number in sorted(members)]
+        problem = self._problem(groups)
+        best = self._point(groups, problem, problem.require(budget))
+        front = [self._point(groups, problem, c) for c in problem.front(budget, _POINTS)]
         return MixedPrecision(
-            rules=tuple(exact_rule(n, self._decision(n, f)) for n, f in best.formats.items()),
+            rules=tuple(_exact_rule(n, self._decision(n, f)) for n, f in best.formats.items()),
             name="mixed",
             choices=tuple(self._choice(n, f) for n, f in best.formats.items()),
             front=tuple(front),
@@ -336,25 +539,21 @@ class _Search:
             metric=metric,
         )
 
-    def _problem(self, members: list[list[str]]) -> Problem:
+    def _problem(self, groups: list[list[str]]) -> Problem:
         """Return the sums of damages and of costs for each group in each format."""
         total = sum(facts.weights for facts in self.facts.values())
-        damages = {(n, f): self._damage(n, f) for n in self.facts for f in self.formats}
+        found = {(n, f): self._damage(n, f) for n in self.facts for f in self.formats}
         costs = {
-            (name, format): costs_of(self.facts[name], self._decision(name, format), total)
-            for (name, format), damage in damages.items()
-            if math.isfinite(damage)
+            (name, format): _costs(self.facts[name], self._decision(name, format), total)
+            for (name, format), damage in found.items()
         }
-        return Problem(
-            [[sum(damages[n, f] for n in group) for f in self.formats] for group in members],
-            {
-                kind: [
-                    [sum(costs.get((n, f), {}).get(kind, 0.0) for n in group) for f in self.formats]
-                    for group in members
-                ]
-                for kind in BUDGETS
-            },
-        )
+
+        def summed(figures: Mapping[tuple[str, str], float]) -> Tensor:
+            rows = [[sum(figures[n, f] for n in names) for f in self.formats] for names in groups]
+            return torch.tensor(rows, dtype=torch.float64, device="cpu")
+
+        by_kind = {k: summed({key: cost[k] for key, cost in costs.items()}) for k in BUDGETS}
+        return Problem(summed(found), by_kind)
 
     def _check_together(self, names: list[str]) -> None:
         """Raise ConfigError unless there is a format that all ``names`` can have."""
@@ -367,17 +566,19 @@ class _Search:
             "groups="
         )
 
-    def _point(self, members: list[list[str]], solution: Solution) -> FrontPoint:
+    def _point(
+        self, groups: list[list[str]], problem: Problem, choices: Sequence[int]
+    ) -> FrontPoint:
         chosen = {
             name: self.formats[format]
-            for group, format in zip(members, solution.choices, strict=True)
-            for name in group
+            for names, format in zip(groups, choices, strict=True)
+            for name in names
         }
-        ordered = {name: chosen[name] for name in self.facts}
-        return FrontPoint(solution.costs, solution.damage, ordered)
+        damage, costs = problem.figures(choices)
+        return FrontPoint(costs, damage, {name: chosen[name] for name in self.facts})
 
     def _choice(self, name: str, format: str) -> LayerChoice:
-        weight_bits, input_bits = widths_of(self._decision(name, format))
+        weight_bits, input_bits = _widths(self._decision(name, format))
         return LayerChoice(
             name=name,
             format=format,
@@ -387,3 +588,12 @@ class _Search:
             input_bits=input_bits,
             group=self.group_of[name],
         )
+
+
+def _exact_rule(name: str, decision: Decision | None) -> Rule:
+    """Return a rule for one module alone; without a decision it stays float."""
+    plain = name and not set(name) & set("*?[")
+    pattern = name if plain else f"re:^{re.escape(name)}$"
+    if decision is None:
+        return Rule(pattern, skip=True)
+    return Rule(pattern, input=decision.input, weight=decision.weight)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torchq.analysis.layers import passing
 from torchq.fusion.modules import is_layer, is_norm
 from torchq.graph import Call, Flow, is_torch_leaf, record
 from torchq.nn import QuantModule, TensorQuantizer
-from torchq.utils import untouched
+from torchq.utils import untouched, watching
 
 
 @dataclass
@@ -28,6 +28,12 @@ class Observation:
     # Adding a quantized tensor to one that is neither quantized nor the result of a layer.
     one_sided: list[str] = field(default_factory=list)
     norms: dict[str, str] = field(default_factory=dict)  # BatchNorm -> the layer before it
+
+    def note(self, quantizer: TensorQuantizer, args: Any, kwargs: Any, _: None) -> None:
+        """Note a call of a quantizer by the float model."""
+        self.reached.add(id(quantizer))
+        if not bool(torch.isfinite(args[0]).all()):
+            self.not_finite.add(id(quantizer))
 
 
 def observe(
@@ -46,25 +52,11 @@ def observe(
             if found is None:
                 found = Observation(batch)
                 _follow(model, found, run)
-            with passing(known.values()), _values(known, found):
+            notes = [(quantizer, partial(found.note, quantizer)) for quantizer in known.values()]
+            with passing(known.values()), watching(notes, before=True):
                 run(batch)
             found.batches += 1
     return found
-
-
-@contextmanager
-def _values(known: dict[str, TensorQuantizer], found: Observation) -> Iterator[None]:
-    """Note which quantizers are called, and which with values that are not finite."""
-
-    def note(quantizer: nn.Module, args: tuple[Any, ...]) -> None:
-        found.reached.add(id(quantizer))
-        if not bool(torch.isfinite(args[0]).all()):
-            found.not_finite.add(id(quantizer))
-
-    with ExitStack() as stack:
-        for quantizer in known.values():
-            stack.callback(quantizer.register_forward_pre_hook(note).remove)
-        yield
 
 
 _ADDITIONS = frozenset(["add", "add_", "__add__", "__iadd__", "__radd__"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -36,6 +35,7 @@ from torchq.utils import (
     table,
     uncompiled,
     unwrapped,
+    watching,
     wrap,
 )
 from torchq.workflow import select_quantizers
@@ -266,8 +266,8 @@ class _Run:
         )
         with torch.no_grad():
             for batch, name in shown:
-                noted = self._noted(reached) if name == _EVERYTHING else nullcontext()
-                with quantizing_only(known, cases[name]), noted:
+                noted = self._noting(reached) if name == _EVERYTHING else ()
+                with quantizing_only(known, cases[name]), watching(noted, before=True):
                     output = self.call(batch)
                 expected = output if name == _NOTHING else expected
                 add_sums(sums, name, metric.sums(output, expected, batch))
@@ -283,19 +283,12 @@ class _Run:
             cases[group.name] = [q for q in known if id(q) in chosen]
         return cases
 
-    @contextmanager
-    def _noted(self, reached: set[str]) -> Iterator[None]:
-        """Add the names of the groups of which a layer or a quantizer is called."""
-        with ExitStack() as stack:
-            for group in self.groups:
-
-                def before(module: nn.Module, args: Any, name: str = group.name) -> None:
-                    reached.add(name)
-
-                layers = [self.model.get_submodule(name) for name in group.layers]
-                for part in (*layers, *group.quantizers.values()):
-                    stack.callback(part.register_forward_pre_hook(before).remove)
-            yield
+    def _noting(self, reached: set[str]) -> Iterator[tuple[nn.Module, Callable[..., None]]]:
+        """Yield what adds the name of a group if a layer or a quantizer of it is called."""
+        for group in self.groups:
+            layers = [self.model.get_submodule(name) for name in group.layers]
+            for part in (*layers, *group.quantizers.values()):
+                yield part, lambda *_, name=group.name: reached.add(name)
 
     def evaluate(self, metric: Evaluation) -> dict[str, float]:
         """Let the user's function run the model once for each group."""

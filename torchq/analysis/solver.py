@@ -16,77 +16,61 @@ _ALLOWED = 1 + 1e-9
 
 
 @dataclass(frozen=True)
-class Solution:
-    """The index of a format for each group, with sums over groups; costs are by kind of budget."""
-
-    choices: tuple[int, ...]
-    damage: float
-    costs: dict[str, float]
-
-
-@dataclass(frozen=True)
 class Problem:
-    """Damages, and costs by kind of budget: for each group a row with a number for each format.
+    """Damages, and costs by kind of budget, (groups, formats) each.
 
     A damage of infinity rules a format out.
     """
 
-    damages: Sequence[Sequence[float]]
-    costs: Mapping[str, Sequence[Sequence[float]]]
+    damages: Tensor
+    costs: Mapping[str, Tensor]
+
+    def figures(self, choices: Sequence[int]) -> tuple[float, dict[str, float]]:
+        """Return the damage and the costs of a format for each group."""
+        place = torch.arange(len(choices)), list(choices)
+        costs = {kind: float(rows[place].sum()) for kind, rows in self.costs.items()}
+        return float(self.damages[place].sum()), costs
 
     def bounds(self, kind: str) -> tuple[float, float]:
         """Return the least and the greatest cost that is possible."""
-        allowed = [
-            [cost for cost, damage in zip(row, damages, strict=True) if math.isfinite(damage)]
-            for row, damages in zip(self.costs[kind], self.damages, strict=True)
-        ]
-        return sum(map(min, allowed)), sum(map(max, allowed))
+        allowed = self.damages.isfinite()
+        least, most = (self.costs[kind].where(allowed, end) for end in (math.inf, -math.inf))
+        return float(least.amin(1).sum()), float(most.amax(1).sum())
 
-    def solve(self, budget: Mapping[str, float]) -> Solution | None:
+    def solve(self, budget: Mapping[str, float]) -> list[int] | None:
         """Return a choice with little damage within a budget; None where none was found.
 
         From the least damage, and from the least cost, each step takes the change of one group that
         does the least damage for what it saves. Then single changes and pairs of them are made as
         long as they help; the better one of both results counts.
         """
-        damages = torch.tensor(self.damages, dtype=torch.float64, device="cpu")
-        shares = torch.stack(
-            [
-                torch.tensor(self.costs[kind], dtype=torch.float64, device="cpu") / bound
-                for kind, bound in budget.items()
-            ]
-        )
-        starts = [_least(damages, shares.sum(0))]
-        starts.append(_least(shares.amax(0).where(damages.isfinite(), math.inf), damages))
-        feasible = [found for start in starts if (found := _within(damages, shares, start))]
-        solutions = [self._solution(_improved(damages, shares, found)) for found in feasible]
-        return min(solutions, key=lambda solution: solution.damage, default=None)
+        shares = torch.stack([self.costs[kind] / bound for kind, bound in budget.items()])
+        allowed = self.damages.isfinite()
+        starts = [_least(self.damages, shares.sum(0))]
+        starts.append(_least(shares.amax(0).where(allowed, math.inf), self.damages))
+        within = [_within(self.damages, shares, start) for start in starts]
+        found = [_improved(self.damages, shares, choice) for choice in within if choice]
+        return min(found, key=lambda choice: self.figures(choice)[0], default=None)
 
-    def _solution(self, choices: Sequence[int]) -> Solution:
-        damage = sum(self.damages[g][f] for g, f in enumerate(choices))
-        costs = {
-            kind: sum(rows[g][f] for g, f in enumerate(choices))
-            for kind, rows in self.costs.items()
-        }
-        return Solution(tuple(choices), damage, costs)
+    def front(self, budget: Mapping[str, float], count: int) -> list[list[int]]:
+        """Return choices that no other one beats in both damage and cost, the cheapest first.
 
-    def front(self, kind: str, others: Mapping[str, float], count: int) -> list[Solution]:
-        """Return solutions that no other one beats in both damage and cost, the cheapest first.
-
-        ``count`` budgets of one kind are tried, between the least and the greatest possible cost;
-        the others hold as they are.
+        ``count`` bounds of the first kind of budget are tried, between the least and the greatest
+        possible cost; the others hold as they are.
         """
+        kind = next(iter(budget))
         low, high = self.bounds(kind)
         steps = range(count) if low > 0 else []
         tried = [low * (high / low) ** (i / (count - 1)) for i in steps] or [high]
-        found: list[Solution] = []
+        found: list[list[int]] = []
         for bound in tried:
-            solution = self.solve({**others, kind: max(bound, 1e-30) * (1 + 1e-9)})
-            if solution is not None and (not found or solution.damage < found[-1].damage):
-                found.append(solution)
+            choice = self.solve({**budget, kind: max(bound, 1e-30) * _ALLOWED})
+            damages = [self.figures(c)[0] for c in (choice, *found[-1:]) if c is not None]
+            if choice is not None and (not found or damages[0] < damages[1]):
+                found.append(choice)
         return found
 
-    def require(self, budget: Mapping[str, float]) -> Solution:
+    def require(self, budget: Mapping[str, float]) -> list[int]:
         """Return :meth:`solve`; an error names the least that is possible."""
         found = self.solve(budget)
         if found is not None:

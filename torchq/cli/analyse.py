@@ -10,7 +10,7 @@ from typing import Any
 
 import torchq
 from torchq.analysis import check_path
-from torchq.analysis.formats import check_budget, check_formats
+from torchq.analysis.mixed_precision import check_budget, check_formats
 from torchq.cli.prepare import (
     named_config,
     prepare,

@@ -10,11 +10,15 @@ import torch
 from torch import nn
 
 from torchq.analysis.doctor import doctor
-from torchq.analysis.formats import LayerFacts, gather_facts
 from torchq.analysis.layer_errors import LayerErrors, layer_errors
 from torchq.analysis.layers import QuantizedLayer, active_quantizers, quantized_layers
 from torchq.analysis.metrics import batch_size
-from torchq.analysis.mixed_precision import MixedPrecision, mixed_precision
+from torchq.analysis.mixed_precision import (
+    LayerFacts,
+    MixedPrecision,
+    gather_facts,
+    mixed_precision,
+)
 from torchq.analysis.page.outputs import compare_outputs
 from torchq.analysis.page.samples import channel_rows, histogram_rows
 from torchq.analysis.page.verdict import culprits, damage_shares, verdict

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torchq.calib import make_calibrator
 from torchq.errors import CalibrationError, ConfigError
 from torchq.formats import PerTensor
 from torchq.nn import QuantModule, TensorQuantizer
-from torchq.utils import progress_bar, untouched
+from torchq.utils import progress_bar, untouched, watching
 
 _METHODS = ("max", "percentile", "mse", "entropy")
 _BINS = 96
@@ -57,12 +57,18 @@ def histogram_rows(
     quantizers = {path: q for layer in layers for path, q in layer.quantizers.items()}
     samples = {path: _Sample() for path in quantizers}
     weights = {path for layer in layers for path in layer.weights}
-    inputs = {path: q for path, q in quantizers.items() if path not in weights}
+    inputs = [
+        (q, partial(_sample, q, samples[path]))
+        for path, q in quantizers.items()
+        if path not in weights
+    ]
     shown = progress_bar(batches, description="histograms", enabled=progress)
     with (
         untouched(model),
         passing(active_quantizers(model)),
-        _sampled(inputs, samples),
+        watching(
+            ((q, partial(_sample, q, samples[path])) for path, q in inputs.items()), before=True
+        ),
     ):
         for batch in shown:
             run(batch)
@@ -88,19 +94,10 @@ def _weights(
                     yield paths[id(quantizer)], layer.module, quantizer, weight
 
 
-@contextmanager
-def _sampled(inputs: dict[str, TensorQuantizer], samples: dict[str, _Sample]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for path, quantizer in inputs.items():
-
-            def before(
-                module: nn.Module, args: tuple[Any, ...], sample: _Sample = samples[path]
-            ) -> None:
-                scale = getattr(module, "pre_quant_scale", None)
-                sample.add(args[0] if scale is None else args[0] * scale.to(args[0].dtype))
-
-            stack.callback(quantizer.register_forward_pre_hook(before).remove)
-        yield
+def _sample(q: TensorQuantizer, sample: _Sample, args: Any, kwargs: Any, _: None) -> None:
+    """Add one call of a quantizer."""
+    scale = q.pre_quant_scale
+    sample.add(args[0] if scale is None else args[0] * scale.to(args[0].dtype))
 
 
 def _row(quantizer: TensorQuantizer, sample: _Sample, is_weight: bool) -> dict[str, Any]:
