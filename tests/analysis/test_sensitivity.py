@@ -49,6 +49,36 @@ def test_the_worst_layers_feed_exclude() -> None:
     assert {d.name for d in swapped.skipped} == set(report.worst(2))
 
 
+class Routed(nn.Module):
+    """A small batch takes another way than a large one; a layer runs twice, results change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.small, self.large, self.last = (nn.Linear(24, 24) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(self.a(x).relu_())
+        return self.last((self.small(x) if len(x) < 8 else self.large(x)).mul_(2) + x)
+
+
+def test_values_are_those_of_separate_runs() -> None:
+    batches = [*vectors(), vectors(1)[0][:5]]
+    model = quantized(Routed().eval(), batches)
+    report = torchq.sensitivity(model, batches, progress=False)
+    names = {"a", "small", "large", "last"}
+    assert {row.name for row in report.rows} == names
+    for row in report.rows:
+        signal = noise = 0.0
+        for batch in batches:
+            with torch.no_grad(), torchq.disabled(model):
+                expected = model(batch).double()
+            others = [f"{name}.*_quantizer" for name in names - {row.name}]
+            with torch.no_grad(), torchq.disabled(model, others):
+                noise += float((model(batch).double() - expected).square().sum())
+            signal += float(expected.square().sum())
+        assert row.value == pytest.approx(10 * math.log10(signal / noise), rel=1e-5)
+
+
 @pytest.mark.parametrize("scope", ["input", "weight"])
 def test_scopes_switch_a_part(scope: str) -> None:
     batches = vectors()

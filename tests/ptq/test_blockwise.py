@@ -113,20 +113,6 @@ def test_blocks_follow_the_structure() -> None:
         find_blocks(model, layers, calls, "nothing.*")
 
 
-def test_a_layer_that_runs_twice_is_no_block() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(self.a(self.a(x)))
-
-    report = torchq.ptq.gptq_(quantized(Twice()), batches(), progress=False)
-    assert list(report.layers) == ["b"]
-    assert report.skipped == {"a": "it or a module around it runs several times"}
-
-
 def test_replayed_runs_equal_runs_of_the_whole_model() -> None:
     """The head sees what it sees in a whole run, in float and quantized."""
     model = quantized(Net())
@@ -154,35 +140,25 @@ def test_replayed_runs_equal_runs_of_the_whole_model() -> None:
     assert not torch.equal(seen["float"][0], seen["quantized"][0])
 
 
-def test_shortcuts_are_what_is_added() -> None:
-    model = quantized(Net())
-    with torch.no_grad():
-        replay, _ = prepared(model)
-        for number, (name, block) in enumerate([("stem", ""), ("stages.0", "stages.0")]):
-            layers = [f"{block}.first", f"{block}.second"] if block else [name]
-            got = replay.run(number, 0, "float", layers)
-            if block:
-                assert list(got.shortcuts) == ["stages.0.second"]
-                assert torch.equal(got.shortcuts["stages.0.second"], got.inputs["stages.0.first"])
-            else:
-                assert got.shortcuts == {}
-            replay.finish(number, "float")
+class Added(nn.Module):
+    """An addition in a module, and a layer that runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.add, self.twice = nn.Linear(4, 4), torchq.nn.QuantAdd(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.twice(self.twice(x))
+        return self.add(x, self.layer(x))
 
 
-def test_additions_in_modules_count() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.add = nn.Linear(4, 4), torchq.nn.QuantAdd()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.add(x, self.layer(x))
-
-    model = quantized(nn.Sequential(Block()))
-    with torch.no_grad():
-        replay, _ = prepared(model)
-        got = replay.run(0, 0, "quantized", ["0.layer"], until="shortcuts")
-    assert torch.equal(got.shortcuts["0.layer"], batches()[0])
+def test_additions_of_shortcuts_are_found_however_they_are_written() -> None:
+    report = gptq_(quantized(Net()), batches(), progress=False)
+    repairing = {name for name, layer in report.layers.items() if layer.repairs_shortcut}
+    assert repairing == {f"stages.{block}.second" for block in ("0", "1.0", "1.1")}
+    report = gptq_(quantized(nn.Sequential(Added())), batches(), block="0", progress=False)
+    assert report.layers["0.layer"].repairs_shortcut
+    assert report.skipped == {"0.twice": "it or a module around it runs several times"}
 
 
 class Pair(NamedTuple):
@@ -205,14 +181,6 @@ def test_copies_are_whole_and_keep_structures() -> None:
 X = torch.rand(32, 6, generator=torch.Generator().manual_seed(0))
 
 
-class Kernel(nn.Module):
-    """A module that computes unseen, as kernels of extensions do."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch._C.DisableTorchFunction():
-            return 2 * x
-
-
 class Given(nn.Module):
     """Four blocks of two layers, in a forward that is given."""
 
@@ -222,7 +190,7 @@ class Given(nn.Module):
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)) for _ in range(4)
         )
-        self.kernel, self.run = Kernel(), run
+        self.run = run
 
     def forward(self, x: Tensor) -> Tensor:
         return self.run(self, x)
@@ -232,12 +200,6 @@ def chain(net: Any, x: Tensor) -> Tensor:
     for block in net.blocks:
         x = block(x)
         assert x.shape[1] == x.size(1) == 6  # Shapes are known of what is forgotten.
-    return x
-
-
-def with_module(net: Any, x: Tensor) -> Tensor:
-    for block in net.blocks:
-        x = net.kernel(block(x))
     return x
 
 
@@ -252,13 +214,6 @@ def with_long_shortcut(net: Any, x: Tensor) -> Tensor:
     x = net.blocks[1](first)
     x = net.blocks[2](x)
     return net.blocks[3](x + first)
-
-
-def with_late_reader(net: Any, x: Tensor) -> Tensor:
-    first = net.blocks[0](x)
-    for block in (net.blocks[1], net.blocks[2], net.blocks[3]):
-        x = block(x)
-    return x + first
 
 
 def rounded(run: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[set[int], dict[str, Any]]:
@@ -282,10 +237,8 @@ def rounded(run: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[set[int], dict[s
     ("run", "forgotten"),
     [
         (chain, {0, 1}),
-        (with_module, set()),
         (with_function, set()),
         (with_long_shortcut, {1}),
-        (with_late_reader, {1}),
     ],
 )
 def test_what_nothing_reads_is_forgotten(

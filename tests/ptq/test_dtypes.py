@@ -103,3 +103,21 @@ def test_what_precedes_calibration_keeps_the_float_output(name: str, dtype: torc
     assert changed
     assert (found - expected).norm() <= MOST_CHANGE[dtype] * expected.norm()
     assert dtypes_of(model) == dtypes_of(floats)
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_modes_and_other_modules_stay_and_as_many_batches_are_read_as_asked_for(name: str) -> None:
+    states = []
+    function: Any = {"gptq_": gptq_, "correct_bias_": correct_bias_, "adaround_": adaround_}[name]
+    options = {"steps": 2} if name == "adaround_" else {}
+    for given in (batches(torch.float32)[:3], iter(batches(torch.float32))):
+        model: Any = net(torch.float32).train()
+        torchq.quantize_(model, torchq.recipes.integer(3, 8))
+        torchq.calibrate(model, batches(torch.float32), progress=False)
+        model.hidden.input_quantizer.mode = "off"
+        report = function(model, given, num_batches=3, progress=False, **options)
+        assert report.batches == 3
+        assert model.training and model.hidden.input_quantizer.mode == "off"
+        assert not any("forward" in vars(m) or m._forward_hooks for m in model.modules())
+        states.append(model.state_dict())
+    assert all(torch.equal(value, states[1][key]) for key, value in states[0].items())

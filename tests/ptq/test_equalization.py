@@ -12,8 +12,6 @@ from torch import Tensor, nn
 import torchq
 from torchq.errors import ConfigError, QuantizationError
 from torchq.ptq import equalize_
-from torchq.ptq.layers import input_ranges
-from torchq.workflow.layer_matrices import output_ranges
 
 
 def unequal(layer: Any, generator: torch.Generator) -> Any:
@@ -32,7 +30,7 @@ def mobile(generator: torch.Generator) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
         unequal(nn.Conv2d(3, 8, 1), generator),
-        nn.ReLU(),
+        nn.Dropout2d(),
         unequal(nn.Conv2d(8, 8, 3, groups=8, bias=False), generator),
         nn.LeakyReLU(0.1),
         unequal(nn.Conv2d(8, 8, 1, groups=2), generator),
@@ -44,51 +42,6 @@ def mobile(generator: torch.Generator) -> nn.Sequential:
         nn.Flatten(),
         nn.Linear(4, 3),
     ).eval()
-
-
-def conv(inputs: int, outputs: int, **arguments: Any) -> nn.Conv2d:
-    return nn.Conv2d(inputs, outputs, 3, **arguments)
-
-
-#: Between two layers: what keeps factors, and what takes them.
-BETWEEN: dict[str, Any] = {
-    "nothing": nn.Identity,
-    "relu": nn.ReLU,
-    "leaky_relu": lambda: nn.LeakyReLU(0.2),
-    "prelu": nn.PReLU,
-    "prelu of channels": lambda: nn.PReLU(8, init=0.3),
-    "dropout": nn.Dropout2d,
-}
-#: Two layers around it, with 3 channels before and 8 between.
-LAYERS: dict[str, Any] = {
-    "convolution": lambda: (conv(3, 8), conv(8, 4)),
-    "grouped": lambda: (conv(4, 8, groups=4), conv(8, 4, groups=2)),
-    "depthwise first": lambda: (conv(4, 8, groups=4, padding=1), conv(8, 4, padding=1)),
-    "depthwise second": lambda: (conv(4, 8), conv(8, 16, groups=8, bias=False)),
-    "transposed": lambda: (nn.ConvTranspose2d(4, 8, 3, groups=2), nn.ConvTranspose2d(8, 4, 2)),
-    "depthwise transposed": lambda: (
-        nn.ConvTranspose2d(4, 8, 3, stride=2, groups=4),
-        nn.ConvTranspose2d(8, 16, 2, groups=8),
-    ),
-}
-
-
-@pytest.mark.parametrize("between", BETWEEN)
-@pytest.mark.parametrize("layers", LAYERS)
-def test_float_outputs_stay_for_other_inputs_too(
-    layers: str, between: str, generator: torch.Generator
-) -> None:
-    torch.manual_seed(0)
-    first, second = LAYERS[layers]()
-    model = nn.Sequential(unequal(first, generator), BETWEEN[between](), second).eval()
-    size = first.in_channels
-    x = 4 * torch.randn(16, size, 8, 8, generator=generator)
-    expected = model(x)
-    report = equalize_(model, torch.randn(1, size, 8, 8, generator=generator))
-    assert [(pair.first, pair.second) for pair in report.pairs] == [("0", "2")]
-    assert (model(x) - expected).norm() < 1e-5 * expected.norm()
-    r1, r2 = output_ranges(model[0]), input_ranges(model[2])
-    torch.testing.assert_close(r1, r2, rtol=1e-3, atol=0)
 
 
 class Clipping(nn.Module):

@@ -128,23 +128,6 @@ def test_results_are_saved_restored_and_deployed(tmp_path: Path) -> None:
     assert not torch.equal(model[0].weight, net()[0].weight)
 
 
-def test_as_many_batches_are_read_as_asked_for() -> None:
-    models = [calibrated(), calibrated()]
-    gptq_(models[0], batches(), progress=False)
-    gptq_(models[1], iter(batches(4)), num_batches=3, progress=False)
-    for name, value in models[0].state_dict().items():
-        assert torch.equal(value, models[1].state_dict()[name])
-
-
-def test_modes_stay_and_other_modules_are_not_touched() -> None:
-    model = calibrated().train()
-    model[2].conv1.input_quantizer.mode = "off"
-    gptq_(model, batches(), progress=False)
-    assert model.training and model[2].conv1.input_quantizer.mode == "off"
-    assert all("forward" not in vars(module) for module in model.modules())
-    assert all(not module._forward_hooks for module in model.modules())
-
-
 def test_layers_that_are_left_alone_are_named() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

@@ -120,19 +120,6 @@ def test_searched_ranges_never_lose_to_nearest_rounding(group_size: int | None) 
         assert torch.equal(grid_of(layer, amax).nearest(found), found)
 
 
-def test_coordinate_descent_ends_where_no_single_code_improves() -> None:
-    weight, h, grid = problem(1, columns=8)
-    h = h + 0.05 * torch.eye(8)
-    found = descend(grid.nearest(weight), weight, h, grid)
-    error = quadratic_error(found - weight, h)
-    assert bool((error < quadratic_error(grid.nearest(weight) - weight, h)).any())
-    for column in range(8):
-        for change in (-1, 1):
-            other = found.clone()
-            other[:, column] = grid.nearest(other[:, column] + change * grid.scale[:, 0], column)
-            assert bool((quadratic_error(other - weight, h) >= error - 1e-12).all())
-
-
 def test_ridge_regression_solves_the_stacked_least_squares_problem() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5, 50, generator=generator, dtype=torch.float64)

@@ -198,7 +198,7 @@ COUNTED: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("count", [0, -1, "2", 1.5, True])
+@pytest.mark.parametrize("count", [0, "2", True])
 @pytest.mark.parametrize("name", COUNTED)
 def test_numbers_of_batches_that_are_none_are_named(name: str, count: Any) -> None:
     text = f"got num_batches={count!r}; expected an integer of at least 1, or None"

@@ -66,9 +66,7 @@ def histogram_rows(
     with (
         untouched(model),
         passing(active_quantizers(model)),
-        watching(
-            ((q, partial(_sample, q, samples[path])) for path, q in inputs.items()), before=True
-        ),
+        watching(inputs, before=True),
     ):
         for batch in shown:
             run(batch)
