@@ -27,7 +27,7 @@ from torchq.graph.operators import (
     writes,
 )
 from torchq.graph.runner import GraphRunner, NodeMeta
-from torchq.graph.source import Rewritten, Router, SourceSite, rewrite_forward
+from torchq.graph.source import Rewritten, SourceSite, rewrite_forward
 from torchq.graph.tracing import (
     ForwardTracer,
     Trace,
@@ -47,7 +47,6 @@ __all__ = [
     "operator_named",
     "operator_of",
     "Rewritten",
-    "Router",
     "SourceSite",
     "operator_kind",
     "rewrite_forward",

@@ -119,18 +119,17 @@ class Flow:
 
 
 def _layer_of(node: fx.Node, owners: Mapping[str, nn.Module]) -> nn.Module | None:
-    if node.op == "call_function" and _is_layer(node.target):
-        weight = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
-        if isinstance(weight, fx.Node) and weight.op == "get_attr":
-            layer, own = (
-                owners.get(str(weight.target)),
-                str(weight.target).removesuffix("weight") + "bias",
-            )
-            if layer is not None and passes_bias(
-                layer, node.args, node.kwargs, lambda bias: getattr(bias, "target", None) == own
-            ):
-                return layer
-    return None
+    if node.op != "call_function" or not _is_layer(node.target):
+        return None
+    weight = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
+    is_named = isinstance(weight, fx.Node) and weight.op == "get_attr"
+    path = str(weight.target) if is_named else ""  # type: ignore[union-attr]
+    layer, own = owners.get(path), path.removesuffix("weight") + "bias"
+    if layer is None or not passes_bias(
+        layer, node.args, node.kwargs, lambda bias: getattr(bias, "target", None) == own
+    ):
+        return None
+    return layer
 
 
 def flow_of_graph(graph_module: fx.GraphModule, root: nn.Module) -> Flow:

@@ -23,7 +23,7 @@ import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -45,28 +45,6 @@ _CHILDREN = ("modules", "named_modules", "_modules")
 _DEEPEST = 8
 
 
-class Router(Protocol):
-    """The object that rewritten code asks to carry out its operators, one for each call."""
-
-    def enter(self, site: str) -> Router:
-        """Return the router of a function that is called at ``site``."""
-
-    def binary(self, site: str, name: str, first: Any, second: Any) -> Any:
-        """Carry out ``operator.<name>(first, second)``."""
-
-    def call(self, site: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Carry out ``function(*args, **kwargs)``."""
-
-    def method(self, site: str, name: str, owner: Any, *args: Any, **kwargs: Any) -> Any:
-        """Carry out ``owner.<name>(*args, **kwargs)``."""
-
-    def own(self, how: str) -> Any:
-        """Return the children that the author gave the module.
-
-        ``how`` is the name of a method, ``"iterated"`` or, for a dictionary, ``"mapping"``.
-        """
-
-
 @dataclass(frozen=True)
 class SourceSite:
     """A place in the code of a forward where an operator or a product with a weight stands.
@@ -85,41 +63,35 @@ class SourceSite:
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A forward whose operators are handed to a router, and their places in the order of code."""
+    """A function whose operators are handed to a router, and their places in the order of code.
+
+    Some of them may be numbered, and the code may iterate over the children of the module.
+    """
 
     forward: Callable[..., Any]
     sites: tuple[SourceSite, ...]
+    is_numbered: bool
+    lists_children: bool
 
 
-def rewrite_forward(cls: type[nn.Module], start: Callable[[Any], Router]) -> Rewritten | None:
+def rewrite_forward(cls: type[nn.Module], start: Callable[[Any], Any]) -> Rewritten | None:
     """Return the forward of ``cls`` with its operators handed to a router, or None.
 
-    ``start`` is called with the module at the beginning of each call and returns the router.
-
-    Functions and methods that the forward calls by name are followed. The signature stays.
+    ``start`` is called with the module at the beginning of each call and returns the router, which
+    has the methods of :class:`torchq.nn.calls.routes.Route`. Functions and methods that the
+    forward calls by name are followed. The signature stays.
     """
     function = inspect.getattr_static(cls, "forward", None)
     if not isinstance(function, types.FunctionType):
         return None
     try:
-        found = _Rewriting(cls, ()).rewrite(function, start)
+        return _Rewriting(cls, ()).rewrite(function, start)
     except (SyntaxError, RecursionError, _Opaque):  # code that cannot stand outside of its class
         return None
-    return None if found is None else Rewritten(found.function, found.sites)
 
 
 class _Opaque(Exception):
     """The code does something with its module that another object in its place would change."""
-
-
-@dataclass(frozen=True)
-class _Function:
-    """A rewritten function, its sites, and whether some of them are numbered."""
-
-    function: Callable[..., Any]
-    sites: tuple[SourceSite, ...]
-    is_numbered: bool
-    lists_children: bool
 
 
 class _Rewriting:
@@ -132,15 +104,15 @@ class _Rewriting:
     def rewrite(
         self,
         function: types.FunctionType,
-        start: Callable[[Any], Router] | None = None,
+        start: Callable[[Any], Any] | None = None,
         paths: Mapping[str, str] = types.MappingProxyType({}),
-    ) -> _Function | None:
+    ) -> Rewritten | None:
         """Return ``function`` rewritten, or None; ``paths`` are its arguments that are known."""
         inner = getattr(function, "__wrapped__", None)
         if inner is not None:  # The code of a decorator runs around the rewritten function.
             found = self.rewrite(inner, start, paths) if _is_function(inner) else None
-            around = None if found is None else _rewrapped(function, inner, found.function)
-            return None if found is None or around is None else replace(found, function=around)
+            around = None if found is None else _rewrapped(function, inner, found.forward)
+            return None if found is None or around is None else replace(found, forward=around)
         tree = _parse(function)
         if tree is None:
             return None
@@ -159,7 +131,7 @@ class _Rewriting:
             body.insert(0, ast.Assign([ast.Name(_ROUTE, ast.Store())], begin))
         tree.body = body
         new = _compile(function, tree, hidden)
-        return _Function(new, tuple(sites.found), "" in sites.counts, sites.lists_children)
+        return Rewritten(new, tuple(sites.found), "" in sites.counts, sites.lists_children)
 
 
 def _is_function(value: Any) -> bool:
@@ -412,10 +384,7 @@ class _Sites(ast.NodeTransformer):
         node.iter = self._listed(node.iter)
         return self.generic_visit(node)
 
-    def visit_comprehension(self, node: ast.comprehension) -> ast.AST:
-        """Replace the same in a comprehension."""
-        node.iter = self._listed(node.iter)
-        return self.generic_visit(node)
+    visit_comprehension = visit_For  # type: ignore[assignment]
 
     def _follow(self, node: ast.Call, target: Any) -> ast.AST:
         """Call the rewritten form of a function of the user's, with a router of its own."""
@@ -436,7 +405,7 @@ class _Sites(ast.NodeTransformer):
         self.found += [replace(inner, name=f"{site}.{inner.name}") for inner in found.sites]
         self.generic_visit(node)
         name = f"__torchq_helper_{len(self.helpers)}__"
-        self.helpers[name] = found.function
+        self.helpers[name] = found.forward
         route = ast.Call(_attribute(_ROUTE, "enter"), [ast.Constant(site)], [])
         first = [] if receiver is None else [receiver]
         new = ast.Call(
@@ -446,7 +415,7 @@ class _Sites(ast.NodeTransformer):
         )
         return ast.copy_location(new, node)
 
-    def _rewritten(self, target: Any, node: ast.Call, is_method: bool) -> _Function | None:
+    def _rewritten(self, target: Any, node: ast.Call, is_method: bool) -> Rewritten | None:
         if not isinstance(target, types.FunctionType) or target in self.callers:
             return None
         library = (target.__module__ or "").split(".")[0]

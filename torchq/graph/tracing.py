@@ -259,7 +259,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _with_fx(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
-    given = _by_name(model, args, kwargs)
+    bound = inspect.signature(type(model).forward).bind(model, *args, **kwargs)
+    given = dict(list(bound.arguments.items())[1:])
     found = trace_modules(model, given=given, record_lines=True)
     with untouched(model), torch.random.fork_rng():
         expected = model(*with_copies(args), **with_copies(kwargs))
@@ -300,17 +301,9 @@ def _with_export(
     return Trace(found, "aten", lost)
 
 
-def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by the names of their parameters."""
-    bound = inspect.signature(type(model).forward).bind(model, *args, **kwargs)
-    return dict(list(bound.arguments.items())[1:])
-
-
 def _equal(got: Any, expected: Any) -> bool:
     ours, theirs = list(tensors_in(got)), list(tensors_in(expected))
-    if len(ours) != len(theirs):
-        return False
-    return all(
+    return len(ours) == len(theirs) and all(
         a.dtype == b.dtype
         and a.shape == b.shape
         and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))

@@ -62,19 +62,13 @@ class CallSite:
 
 
 def located(
-    cls: type[nn.Module], calls: Sequence[CallSite], sites: Sequence[SourceSite]
-) -> tuple[CallSite, ...]:
-    """Return the calls with their places in the code of a forward, which has these sites.
+    cls: type[nn.Module], call: CallSite, sites: Sequence[SourceSite]
+) -> Iterator[CallSite]:
+    """Yield a call at its places in the code of a forward, which has these sites.
 
     A call of torchq 0.2 is at every site with its weight, or at the one that may be meant.
     QuantizationError says that the code has no such call, or several.
     """
-    return tuple(found for call in calls for found in _places(cls, call, sites))
-
-
-def _places(
-    cls: type[nn.Module], call: CallSite, sites: Sequence[SourceSite]
-) -> Iterator[CallSite]:
     same = [site for site in sites if OPERATORS[site.operator].word == call.kind]
     if call.site.startswith(MARK):
         if all(place_of(call.site) != MARK + site.name for site in same):

@@ -90,10 +90,6 @@ def _last_visits(calls: Sequence[CallSite]) -> dict[str, tuple[int, ...] | None]
     return found
 
 
-def _is_added(holder: nn.Module) -> bool:
-    return isinstance(holder, (Call, ComputedCall, ScaledDotProductAttention))
-
-
 @dataclass(frozen=True)
 class Routes:
     """What stands at the sites of one module's forward.
@@ -159,7 +155,8 @@ class Routes:
     def added(self, owner: nn.Module) -> list[str]:
         """Return the names of the children that the author of the module did not give it."""
         holders = [call.holder for call in self.calls if call.holder and not call.is_unseen]
-        new = [name for name in holders if _is_added(owner.get_submodule(name))]
+        made = (Call, ComputedCall, ScaledDotProductAttention)
+        new = [name for name in holders if isinstance(owner.get_submodule(name), made)]
         return list(dict.fromkeys((*self.replacements.values(), *new)))
 
 
@@ -326,29 +323,6 @@ def trace_forward(module: nn.Module, training: bool) -> fx.Graph:
         module.training = before
 
 
-def _call_children(
-    graph: fx.Graph,
-    replacements: Mapping[str, str],
-    children: Mapping[str, nn.Module],
-    where: str,
-) -> None:
-    """Call children in the place of nodes, or, for taps, on the first operands of nodes."""
-    nodes = {node.name: node for node in graph.nodes}
-    for name in replacements:
-        if name not in nodes:
-            raise QuantizationError(
-                f"{where}: its forward has no operator {name}; expected the code that was quantized"
-            )
-    for name, child in replacements.items():
-        node = nodes[name]
-        if isinstance(children[child], Tap):
-            with graph.inserting_before(node):
-                first = graph.call_module(child, (node.args[0],))
-            node.args = (first, *node.args[1:])
-        else:
-            node.op, node.target = "call_module", child
-
-
 def route_(
     module: nn.Module,
     operators: Mapping[str, str] | None = None,
@@ -382,7 +356,7 @@ def route_(
     found = rewritten(cls)  # type: ignore[arg-type]
     twin = _routed_class(cls, not has_own)  # type: ignore[arg-type]
     sites = () if found is None else found.sites
-    calls = located(cls, calls, sites)
+    calls = tuple(found for call in calls for found in located(cls, call, sites))
     for name in operators:
         _check_site(cls, name, sites)
     routed: Any = module
@@ -478,20 +452,18 @@ class RewrittenGraph(OperatorOwner):
         children = set(self.replacements.values())
         graph = copy.deepcopy(self.graph)
         for node in list(graph.nodes):
-            if node.op == "call_module" and node.target in children:
-                self._revert_node(node)
+            if node.op != "call_module" or node.target not in children:
+                continue
+            module = self.get_submodule(str(node.target))
+            if isinstance(module, Tap):
+                node.replace_all_uses_with(node.args[0])
+                graph.erase_node(node)
+            else:
+                node.op, node.target = "call_function", function_of(module)
         self.graph = graph
         for child in children:
             delattr(self, child)
         self.meta.pop(_META, None)
-
-    def _revert_node(self, node: fx.Node) -> None:
-        child = self.get_submodule(str(node.target))
-        if isinstance(child, Tap):
-            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
-            node.graph.erase_node(node)
-            return
-        node.op, node.target = "call_function", function_of(child)
 
     def __reduce__(self) -> Any:
         reduced: Any = super().__reduce__()
@@ -517,17 +489,25 @@ def _unpickled(
 def replace_nodes_(module: fx.GraphModule, replacements: Mapping[str, str]) -> fx.GraphModule:
     """Make nodes of the module's graph call its children, in place, and return the module."""
     # A copy is changed, so that an error further on leaves the module with the graph that it had.
-    graph, cls = copy.deepcopy(module.graph), _float_class(module)
-    children = {name: module.get_submodule(name) for name in replacements.values()}
-    _call_children(graph, replacements, children, qualified_name(cls))
+    graph = copy.deepcopy(module.graph)
+    nodes = {node.name: node for node in graph.nodes}
+    # The class without the layer that torch adds for each object.
+    cls: Any = type(type(module).__new__(type(module))).__bases__[0]
+    for name, child in replacements.items():
+        if name not in nodes:
+            raise QuantizationError(
+                f"{qualified_name(cls)}: its forward has no operator {name}; expected the code "
+                "that was quantized"
+            )
+        node = nodes[name]
+        if isinstance(module.get_submodule(child), Tap):  # It gets the first operand of the node.
+            with graph.inserting_before(node):
+                first = graph.call_module(child, (node.args[0],))
+            node.args = (first, *node.args[1:])
+        else:
+            node.op, node.target = "call_module", child
     # The class that the module had keeps the code of the graph that it had.
-    change_class(module, _graph_class(cls))  # type: ignore[arg-type]
+    change_class(module, _graph_class(cls))
     module.graph = graph
     module.meta[_META] = dict(replacements)
     return module
-
-
-def _float_class(module: fx.GraphModule) -> type[Any]:
-    """Return the class of a graph module without the layer that torch adds for each object."""
-    blank = type(module).__new__(type(module))
-    return type(blank).__bases__[0]
