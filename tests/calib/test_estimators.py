@@ -115,35 +115,6 @@ def test_mse_and_lp_have_the_optimum_of_the_naive_loop(
     assert abs(found - naive_lp(counts, format, power)) <= 1
 
 
-def test_full_size_entropy_has_the_optimum_of_the_naive_loop(generator: torch.Generator) -> None:
-    # 2048 bins are checked around the optimum and at every sixteenth edge, because the whole
-    # naive search takes a minute.
-    counts = random_counts("normal", 2048, generator)
-    found = int(entropy(histogram_of(counts), INT8).item())
-
-    def divergence(edge: int) -> float:
-        c = [counts[1], *counts[1:]]
-        reference = c[:edge]
-        reference[-1] += sum(c[edge:])
-        runs: dict[int, list[int]] = {}
-        for i in range(edge):
-            if c[i]:
-                runs.setdefault(i * 128 // edge, []).append(c[i])
-        mean = {run: sum(members) / len(members) for run, members in runs.items()}
-        total, kept = sum(reference), sum(c[:edge])
-        if not c[edge - 1] and reference[-1]:
-            return math.inf
-        return sum(
-            p / total * math.log(p / total / (mean[i * 128 // edge] / kept))
-            for i, p in enumerate(reference)
-            if p
-        )
-
-    end = max(i + 1 for i, c in enumerate(counts) if c)
-    others = {*range(128, end + 1, 16), *range(max(128, found - 20), min(end, found + 20) + 1)}
-    assert divergence(found) <= min(map(divergence, others)) + 1e-12
-
-
 @pytest.mark.parametrize("percent", [0.5, 37.0, 50.0, 99.0, 99.99, 100.0])
 def test_percentile_is_within_a_bin_of_sorting(percent: float, generator: torch.Generator) -> None:
     x = torch.randn(9973, generator=generator).abs()

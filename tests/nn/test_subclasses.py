@@ -152,9 +152,3 @@ def test_attention_is_quantized_with_its_output_projection() -> None:
     report = torchq.quantize_(model)
     assert [d.name for d in report.replaced] == ["0"] and not report.skipped
     assert isinstance(model[0], QuantMultiheadAttention)
-
-
-def test_a_class_that_computes_something_else_is_named_in_full() -> None:
-    report = torchq.plan(nn.Sequential(nn.Linear(2, 2), MixedIn(2, 2)))
-    name = f"{__name__}.MixedIn"
-    assert f"register a twin with torchq.nn.register({name})" in report.skipped[0].reason

@@ -8,7 +8,6 @@ from torch import nn
 
 import torchq
 from torchq.errors import ConfigError
-from torchq.nn import QuantLinear
 
 
 def net() -> nn.Sequential:
@@ -45,26 +44,6 @@ def test_a_second_time_quantizes_what_is_left() -> None:
         ConfigError, match=r"nothing to quantize \(0: quantized already; 3: quantized already\)"
     ):
         torchq.quantize_(model)
-
-
-def test_plain_references_see_the_quantized_module() -> None:
-    """As in detectron2's FPN: layers kept in a plain list beside the module tree."""
-
-    class Pyramid(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lateral = nn.Linear(4, 4)
-            self.stages = [self.lateral]
-            self.by_name = {"lateral": (self.lateral,)}
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.stages[0](x) + self.by_name["lateral"][0](x)
-
-    model, x = Pyramid(), torch.randn(2, 4)
-    expected = model(x)
-    torchq.quantize_(model)
-    assert model.stages[0] is model.lateral and type(model.stages[0]) is QuantLinear
-    assert not torch.equal(model(x), expected)
 
 
 def test_an_interrupted_restore_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
