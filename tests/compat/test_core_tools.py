@@ -77,9 +77,8 @@ def test_summary_and_descriptor() -> None:
 
 def test_step_and_range() -> None:
     quantizer = quant_nn.TensorQuantizer(QuantDescriptor(amax=2.54, scale_amax=0.5))
-    assert quantizer.calculate_qparams()[0].item() == pytest.approx(0.01) and quantizer.range_for(
-        batch()
-    ).high == pytest.approx(1.27)
+    assert quantizer.calculate_qparams()[0].item() == pytest.approx(0.01)
+    assert quantizer.range_for(batch()).high == pytest.approx(1.27)
     with pytest.raises(RuntimeError, match="the scale is not known"):
         _ = quant_nn.TensorQuantizer().calculate_qparams()
     quantizer.forget_amax()

@@ -238,18 +238,6 @@ def test_an_unknown_range_is_refused_only_on_request(tmp_path: Path, dynamo: boo
         export(model, x, tmp_path / "model.onnx", dynamo=dynamo)
 
 
-def test_the_range_of_the_example_is_a_constant(tmp_path: Path) -> None:
-    model = quant_nn.TensorQuantizer(QuantDescriptor()).eval()
-    x = torch.tensor([0.5, -2.54, 1.0])
-    file = export(model, x, tmp_path / "model.onnx", dynamo=False)
-    node = next(node for node in file.graph.node if node.op_type == "QuantizeLinear")
-    stored = {tensor.name: tensor for tensor in file.graph.initializer}
-    stored |= {node.output[0]: node.attribute[0].t for node in file.graph.node if node.attribute}
-    assert onnx.numpy_helper.to_array(stored[node.input[1]]).item() == pytest.approx(
-        2.54 / 127, rel=1e-6
-    )
-
-
 class Functional(nn.Module):
     """A quantization function called in a forward."""
 

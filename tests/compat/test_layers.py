@@ -167,44 +167,6 @@ def test_user_classes() -> None:
     assert isinstance(twice, quant_conv._QuantConvNd)
 
 
-def test_modules_made_by_new_and_copied_attributes() -> None:
-    """From any function: the original looked at the name of its caller."""
-
-    def attach(module: Any) -> None:
-        descriptors = _utils.pop_quant_desc_in_kwargs(type(module))
-        module.init_quantizer(
-            *(descriptors[:1] if isinstance(module, _utils.QuantInputMixin) else descriptors)
-        )
-
-    floats = [
-        nn.Conv2d(2, 3, 3, padding=1, groups=1, padding_mode="reflect"),
-        nn.Linear(4, 2),
-        nn.AvgPool2d(2, ceil_mode=True),
-        nn.LSTM(4, 3, 2),
-    ]
-    inputs = [
-        torch.randn(1, 2, 5, 5),
-        torch.randn(3, 4),
-        torch.randn(1, 2, 5, 5),
-        torch.randn(6, 2, 4),
-    ]
-    for plain, x in zip(floats, inputs, strict=True):
-        wanted = plain(x)
-        cls = getattr(quant_nn, f"Quant{type(plain).__name__}")
-        layer = cls.__new__(cls)
-        for key, value in vars(plain).items():
-            setattr(layer, key, value)
-        attach(layer)
-        assert isinstance(layer, cls)
-        for module in layer.modules():
-            if isinstance(module, quant_nn.TensorQuantizer):
-                module.disable()
-        found = layer(x)
-        torch.testing.assert_close(
-            found, wanted, rtol=1e-5, atol=1e-6
-        )  # LSTM: a loop instead of a kernel
-
-
 def test_clip_values_and_gradients() -> None:
     x = torch.randn(3, 100)
     x[0, 0], x[0, 1] = -0.3, 0.7  # the bounds themselves count as clipped

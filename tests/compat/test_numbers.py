@@ -41,13 +41,10 @@ def expected(
 ) -> tuple[list[float], list[float]]:
     """Codes, and values as ``x``'s dtype stores them."""
     spec = working(x.dtype)
-    rows = [
-        ref.tensor_quant(v, a, bits, unsigned, narrow, spec)
-        for v, a in zip(x.tolist(), amax.expand(x.shape).tolist(), strict=True)
-    ]
-    return [float(code) for code, _, _ in rows], [
-        ref.round_to(value, STORED[x.dtype]) for _, _, value in rows
-    ]
+    pairs = zip(x.tolist(), amax.expand(x.shape).tolist(), strict=True)
+    rows = [ref.tensor_quant(v, a, bits, unsigned, narrow, spec) for v, a in pairs]
+    stored = [ref.round_to(value, STORED[x.dtype]) for _, _, value in rows]
+    return [float(code) for code, _, _ in rows], stored
 
 
 @pytest.mark.parametrize("narrow", BOOLS)
@@ -151,17 +148,15 @@ def test_unsigned_maps_negative_values_to_zero() -> None:
 
 @pytest.mark.parametrize("amax", [None, 2.0, 0.3])
 def test_scaled_e4m3(dtype: torch.dtype, amax: float | None) -> None:
-    x = torch.cat([torch.arange(-2, 2, 0.2), torch.tensor([1e-9, 5e-8, 7e-8, 500.0, -460.0])]).to(
-        dtype
-    )
+    special = torch.tensor([1e-9, 5e-8, 7e-8, 500.0, -460.0])
+    x = torch.cat([torch.arange(-2, 2, 0.2), special]).to(dtype)
     spec = working(dtype)
     stored = torch.tensor(448.0 if amax is None else amax).item()  # ranges are kept in fp32
     scale = ref.round_to(448 / ref.Fraction(stored), spec)
     wanted = []
     for value in x.tolist():
-        code = ref.round_to(
-            ref.round_to(ref.Fraction(value) * ref.Fraction(scale), spec), ref.E4M3, saturate=True
-        )
+        product = ref.round_to(ref.Fraction(value) * ref.Fraction(scale), spec)
+        code = ref.round_to(product, ref.E4M3, saturate=True)
         dequantized = ref.round_to(ref.Fraction(code) / ref.Fraction(scale), spec)
         wanted.append(0.0 if abs(value) < 2.0**-24 else ref.round_to(dequantized, STORED[dtype]))
     functions = [

@@ -26,9 +26,8 @@ PLAIN = current()
 def test_default_map() -> None:
     assert len(REPLACED) == len(set(REPLACED)) == 15
     for entry in quant_modules._DEFAULT_QUANT_MAP:
-        assert entry.orig_mod is torch.nn and entry.replace_mod is getattr(
-            quant_nn, f"Quant{entry.mod_name}"
-        )
+        quantized = getattr(quant_nn, f"Quant{entry.mod_name}")
+        assert entry.orig_mod is torch.nn and entry.replace_mod is quantized
         assert issubclass(entry.replace_mod, PLAIN[entry.mod_name])
 
 
@@ -38,10 +37,8 @@ def test_initialize_and_deactivate() -> None:
         layers = torch.nn.Conv2d(1, 2, 3), torch.nn.MaxPool2d(2), torch.nn.Flatten()
         model = nn.Sequential(*layers, torch.nn.Linear(8, 2))
         assert type(torch.nn.Linear(16, 256, 3)) is quant_nn.QuantLinear
-        assert all(
-            getattr(torch.nn, entry.mod_name) is entry.replace_mod
-            for entry in quant_modules._DEFAULT_QUANT_MAP
-        )
+        replaced = {entry.mod_name: entry.replace_mod for entry in quant_modules._DEFAULT_QUANT_MAP}
+        assert current() == replaced
     finally:
         quant_modules.deactivate()
     assert current() == PLAIN
@@ -76,9 +73,8 @@ def test_twice_is_undone_by_once() -> None:
 
 def test_appended_entries_are_used() -> None:
     theirs = SimpleNamespace(Layer=nn.Linear)
-    quant_modules._DEFAULT_QUANT_MAP.append(
-        quant_modules._quant_entry(theirs, "Layer", quant_nn.QuantLinear)
-    )
+    entry = quant_modules._quant_entry(theirs, "Layer", quant_nn.QuantLinear)
+    quant_modules._DEFAULT_QUANT_MAP.append(entry)
     quant_modules.initialize()
     assert theirs.Layer is quant_nn.QuantLinear
     quant_modules.deactivate()

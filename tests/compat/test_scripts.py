@@ -46,11 +46,8 @@ def test_resnet_flow(run: Any, tmp_path: Path, calibrator: str, methods: list[st
     # Of 64 images in four classes, INT8 may cost a few, and a broken range costs far more.
     assert all(accuracy > 0.9 for accuracy in report["calibrated"].values())
     assert report["finetuned"] > 0.9
-    layers = {"conv1", "fc", "avgpool"} | {
-        f"layer1.{i}.{part}"
-        for i in (0, 1)
-        for part in ("conv1", "conv2", "conv3", "residual_quantizer")
-    }
+    parts = ("conv1", "conv2", "conv3", "residual_quantizer")
+    layers = {"conv1", "fc", "avgpool"} | {f"layer1.{i}.{part}" for i in (0, 1) for part in parts}
     assert set(report["sensitivity"]) == layers
 
 
@@ -86,13 +83,8 @@ def test_export_of_each_flow(
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", *arguments],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-W", "ignore", *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
 
 def test_a_script_runs_unchanged_from_the_command_line(tmp_path: Path) -> None:

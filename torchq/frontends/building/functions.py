@@ -125,16 +125,14 @@ def permuted(x: Tensor, order: Sequence[int] | None) -> Tensor:
 
 def depth_to_space(x: Tensor, block: int) -> Tensor:
     """Return channels laid out as blocks of pixels; the channels of a block come first."""
-    n, c, h, w = x.shape
-    y = x.reshape(n, block, block, c // (block * block), h, w).permute(0, 3, 4, 1, 5, 2)
-    return y.reshape(n, c // (block * block), h * block, w * block)
+    parts = x.unflatten(1, (block * block, -1)).transpose(1, 2)
+    return F.pixel_shuffle(parts.flatten(1, 2), block)
 
 
 def space_to_depth(x: Tensor, block: int) -> Tensor:
     """Return blocks of pixels laid out as channels; the places in a block come first."""
-    n, c, h, w = x.shape
-    y = x.reshape(n, c, h // block, block, w // block, block).permute(0, 3, 5, 1, 2, 4)
-    return y.reshape(n, c * block * block, h // block, w // block)
+    parts = F.pixel_unshuffle(x, block).unflatten(1, (-1, block * block))
+    return parts.transpose(1, 2).flatten(1, 2)
 
 
 def write_operator(
@@ -203,7 +201,10 @@ def non_max_suppression(
     score up to ``score_limit`` go.
     """
     if torch.onnx.is_in_onnx_export():
-        return _written_suppression(boxes, scores, most, iou_limit, score_limit, center_form)
+        limits = [limit for limit in (iou_limit, score_limit) if limit is not None]
+        inputs = [boxes.float(), scores.float(), _scalar(most, torch.int64)]  # no other types
+        inputs += [_scalar(limit, torch.float32) for limit in limits]
+        return _written_suppression(inputs, center_form)
     numbers = int(most), float(iou_limit), None if score_limit is None else float(score_limit)
     if torch.compiler.is_compiling():  # the loop below is no part of a graph
         return torch.ops.torchq.non_max_suppression(boxes, scores, *numbers, center_form)
@@ -251,29 +252,17 @@ def _scalar(value: Tensor | float, dtype: torch.dtype) -> Tensor:
     return torch.full((), value, dtype=dtype)
 
 
-def _written_suppression(
-    boxes: Tensor,
-    scores: Tensor,
-    most: Tensor | int,
-    iou_limit: Tensor | float,
-    score_limit: Tensor | float | None,
-    center_form: bool,
-) -> Tensor:
+def _written_suppression(inputs: Sequence[Tensor], center_form: bool) -> Tensor:
     """Return the kept boxes as the ONNX operator, during an export."""
-    inputs = [boxes.float(), scores.float(), _scalar(most, torch.int64)]  # it knows no other types
-    limits = [iou_limit] if score_limit is None else [iou_limit, score_limit]
-    inputs += [_scalar(limit, torch.float32) for limit in limits]
+    (boxes, scores, *_), example = inputs, None
     sizes: tuple[int, ...] = ()
-    example = None
     if torch.jit.is_tracing():
         example = boxes.new_zeros((scores.shape[0], 3), dtype=torch.int64)
     else:
         count = torch.nonzero(scores.reshape(-1)).shape[0]  # some number that no one knows yet
         sizes = (count, 3)
-    return write_operator(
-        "NonMaxSuppression", 11, inputs, {"center_point_box": int(center_form)}, sizes,
-        torch.int64, example,
-    )  # fmt: skip
+    options = {"center_point_box": int(center_form)}
+    return write_operator("NonMaxSuppression", 11, inputs, options, sizes, torch.int64, example)
 
 
 def _keep(corners: Tensor, order: Tensor, most: int, overlap: float) -> list[int]:

@@ -12,20 +12,18 @@ from torchq.frontends.building.graph import Constant, FileNode, GraphBuilder, Va
 
 Classes = dict[int, type[Any]]
 
+
+def _by_dims(name: str, ndim: int = 0) -> Classes:
+    return {d + ndim: getattr(nn, f"{name}{d}d") for d in (1, 2, 3)}
+
+
 #: By the number of spatial dimensions.
-CONVOLUTIONS: Classes = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-TRANSPOSED: Classes = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
-POOLS: dict[str, Classes] = {
-    "max": {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d},
-    "avg": {1: nn.AvgPool1d, 2: nn.AvgPool2d, 3: nn.AvgPool3d},
-}
-GLOBAL_POOLS: dict[str, Classes] = {
-    "max": {1: nn.AdaptiveMaxPool1d, 2: nn.AdaptiveMaxPool2d, 3: nn.AdaptiveMaxPool3d},
-    "avg": {1: nn.AdaptiveAvgPool1d, 2: nn.AdaptiveAvgPool2d, 3: nn.AdaptiveAvgPool3d},
-}
+CONVOLUTIONS, TRANSPOSED = _by_dims("Conv"), _by_dims("ConvTranspose")
+POOLS = {"max": _by_dims("MaxPool"), "avg": _by_dims("AvgPool")}
+GLOBAL_POOLS = {"max": _by_dims("AdaptiveMaxPool"), "avg": _by_dims("AdaptiveAvgPool")}
 #: By the number of dimensions.
-BATCH_NORMS: Classes = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
-INSTANCE_NORMS: Classes = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d, 5: nn.InstanceNorm3d}
+BATCH_NORMS: Classes = {2: nn.BatchNorm1d, **_by_dims("BatchNorm", 2)}
+INSTANCE_NORMS = _by_dims("InstanceNorm", 2)
 
 Module = TypeVar("Module", bound=nn.Module)
 

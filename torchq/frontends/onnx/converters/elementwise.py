@@ -38,33 +38,32 @@ def scalar_or_value(node: NodeContext, index: int) -> Any:
     return value
 
 
-def _sizes_of(node: NodeContext) -> tuple[list[Any], list[Any], bool] | None:
-    """Return two operands of sizes, and if the result is a scalar; None for other tensors."""
-    if not any(isinstance(value, Ints) for value in node.inputs):
+def _on_sizes(
+    node: NodeContext, function: Callable[..., Any], dtype: torch.dtype | None = None
+) -> Value:
+    """Compute on sizes, element by element; None where an input is another tensor."""
+    columns: list[Any] = []
+    for value in node.inputs:
+        if isinstance(value, Ints) and not value.dtype.is_floating_point:
+            columns.append(list(value.items))
+        elif isinstance(value, Constant) and not value.tensor.is_floating_point():
+            columns.append(value.tensor.reshape(-1).tolist() if value.tensor.dim() < 2 else [])
+    counts = {len(column) for column in columns}
+    is_known = len(columns) == len(node.inputs) and 0 not in counts and len(counts - {1}) < 2
+    if not is_known or not any(isinstance(value, Ints) for value in node.inputs):
         return None
-    first, second = node.ints(0), node.ints(1)
-    if first is None or second is None or 0 in (len(first), len(second)):
-        return None
-    if any(
-        (node.shape(i) or []) not in ([], [len(items)]) for i, items in ((0, first), (1, second))
-    ):
-        return None
-    count = max(len(first), len(second))
-    if {len(first), len(second)} - {1, count}:
-        return None
-    scalar = node.shape(0) == [] and node.shape(1) == []
-    return first * (count // len(first)), second * (count // len(second)), scalar
+    rows = zip(*(column * (max(counts) // len(column)) for column in columns), strict=True)
+    scalar = all(node.shape(index) == [] for index in range(len(columns)))
+    return node.sizes([node.arithmetic(function, *row) for row in rows], scalar, dtype)
 
 
 @converter(*_NUMERIC)
 def _numeric(node: NodeContext) -> Value:
     on_tensors, on_numbers = _NUMERIC[node.op_type]
-    sizes = _sizes_of(node)
+    dtype = None if node.op_type in ("Add", "Sub", "Mul", "Div") else torch.bool
+    sizes = _on_sizes(node, on_numbers, dtype)
     if sizes is not None:
-        first, second, scalar = sizes
-        pairs = zip(first, second, strict=True)
-        dtype = None if node.op_type in ("Add", "Sub", "Mul", "Div") else torch.bool
-        return node.sizes([node.arithmetic(on_numbers, a, b) for a, b in pairs], scalar, dtype)
+        return sizes
     first_value, second_value = node.inputs
     if node.op_type == "Div" and not node.floating(0):
         return node.call(divide, *node.inputs)
@@ -117,27 +116,14 @@ def _is_inf(node: NodeContext) -> Value:
 
 @converter("Not")
 def _not(node: NodeContext) -> Value:
-    value = node.inputs[0]
-    if not isinstance(value, Ints):
-        return node.call(torch.logical_not, value)
-    items = [node.arithmetic(operator.not_, item) for item in value.items]
-    return node.sizes(items, value.scalar, torch.bool)
+    sizes = _on_sizes(node, operator.not_, torch.bool)
+    return node.call(torch.logical_not, *node.inputs) if sizes is None else sizes
 
 
 @converter("Where")
 def _where(node: NodeContext) -> Value:
-    condition, flags = node.constant(0), node.inputs[0]
-    taken = list(flags.items) if isinstance(flags, Ints) else None
-    if condition is not None and condition.dim() == 1:
-        taken = condition.tolist()
-    is_sizes = any(isinstance(value, Ints) for value in node.inputs)
-    columns = [items for items in (taken, node.ints(1), node.ints(2)) if items is not None]
-    if is_sizes and len(columns) == 3 and len(set(map(len, columns))) == 1:
-        rows = zip(*columns, strict=True)
-        items = [node.arithmetic(choose, *row) for row in rows]
-        scalar = all(node.shape(index) == [] for index in range(3))
-        return node.sizes(items, scalar, node.dtype(1))
-    return node.call(torch.where, *node.inputs)
+    sizes = _on_sizes(node, choose, node.dtype(1))
+    return node.call(torch.where, *node.inputs) if sizes is None else sizes
 
 
 #: The element types in which sizes are whole numbers; float64 holds all of them, float32 those of
