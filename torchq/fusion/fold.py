@@ -262,27 +262,19 @@ def _run(parts: list[nn.Module], x: Tensor, values: dict[str, Tensor] | None = N
     return out.flatten(1) if isinstance(parts[0], nn.Linear) else out
 
 
-def _smallest_input(window: int, padding: int, mode: str) -> int:
-    """Return an input size that the layer accepts and that shows its window.
-
-    A wide window (of an atrous layer) is shown only as far as the padding leaves an output.
-    """
-    if mode != "zeros":
-        return max(window, padding + 1)
-    return max(window - 2 * padding, min(window, _WIDE))
-
-
 def _sample(layer: Any, generator: torch.Generator) -> Tensor:
     """Return a random float64 input for ``layer``."""
     if isinstance(layer, nn.Linear):
-        return torch.randn(
-            4, layer.in_features, dtype=torch.float64, generator=generator, device="cpu"
-        )
+        shape: tuple[int, ...] = (4, layer.in_features)
+        return torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
     pads = layer.padding if isinstance(layer.padding, tuple) else (0,) * len(layer.kernel_size)
     spatial = []
     for axis, (d, k, p) in enumerate(zip(layer.dilation, layer.kernel_size, pads, strict=True)):
-        size = _smallest_input(d * (k - 1) + 1, p, layer.padding_mode) + 1 + axis
-        spatial.append(3 if isinstance(layer, TRANSPOSED) else size)
+        window = d * (k - 1) + 1
+        # A wide window (of an atrous layer) is shown only as far as the padding leaves an output.
+        least = max(window - 2 * p, min(window, _WIDE))
+        least = least if layer.padding_mode == "zeros" else max(window, p + 1)
+        spatial.append(3 if isinstance(layer, TRANSPOSED) else least + 1 + axis)
     shape = (2, layer.in_channels, *spatial)
     return torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
 

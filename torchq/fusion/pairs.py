@@ -87,14 +87,14 @@ def _traceable_parts(module: nn.Module, prefix: str) -> Iterator[tuple[str, Flow
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 _KEEP_NDIM = (nn.Linear, nn.ReLU, nn.Hardswish, nn.GELU)
+_FLATTENING = (("flatten", (1,)), ("flatten", (1, -1)))
 
 
 def does_nothing(call: Call) -> bool:
     """Return True if ``call`` returns its input: an Identity, or dropout in eval mode."""
     module = call.module
-    if is_plain(module, nn.Identity):
-        return True
-    return module is not None and is_plain(module, *_DROPOUTS) and not module.training
+    dropout = is_plain(module, *_DROPOUTS) and not (module is None or module.training)
+    return dropout or is_plain(module, nn.Identity)
 
 
 def moves_features(call: Call) -> tuple[int, ...]:
@@ -122,25 +122,15 @@ def inferred_ndim(flow: Flow, call: Call) -> int | None:
     """
     while len(call.inputs) == 1:
         call = flow.calls[call.inputs[0]]
-        if _flattens(call):
+        module: Any = call.module
+        by_module = is_plain(module, nn.Flatten) and (module.start_dim, module.end_dim) == (1, -1)
+        if by_module or (module is None and (call.name, call.arguments) in _FLATTENING):
             return 2
-        if not (_keeps_ndim(call.module) or does_nothing(call)):
+        # A quantized linear layer has a forward of its own.
+        linear = isinstance(module, nn.Linear) and isinstance(module, RescalesOutput)
+        if not (linear or is_plain(module, *_KEEP_NDIM) or is_norm(module) or does_nothing(call)):
             return None
     return None
-
-
-def _keeps_ndim(module: nn.Module | None) -> bool:
-    if isinstance(module, nn.Linear) and isinstance(module, RescalesOutput):
-        return True  # a quantized linear layer has a forward of its own
-    return is_plain(module, *_KEEP_NDIM) or is_norm(module)
-
-
-def _flattens(call: Call) -> bool:
-    """Return True if ``call`` flattens everything from axis 1 on."""
-    module: Any = call.module
-    if is_plain(module, nn.Flatten):
-        return (module.start_dim, module.end_dim) == (1, -1)
-    return module is None and call.name == "flatten" and call.arguments in ((1,), (1, -1))
 
 
 def border_obstacle(layer: Any) -> str | None:
@@ -156,21 +146,14 @@ def border_obstacle(layer: Any) -> str | None:
             "is transposed: how many taps overlap varies with the position, so a shift before it"
             " does not fold"
         )
-    if layer.padding_mode != "zeros" or layer.padding == "valid":
-        return None
-    if layer.padding == "same" and single_tap:
-        return None
-    if layer.padding != "same" and not any(layer.padding):
+    named = {"valid": False, "same": not single_tap}
+    padded = named[layer.padding] if isinstance(layer.padding, str) else any(layer.padding)
+    if layer.padding_mode != "zeros" or not padded:
         return None
     return (
         "pads with zeros, which a shift before it would change at the border;"
         " constant_pad=True pads explicitly instead"
     )
-
-
-def paddable(layer: Any, norm: Any) -> bool:
-    """Return True if every channel of ``norm`` has a value that it maps to zero, to pad with."""
-    return isinstance(layer.padding, tuple) and bool((norm_affine(norm)[0] != 0).all())
 
 
 _READ_ELSEWHERE = "has parameters that are also read outside its own forward"
@@ -397,7 +380,8 @@ class _Finder:
         layer: Any = followers[0].module
         if not self.constant_pad or len(followers) > 1 or isinstance(layer, TRANSPOSED):
             return False
-        return paddable(layer, norm)
+        # Every channel needs a value that the BatchNorm maps to zero, to pad with.
+        return isinstance(layer.padding, tuple) and bool((norm_affine(norm)[0] != 0).all())
 
     def _followers(self, call: Call) -> list[Call]:
         """Return the layer calls that read ``call``, or none where something else reads it too."""
