@@ -132,24 +132,14 @@ def train(
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the demo's table.
-
-    Attributes:
-        model: what it is.
-        accuracy: on the test images.
-        agreement: fraction of test images with the class that FP32 gives them.
-        onnx_bytes: size of the ONNX file, or None.
-        onnx_agreement: fraction of test images with the same class in PyTorch and in the ONNX graph
-            as it is written, or None.
-        runtime_agreement: the same with onnxruntime's optimisations, which round biases as well.
-    """
+    """One line of the demo's table; agreement is the share of test images of the same class."""
 
     model: str
-    accuracy: float
-    agreement: float
+    accuracy: float  # on the test images
+    agreement: float  # with FP32
     onnx_bytes: int | None = None
-    onnx_agreement: float | None = None
-    runtime_agreement: float | None = None
+    onnx_agreement: float | None = None  # of PyTorch with the ONNX graph as it is written
+    runtime_agreement: float | None = None  # with its optimisations, which round biases
 
     def cells(self) -> list[str]:
         """Return the row as text for the table."""

@@ -139,21 +139,13 @@ def load_text(name: str, path: str, weights: str | None = None) -> str:
 
 @dataclass(frozen=True)
 class Images:
-    """How the images of a folder become batches.
-
-    Attributes:
-        batch_size: images in a batch.
-        size: height and width; images are resized to cover 8/7 of it, and the centre cut out.
-        mean: subtracted from values between 0 and 1.
-        std: divides the difference.
-        seed: of the order of the images.
-    """
+    """How the images of a folder become batches."""
 
     batch_size: int
-    size: tuple[int, int]
-    mean: Sequence[float]
-    std: Sequence[float]
-    seed: int = 0
+    size: tuple[int, int]  # images are resized to cover 8/7 of it, and the centre cut out
+    mean: Sequence[float]  # subtracted from values between 0 and 1
+    std: Sequence[float]  # divides the difference
+    seed: int = 0  # of the order of the images
 
 
 def load_batches(name: str, images: Images, *, labelled: bool = False) -> Iterable[Any]:

@@ -30,21 +30,13 @@ _EXPECTED = {
 
 @dataclass
 class Prepared:
-    """What a command works on.
+    """What a command works on."""
 
-    Attributes:
-        model: quantized and calibrated.
-        example: one input of the model.
-        fixed_batch: the file of the model fixes how many images it takes.
-        calibration: the batches that ranges come from.
-        held_out: batches after these, or the same where there are no more.
-    """
-
-    model: nn.Module
-    example: Tensor
-    fixed_batch: bool
-    calibration: list[Any]
-    held_out: list[Any]
+    model: nn.Module  # quantized and calibrated
+    example: Tensor  # one input of the model
+    fixed_batch: bool  # the file of the model fixes how many images it takes
+    calibration: list[Any]  # the batches that ranges come from
+    held_out: list[Any]  # batches after these, or the same where there are no more
 
     @property
     def is_held_out(self) -> bool:

@@ -21,19 +21,12 @@ from torchq.utils import Registry
 
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """A tensor that is known at conversion.
+    """A tensor that is known at conversion."""
 
-    Attributes:
-        tensor: the values; never changed in place.
-        name: of the tensor in the file, ``""`` for a computed one.
-        origin: the tensor of the file that this one was made from, which names modules.
-        trainable: nodes that read the tensor itself read a parameter, not a buffer.
-    """
-
-    tensor: Tensor
-    name: str = ""
-    origin: str = ""
-    trainable: bool = False
+    tensor: Tensor  # never changed in place
+    name: str = ""  # of the tensor in the file, "" for a computed one
+    origin: str = ""  # the tensor of the file that this one was made from, which names modules
+    trainable: bool = False  # nodes that read the tensor itself read a parameter, not a buffer
 
 
 @dataclass(frozen=True)
@@ -43,15 +36,12 @@ class Ints:
     Keeping the elements apart keeps a dynamic size symbolic through chains such as Shape, Gather,
     Concat, Reshape, and lets a condition on sizes be decided without a tensor.
 
-    Attributes:
-        items: numbers, and nodes that compute one number or flag.
-        scalar: True for a tensor without dimensions, False for a vector.
-        dtype: int64 or int32; bool for comparisons of sizes; float32 or float64 for sizes that were
-            cast and nothing else, so that the items are whole numbers.
+    The items are whole numbers in all types: int64 or int32, bool for comparisons of sizes, float32
+    or float64 for sizes that were cast and nothing else.
     """
 
-    items: tuple[int | fx.Node, ...]
-    scalar: bool = False
+    items: tuple[int | fx.Node, ...]  # numbers, and nodes that compute one number or flag
+    scalar: bool = False  # a tensor without dimensions, not a vector
     dtype: torch.dtype = torch.int64
 
 
@@ -375,7 +365,7 @@ class FileNode(Attributes):
 
         The function takes tensors for known values; it must be importable by its name.
         """
-        if not self._has_nodes((args, kwargs)):
+        if not _has_nodes((args, kwargs)):
             return self._folded(function, args, kwargs)
         args, kwargs = self._as_arguments(args), self._as_arguments(kwargs)
         node = self.builder.graph.call_function(function, tuple(args), dict(kwargs))
@@ -394,7 +384,7 @@ class FileNode(Attributes):
     def module(self, module: nn.Module, *args: Value, name: str | None = None) -> Value:
         """Call a module of the result; at once where all arguments are known."""
         module.eval()
-        if not self._has_nodes(args):
+        if not _has_nodes(args):
             return self._folded(module, args, {})
         path = self.builder.add_module(name or self.name, module, self.op_type)
         node = self.builder.graph.call_module(path, tuple(self._as_arguments(args)))
@@ -423,7 +413,10 @@ class FileNode(Attributes):
 
     def _folded(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Value:
         with torch.no_grad():
-            result = function(*_as_tensors(args), **_as_tensors(kwargs))
+            args, kwargs = _nested(
+                (args, kwargs), lambda value: value.tensor if isinstance(value, Constant) else value
+            )
+            result = function(*args, **kwargs)
         if isinstance(result, (tuple, list)):
             return tuple(Constant(part) for part in result)  # type: ignore[return-value]
         if result.numel() > MAX_FOLDED and math.prod(result.stride() or (1,)):
@@ -433,27 +426,23 @@ class FileNode(Attributes):
             )
         return Constant(result)
 
-    def _has_nodes(self, arguments: Any) -> bool:
-        found: list[Any] = []
-        _nested(found.append, arguments)
-        return any(isinstance(value, (fx.Node, Ints)) for value in found)
-
     def _as_arguments(self, arguments: Any) -> Any:
         return _nested(
-            lambda value: self.tensor(value) if isinstance(value, (Constant, Ints)) else value,
             arguments,
+            lambda value: self.tensor(value) if isinstance(value, (Constant, Ints)) else value,
         )
 
 
-def _as_tensors(arguments: Any) -> Any:
-    """Replace constants by their tensors, in nested arguments."""
-    return _nested(lambda value: value.tensor if isinstance(value, Constant) else value, arguments)
-
-
-def _nested(function: Callable[[Any], Any], value: Any) -> Any:
+def _nested(arguments: Any, function: Callable[[Any], Any]) -> Any:
     """Apply a function to what dictionaries, lists and tuples hold."""
-    if isinstance(value, dict):
-        return {key: _nested(function, item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(_nested(function, item) for item in value)
-    return function(value)
+    if isinstance(arguments, dict):
+        return {key: _nested(item, function) for key, item in arguments.items()}
+    if isinstance(arguments, (tuple, list)):
+        return type(arguments)(_nested(item, function) for item in arguments)
+    return function(arguments)
+
+
+def _has_nodes(arguments: Any) -> bool:
+    found: list[Any] = []
+    _nested(arguments, found.append)
+    return any(isinstance(value, (fx.Node, Ints)) for value in found)

@@ -84,17 +84,8 @@ class Settings(Attributes):
 class CaffeLayer(FileNode):
     """One layer: its inputs, its fields, and the calls that a converter writes in its place.
 
-    Args:
-        builder: what collects the graph.
-        layer: the description.
-        inputs: the values of the bottoms.
-        blobs: the weights of the layer.
-        ndims: the number of dimensions of each input, None where it is not known.
-
-    Attributes:
-        result_ndim: of the first output; that of the first input unless a converter says otherwise.
-        scale: the Scale layer that alone reads the result, and its blobs. A converter that takes
-            care of it sets ``scale_done``.
+    ``inputs`` are the values of the bottoms and ``blobs`` the weights; ``ndims`` has None for an
+    input whose number of dimensions is not known.
     """
 
     format = "caffe"
@@ -109,7 +100,9 @@ class CaffeLayer(FileNode):
     ) -> None:
         super().__init__(builder, layer.type, layer.name, {}, inputs)
         self.layer, self.blobs, self.ndims = layer, blobs, ndims
+        # Of the first output; a converter that changes the number of dimensions says so.
         self.result_ndim: int | None = ndims[0] if ndims else None
+        # The Scale layer that alone reads the result; a converter may take care of it.
         self.scale: CaffeLayer | None = None
         self.scale_done = False
         entry = CONVERTERS.get(layer.type)

@@ -44,14 +44,8 @@ _READERS: dict[Any, tuple[Callable[[str], Any], str]] = {
 class SymbolContext(FileNode):
     """One node: its inputs, its attributes, and the calls that a converter writes in its place.
 
-    Args:
-        builder: what collects the graph.
-        op_type: the operator.
-        name: of the node.
-        attributes: as text.
-        inputs: the values of the inputs.
-        ndims: the number of dimensions of each input, None where it is not known.
-        outputs: how many outputs of the node are read.
+    Attributes are text; ``ndims`` has None for an input whose number of dimensions is not known,
+    and ``outputs`` counts the outputs that are read.
     """
 
     format = "mxnet"

@@ -20,15 +20,8 @@ from torchq.frontends.building.importer import bytes_of
 _LIST = 0x112
 _V1, _V2, _V3 = 0xF993FAC8, 0xF993FAC9, 0xF993FACA
 #: By the number that stands for them in a file.
-_DTYPES = dict(
-    enumerate(
-        (
-            *(torch.float32, torch.float64, torch.float16, torch.uint8, torch.int32, torch.int8),
-            *(torch.int64, torch.bool, torch.int16, torch.uint16, torch.uint32, torch.uint64),
-            torch.bfloat16,
-        )
-    )
-)
+_NAMES = "float32 float64 float16 uint8 int32 int8 int64 bool int16 uint16 uint32 uint64 bfloat16"
+_DTYPES: dict[int, torch.dtype] = {n: getattr(torch, k) for n, k in enumerate(_NAMES.split())}
 _MAX_NDIM = 32
 #: The most elements that a sparse array may have when its zeros are written out.
 _MAX_DENSE = 2**28

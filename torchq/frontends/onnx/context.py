@@ -103,14 +103,7 @@ class GraphBuilder(graph.GraphBuilder):
 class NodeContext(FileNode):
     """One node: its inputs, its attributes, and the calls that a converter writes in its place.
 
-    Args:
-        builder: what collects the graph.
-        op_type: the operator.
-        name: of the node in the file, for errors and for the names of modules.
-        version: the opset version of the operator's domain.
-        attributes: numbers, strings, tensors and lists of these, by name.
-        inputs: None for one that is left out.
-        input_names, output_names: in the file.
+    ``version`` is the opset of the operator's domain; inputs that are left out are None.
     """
 
     format = "onnx"
