@@ -41,14 +41,10 @@ def run_report(args: argparse.Namespace) -> int:
     """Write or print the report."""
     found = prepare(args, say=quiet, held_out=args.num_batches, check=lambda: _check_out(args))
     report = torchq.report(found.model, found.held_out, args.out, read_metric(args))
-    _show(args, report if args.out is None else _written(report, args.out), lambda: report.data)
-    return 0
-
-
-def _written(report: torchq.analysis.Report, path: str) -> str:
-    """Return what to print instead of a report that was written to a file."""
     verdict = report.data["verdict"]
-    return f"{verdict['sentence']} {verdict['blame']}\nwrote {path}"
+    written = f"{verdict['sentence']} {verdict['blame']}\nwrote {args.out}"
+    _show(args, report if args.out is None else written, lambda: report.data)
+    return 0
 
 
 def _check_out(args: argparse.Namespace) -> None:

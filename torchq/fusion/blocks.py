@@ -66,7 +66,8 @@ class MergedLayer:
         tensors = [*weights, *block.parameters(), *block.buffers()]
         like = next(tensor for tensor in tensors if tensor.is_floating_point())
         trainable = any(parameter.requires_grad for parameter in block.parameters())
-        channels_last = any(map(_is_channels_last, tensors))
+        last = {"memory_format": torch.channels_last}
+        channels_last = any(t.is_contiguous(**last) and not t.is_contiguous() for t in tensors)
         mode = (trainable, block.training, channels_last)
         return cls(geometry, value, like.dtype, like.device, *mode)
 
@@ -111,14 +112,6 @@ class MergedLayer:
             layer.dilation = (1,) * self.geometry.spatial_dims
         replace_parameter(layer, "weight", self.value.kernel)
         replace_parameter(layer, "bias", self.value.bias)
-
-
-def _is_channels_last(tensor: Tensor) -> bool:
-    return (
-        tensor.dim() == 4
-        and not tensor.is_contiguous()
-        and tensor.is_contiguous(memory_format=torch.channels_last)
-    )
 
 
 #: ``merge(function, main)`` returns the one layer that ``function`` is; ``main`` is the layer
