@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +21,10 @@ from torchq.lowering.kernel import (
     Int8Weights,
     Kernel,
     available,
-    finish,
     reference,
 )
 from torchq.lowering.operators import recorded_product
+from torchq.lowering.qparams import ByteQParams
 
 CONV = {0: F.linear, 1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 ARGUMENTS = {"clamp": (-0.5, 0.7)}
@@ -72,17 +73,17 @@ def test_a_product_is_that_of_exact_integers(
         bias = torch.randn(32, generator=generator) if with_bias else None
         params = ConvParams(*[(1 + number % 2,) * dims, (number % 2,) * dims, (1,) * dims], groups)
         weights = Int8Weights(weight, scale, bias, 0.02, zero)
-        real, residual, grid = exact(x, weights, params, None), None, (1.0, 0)
+        real, residual, of = exact(x, weights, params, None), None, None
         if with_residual:
             codes = torch.randint(0, 256, real.shape, generator=generator).to(torch.uint8)
             values = (codes.double() - 100) * 0.03
             real = real + values
             residual = codes if out is torch.uint8 else values.float()
-            grid = (0.03, 100) if out is torch.uint8 else grid
+            of = ByteQParams(0.03, 100, 0, 255) if out is torch.uint8 else None
         arguments = ARGUMENTS.get(name, ())
         real = ACTIVATIONS[name].function(real, *arguments)
-        output = (0.05, 128) if out is torch.uint8 else (1.0, 0)
-        epilogue = Epilogue(*output, out, name, arguments, *grid)
+        qparams = ByteQParams(0.05, 128, 0, 255) if out is torch.uint8 else None
+        epilogue = Epilogue(qparams, name, arguments, of)
         got = RUNS[run](x.to(torch.uint8), weights, params, epilogue, residual)
         assert got.dtype is out and got.shape == real.shape
         if out is torch.uint8:
@@ -94,34 +95,25 @@ def test_a_product_is_that_of_exact_integers(
 
 
 @pytest.mark.parametrize(
-    ("name", "bounds", "zero", "expected"),
+    ("name", "bounds", "out", "expected"),
     [
-        ("none", (), 0, ("none", ())),
-        ("relu", (), 0, ("none", ())),
-        ("relu", (), 100, ("clamp", (0.0, 155.0))),
-        ("clamp", (0.0, 127.0), 0, ("clamp", (0.0, 127.0))),
-        ("clamp", (0.0, 300.0), 0, ("none", ())),
-        ("clamp", (-1e9, float("inf")), 128, ("none", ())),
-        ("clamp", (-128.0, 126.6), 128, ("none", ())),
-        ("clamp", (-127.0, 12.4), 128, ("clamp", (-127.0, 12.0))),
+        ("none", (), (0, 0, 255), ()),
+        ("relu", (), (0, 0, 255), ()),
+        ("relu", (), (100, 0, 255), (0.0, 155.0)),
+        ("none", (), (0, 0, 127), (0.0, 127.0)),
+        ("clamp", (0.0, 300.0), (0, 0, 255), ()),
+        ("clamp", (-1e9, float("inf")), (128, 0, 255), ()),
+        ("clamp", (-127.0, 12.4), (128, 0, 255), (-127.0, 12.0)),
+        ("silu", (), (128, 0, 255), None),
     ],
 )
 @pytest.mark.parametrize("scale", [0.0123, 0.0456])
 def test_bounds_in_codes(
-    name: str,
-    bounds: tuple[float, ...],
-    zero: int,
-    expected: tuple[str, tuple[float, ...]],
-    scale: float,
-    generator: torch.Generator,
+    name: str, bounds: tuple[float, ...], out: tuple[int, int, int], expected: Any, scale: float
 ) -> None:
-    epilogue = Epilogue(scale, zero, torch.uint8, name, tuple(b * scale for b in bounds))
-    simple = epilogue.in_codes()
-    assert simple is not None and (simple.activation, simple.arguments) == expected
-    real = torch.randn(1000, generator=generator) * 3
-    assert torch.equal(finish(real / scale, simple), finish(real, epilogue))
-    assert Epilogue(scale, zero, torch.uint8, "silu").in_codes() is None
-    assert Epilogue(1.0, 0, torch.float32, name, epilogue.arguments).in_codes() is None
+    arguments = tuple(b * scale for b in bounds)
+    assert Epilogue(ByteQParams(scale, *out), name, arguments).bounds_in_codes() == expected
+    assert Epilogue(None, name, arguments).bounds_in_codes() is None
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -158,7 +150,7 @@ def test_codes_of_any_number_of_channels_are_pooled_as_values(
 def test_operators_keep_torchs_contract(generator: torch.Generator) -> None:
     x = torch.randint(0, 256, (2, 8, 7, 7), generator=generator).to(torch.uint8)
     ones = torch.ones(8, 8, 3, 3, dtype=torch.int8), torch.full((8,), 1e-3), torch.ones(8), None
-    last = [0.02, 0.05, 1.0], [128, 3, 0], True, "relu", []
+    last = [0.02, 128.0], [0.05, 3.0, 0.0, 255.0], [], "relu", []
     rows = torch.ones(8, 64, dtype=torch.int8), torch.ones(8), None, None
     for name, args in (
         ("int8_product", (x, *ones, [2, 1, 1, 0, 1, 1, 1], *last)),

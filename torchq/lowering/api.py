@@ -240,11 +240,6 @@ def _traced(model: nn.Module) -> TracedModel | None:
     graph = trace_or_none(model, _is_leaf)
     if graph is None:
         return None
-    for names, layer in list(modules_with_names(graph)):
-        if isinstance(layer, Int8Layer):  # passes change it, and it may stand elsewhere too
-            variant = layer.variant()
-            for name in names:
-                set_submodule(graph, name, variant)
     dtype = next(m.dtype for m in model.modules() if isinstance(m, Int8Layer))
     run_passes(graph, dtype)
     return TracedModel.of(graph, rows_of(graph.graph), model)

@@ -12,7 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchq.errors import QuantizationError
-from torchq.lowering.kernel import MOST_SHAPES, ConvParams, Int8Weights, Kernel, Run, available
+from torchq.lowering.kernel import (
+    MOST_SHAPES,
+    ConvParams,
+    Epilogue,
+    Int8Weights,
+    Kernel,
+    Run,
+    available,
+)
 from torchq.lowering.qparams import ByteQParams
 from torchq.utils import calls_are_recorded
 
@@ -248,7 +256,7 @@ class CodesAvgPool2d(CodesModule):
         scale = torch.full((channels,), 1 / math.prod(size), dtype=torch.float32, device="cpu")
         weights = Int8Weights(ones, scale, None, before.scale, before.zero_point)
         params = ConvParams(tuple(stride), tuple(padding), (1, 1), channels)
-        return Kernel(ones).bind(shape, weights, params, self.output_qparams.epilogue())
+        return Kernel(ones).bind(shape, weights, params, Epilogue(self.output_qparams))
 
     def _window(self, sizes: Sequence[int]) -> tuple[list[int], list[int], list[int]] | None:
         """Return size, stride and padding of windows that are all alike, or None."""

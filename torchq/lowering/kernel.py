@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchq.errors import InputError
+from torchq.lowering.qparams import ByteQParams
 
 #: A bound kernel: codes, and a residual where it adds one, to the result.
 Run = Callable[..., Tensor]
@@ -72,38 +73,30 @@ class Epilogue(NamedTuple):
     """The last steps of a kernel: add a residual, apply an activation, round to codes.
 
     Attributes:
-        scale: of the resulting codes; 1.0 for floating-point results.
-        zero_point: of the resulting codes; 0 for floating-point results.
-        dtype: of the result; uint8 for codes.
+        out: how the resulting codes are to be read; None for float32 results.
         activation: a name in :data:`ACTIVATIONS`.
         arguments: of the activation.
-        residual_scale: of the codes of a residual; 1.0 where it is floating point.
-        residual_zero_point: of the codes of a residual; 0 where it is floating point.
+        residual: how the codes of a residual are to be read; None where it is floating point.
     """
 
-    scale: float = 1.0
-    zero_point: int = 0
-    dtype: torch.dtype = torch.float32
+    out: ByteQParams | None = None
     activation: str = "none"
     arguments: tuple[float, ...] = ()
-    residual_scale: float = 1.0
-    residual_zero_point: int = 0
+    residual: ByteQParams | None = None
 
-    def in_codes(self) -> Epilogue | None:
-        """Return the epilogue of sums that are divided by :attr:`scale` already.
+    def bounds_in_codes(self) -> tuple[float, ...] | None:
+        """Return the bounds of codes, relative to the zero point, where only clamps precede them.
 
-        Its bounds are codes: rounding is monotone, so bounds can be rounded first. Bounds that a
-        kernel has anyway, since results are between 0 and 255, are left out.
+        Rounding is monotone, so bounds can be rounded first. Those that a kernel has anyway, since
+        results are between 0 and 255, are left out.
         """
         bounds = {"none": (-math.inf, math.inf), "relu": (0.0, math.inf), "clamp": self.arguments}
-        if self.dtype is not torch.uint8 or self.activation not in bounds:
+        if self.out is None or self.activation not in bounds:
             return None
-        limits = first, last = -float(self.zero_point), 255.0 - self.zero_point
-        codes = tuple(
-            float(round(min(max(v / self.scale, first), last))) for v in bounds[self.activation]
-        )
-        activation = ("none", ()) if codes == limits else ("clamp", codes)
-        return Epilogue(1.0, self.zero_point, torch.uint8, *activation)
+        q = self.out.clamped(*bounds[self.activation], keep_zero=True)
+        if q.saturates_by_itself:
+            return ()
+        return float(q.quant_min - q.zero_point), float(q.quant_max - q.zero_point)
 
 
 class Activation(NamedTuple):
@@ -148,15 +141,10 @@ def reference(
 def finish(real: Tensor, epilogue: Epilogue, residual: Tensor | None = None) -> Tensor:
     """Return the epilogue of real-valued float32 sums."""
     if residual is not None:
-        if residual.dtype is torch.uint8:
-            residual = residual.float() - epilogue.residual_zero_point
-            residual = residual * epilogue.residual_scale
-        real = real + residual
+        of = epilogue.residual
+        real = real + (residual if of is None else of.dequantize(residual))
     y = ACTIVATIONS[epilogue.activation].function(real, *epilogue.arguments)
-    if epilogue.dtype is not torch.uint8:
-        return y.to(epilogue.dtype)
-    codes = torch.round(y / epilogue.scale).add_(epilogue.zero_point)
-    return codes.clamp_(0, 255).to(torch.uint8)
+    return y if epilogue.out is None else epilogue.out.quantize(y)
 
 
 _OPERATORS = (
@@ -242,24 +230,21 @@ class Kernel:
         ``weights`` are those of this kernel. All but the codes is looked up and converted here, as
         that takes longer than computing in small layers.
         """
-        dims, activation = len(params.stride), epilogue.activation
-        if not dims:
-            return self._run(shape, weights, params, epilogue)
-        result = params.output_shape(shape, self.shape)
-        if min(result) < 1:
+        dims, result = len(params.stride), params.output_shape(shape, self.shape)
+        if dims and min(result) < 1:
             raise InputError(
                 f"Int8Conv: got an image of size {tuple(shape[2:])} with padding "
                 f"{tuple(params.padding)}; expected one as large as the kernel of size "
                 f"{tuple(self.shape[2:])} with dilation {tuple(params.dilation)}"
             )
-        if residual is None and (dims < 3 or activation == "none"):
+        if residual is None and (dims < 3 or epilogue.activation == "none"):
             return self._run(shape, weights, params, epilogue)
         # The kernel adds tensors of the same shape, codes to codes and floats to floats.
         adds = (
             residual is not None
-            and (residual.dtype is torch.uint8) == (epilogue.dtype is torch.uint8)
-            and activation in ("none", "relu")
-            and dims < 3
+            and (epilogue.residual is None) == (epilogue.out is None)
+            and epilogue.activation in ("none", "relu")
+            and dims in (1, 2)
             and residual.shape == result
         )
         if adds:
@@ -360,15 +345,17 @@ def _plain(
         2: torch.ops.onednn.qconv2d_pointwise.default,
         3: torch.ops.onednn.qconv3d_pointwise.default,
     }[len(params.stride)]
-    if simple := epilogue.in_codes():
-        bias = None if bias is None else (bias.double() / epilogue.scale).float()
-        scale, x_scale = (scale.double() * x_scale / epilogue.scale).float(), 1.0
-        epilogue = simple
-    act = ACTIVATIONS[epilogue.activation]
+    grid, bounds = _output(epilogue), epilogue.bounds_in_codes()
+    activation, arguments = epilogue.activation, epilogue.arguments
+    if bounds is not None:
+        bias = None if bias is None else (bias.double() / grid[0]).float()
+        scale, x_scale = (scale.double() * x_scale / grid[0]).float(), 1.0
+        grid, activation, arguments = (1.0, *grid[1:]), "clamp" if bounds else "none", bounds
+    act = ACTIVATIONS[activation]
     geometry = params.as_lists() if params.stride else ()
-    post_op = (*epilogue[:3], act.onednn, list(epilogue.arguments), act.algorithm)
-    arguments = (x_scale, 0, packed, scale, _zeros(len(scale)), bias, *geometry, *post_op)
-    return lambda x: operator(x, *arguments)
+    post_op = (*grid, act.onednn, list(arguments), act.algorithm)
+    given = (x_scale, 0, packed, scale, _zeros(len(scale)), bias, *geometry, *post_op)
+    return _bounded(lambda x: operator(x, *given), None if bounds is not None else epilogue.out)
 
 
 def _adding(
@@ -381,18 +368,32 @@ def _adding(
 ) -> Run:
     """Return the convolution that adds a residual, in place, to a copy in the output's dtype."""
     operator: Any = torch.ops.onednn.qconv2d_pointwise.binary
-    dtype, last = epilogue.dtype, torch.channels_last
-    added = (epilogue.residual_scale, epilogue.residual_zero_point)
-    post_op: Any = (*epilogue[:3], *added, "sum", 1.0, epilogue.activation, [], "")
+    grid, of, last = _output(epilogue), epilogue.residual, torch.channels_last
+    added = (1.0, 0) if of is None else (of.scale, of.zero_point)
+    post_op: Any = (*grid, *added, "sum", 1.0, epilogue.activation, [], "")
     before = (x_scale, 0, packed, scale, _zeros(len(scale)))
     after = (bias, *params.as_lists(), *post_op)
 
     def add(x: Tensor, residual: Tensor) -> Tensor:
-        target = residual.to(dtype, memory_format=last, copy=True)
+        target = residual.to(grid[2], memory_format=last, copy=True)
         result: Tensor = operator(x, *before, target, *after)
         return result
 
-    return add
+    return _bounded(add, epilogue.out)
+
+
+def _output(epilogue: Epilogue) -> tuple[float, int, torch.dtype]:
+    """Return scale, zero point and dtype of results as the operators take them."""
+    out = epilogue.out
+    return (1.0, 0, torch.float32) if out is None else (out.scale, out.zero_point, torch.uint8)
+
+
+def _bounded(run: Run, out: ByteQParams | None) -> Run:
+    """Return a function whose codes have the bounds that no kernel knows."""
+    if out is None or out.saturates_by_itself:
+        return run
+    low, high = out.quant_min, out.quant_max
+    return lambda *tensors: run(*tensors).clamp_(low, high)
 
 
 @lru_cache

@@ -197,49 +197,21 @@ class Int8Layer(DeployedLayer):
         """Return the result for codes."""
         grid = self.input_qparams.scale, self.input_qparams.zero_point
         if not eager(x):
-            return self._finish(self._product(x, grid, self.epilogue(), residual))
-
-        def bind() -> Run:
-            run = self._bind(x, grid, self.epilogue(), residual)
-            return run if self.finished else lambda *tensors: self._finish(run(*tensors))
-
-        key: Any = x.shape if self.params.stride else x.numel()
-        if residual is None:
-            return self._bound(key, bind)(x)
-        return self._bound((key, residual.shape, residual.dtype), bind)(x, residual)
+            y = self._product(x, grid, self.epilogue(), residual)
+        else:
+            bind = lambda: self._bind(x, grid, self.epilogue(), residual)  # noqa: E731
+            key: Any = x.shape if self.params.stride else x.numel()
+            if residual is None:
+                y = self._bound(key, bind)(x)
+            else:
+                y = self._bound((key, residual.shape, residual.dtype), bind)(x, residual)
+        is_done = self.dtype is torch.float32 or self.output_qparams is not None
+        return y if is_done else y.to(self.dtype)
 
     def epilogue(self) -> Epilogue:
         """Return what kernels do with their sums."""
-        out, residual = self.output_qparams, self.residual_qparams
-        return Epilogue(
-            1.0 if out is None else out.scale,
-            0 if out is None else out.zero_point,
-            torch.float32 if out is None else torch.uint8,
-            self.activation,
-            tuple(self.arguments),
-            1.0 if residual is None else residual.scale,
-            0 if residual is None else residual.zero_point,
-        )
-
-    @property
-    def finished(self) -> bool:
-        """True where results of the kernel have the right dtype and bounds already."""
-        qparams = self.output_qparams
-        if qparams is None:
-            return self.dtype is torch.float32
-        if self.activation == "clamp" and not qparams.saturates_by_itself:
-            low, high = qparams.bounds
-            return self.arguments[0] >= low and self.arguments[1] <= high
-        return qparams.saturates_by_itself
-
-    def _finish(self, y: Tensor) -> Tensor:
-        """Give floating-point results their dtype, and codes the bounds that no kernel knows."""
-        qparams = self.output_qparams
-        if self.finished:
-            return y
-        return (
-            y.to(self.dtype) if qparams is None else y.clamp_(qparams.quant_min, qparams.quant_max)
-        )
+        arguments = tuple(self.arguments)
+        return Epilogue(self.output_qparams, self.activation, arguments, self.residual_qparams)
 
     def variant(self) -> Int8Layer:
         """Return a second layer on the same tensors, for another place in a model."""

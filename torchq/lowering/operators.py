@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torchq.lowering.kernel import (
     available,
     reference,
 )
+from torchq.lowering.qparams import ByteQParams
 
 #: What recorded programs have bound, for each weight: a program keeps its weights and no kernels.
 _BOUND = WeakTensorKeyDictionary()
@@ -32,13 +34,16 @@ def recorded_product(
     residual: Tensor | None = None,
 ) -> Tensor:
     """Return the product of a layer by ``torch.ops.torchq.int8_product``."""
-    codes, scale, bias, x_scale, x_zero_point = weights
+    codes, scale, bias, *own = weights
     geometry = [*params.stride, *params.padding, *params.dilation, params.groups]
-    scales = [x_scale, epilogue.scale, epilogue.residual_scale]
-    points = [x_zero_point, epilogue.zero_point, epilogue.residual_zero_point]
-    is_codes = epilogue.dtype is torch.uint8
-    post_op = is_codes, epilogue.activation, list(epilogue.arguments)
-    return int8_product(x, codes, scale, bias, residual, geometry, scales, points, *post_op)
+    grids = [own, *([] if q is None else astuple(q) for q in (epilogue.out, epilogue.residual))]
+    grid, out, of = ([float(number) for number in numbers] for numbers in grids)
+    post_op = epilogue.activation, list(epilogue.arguments)
+    return int8_product(x, codes, scale, bias, residual, geometry, grid, out, of, *post_op)
+
+
+def _qparams(numbers: Sequence[float]) -> ByteQParams | None:
+    return ByteQParams(numbers[0], *map(int, numbers[1:])) if numbers else None
 
 
 def _params(geometry: Sequence[int]) -> ConvParams:
@@ -55,21 +60,22 @@ def int8_product(
     bias: Tensor | None,
     residual: Tensor | None,
     geometry: Sequence[int],
-    scales: Sequence[float],
-    zero_points: Sequence[int],
-    codes: bool,
+    grid: Sequence[float],
+    out: Sequence[float],
+    of_residual: Sequence[float],
     activation: str,
     arguments: Sequence[float],
 ) -> Tensor:
     """Return a convolution of uint8 codes, or a linear layer where ``geometry`` has one number.
 
-    ``geometry`` is stride, padding and dilation, then groups; scales and zero points are those of
-    the input, the result and the residual.
+    ``geometry`` is stride, padding and dilation, then groups; ``grid`` has scale and zero point of
+    the input, ``out`` and ``of_residual`` those of other codes with their bounds.
     """
-    weights = Int8Weights(weight, weight_scale, bias, scales[0], zero_points[0])
-    params, dtype = _params(geometry), torch.uint8 if codes else torch.float32
-    out = (scales[1], zero_points[1], dtype, activation, tuple(arguments))
-    epilogue = Epilogue(*out, scales[2], zero_points[2])
+    weights, params = (
+        Int8Weights(weight, weight_scale, bias, grid[0], int(grid[1])),
+        _params(geometry),
+    )
+    epilogue = Epilogue(_qparams(out), activation, tuple(arguments), _qparams(of_residual))
     if not (x.is_cpu and x.numel() and available()):
         return reference(x, weights, params, epilogue, residual)
     if weight not in _BOUND:
@@ -95,17 +101,17 @@ def _(
     bias: Tensor | None,
     residual: Tensor | None,
     geometry: Sequence[int],
-    scales: Sequence[float],
-    zero_points: Sequence[int],
-    codes: bool,
+    grid: Sequence[float],
+    out: Sequence[float],
+    of_residual: Sequence[float],
     *rest: Any,
 ) -> Tensor:
     params = _params(geometry)
     shape = torch.Size(params.output_shape(x.shape, weight.shape))
     if residual is not None:
         shape = torch.broadcast_shapes(shape, residual.shape)
-    out = x.new_empty(shape, dtype=torch.uint8 if codes else torch.float32)
+    y = x.new_empty(shape, dtype=torch.uint8 if out else torch.float32)
     formats = {2: torch.channels_last, 3: torch.channels_last_3d}
     if len(params.stride) in formats and x.device.type == "cpu" and available():
-        return out.to(memory_format=formats[len(params.stride)])
-    return out
+        return y.to(memory_format=formats[len(params.stride)])
+    return y

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from torchq.formats import IntFormat, PerTensor
-from torchq.lowering.kernel import Epilogue
 from torchq.nn import TensorQuantizer
 from torchq.utils import calls_are_recorded
 
@@ -104,12 +103,6 @@ class ByteQParams:
             return self.quant_min
         low, high = self.quant_min - self.zero_point, self.quant_max - self.zero_point
         return self.zero_point + round(min(max(value / self.scale, low), high))
-
-    def epilogue(self) -> Epilogue:
-        """Return the epilogue of kernels that round their sums to these codes."""
-        bounds = () if self.saturates_by_itself else self.bounds
-        activation = "clamp" if bounds else "none"
-        return Epilogue(self.scale, self.zero_point, torch.uint8, activation, bounds)
 
     def quantize(self, x: Tensor) -> Tensor:
         """Return the codes of a floating-point tensor.

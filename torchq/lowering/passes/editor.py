@@ -12,6 +12,7 @@ from torchq.graph import operator_name
 from torchq.lowering.layer import Int8Layer
 from torchq.lowering.passes import match
 from torchq.lowering.qparams import ByteQParams
+from torchq.utils import set_submodule
 
 
 class GraphEditor:
@@ -31,6 +32,20 @@ class GraphEditor:
             graph_module.named_modules(remove_duplicate=False)
         )
         self.qparams: dict[fx.Node, ByteQParams] = {}
+        self._own_layers()
+
+    def _own_layers(self) -> None:
+        """Give each call of an integer layer a variant on the same tensors, free to be changed."""
+        called = set()
+        for node in list(self.graph.nodes):
+            if layer := self.layer(node):
+                name = str(node.target)
+                if name not in called:
+                    called.add(name)
+                    self.modules[name] = variant = layer.variant()
+                    set_submodule(self.root, name, variant)
+                else:
+                    self.replace(node, "again", layer.variant(), *node.args)
 
     def module(self, node: object) -> nn.Module | None:
         """Return the module that ``node`` calls; see :func:`match.module_of`."""
@@ -41,21 +56,18 @@ class GraphEditor:
         found = self.module(node)
         return found if isinstance(found, Int8Layer) else None
 
-    def insert_call(self, base: str, module: nn.Module, *args: Argument) -> fx.Node:
-        """Insert a call of a new module at the insertion point of the graph."""
-        name, count = base, 1
-        while name in self.modules:
-            name, count = f"{base}_{count}", count + 1
-        self.root.add_submodule(name, module.eval())
-        self.modules[name] = module
-        return self.graph.call_module(name, args)
-
     def insert_before(
         self, node: fx.Node, suffix: str, module: nn.Module, *args: Argument
     ) -> fx.Node:
-        """Insert a call of ``module`` just before ``node``; see :meth:`insert_call`."""
+        """Insert a call of a new module just before ``node``."""
+        base = str(node.target) if node.op == "call_module" else node.name
+        name, count = f"{base}_{suffix}", 1
+        while name in self.modules:
+            name, count = f"{base}_{suffix}_{count}", count + 1
+        self.root.add_submodule(name, module.eval())
+        self.modules[name] = module
         with self.graph.inserting_before(node):
-            return self.insert_call(f"{base_name(node)}_{suffix}", module, *args)
+            return self.graph.call_module(name, args)
 
     def replace(self, node: fx.Node, suffix: str, module: nn.Module, *args: Argument) -> fx.Node:
         """Replace ``node`` by a call of ``module`` on ``args``."""
@@ -79,32 +91,6 @@ class GraphEditor:
             checks = operator_name(node.target) == "_assert_is_none"
             if not (node.users or checks or node.is_impure()):
                 self.graph.erase_node(node)
-
-    def own_layer(self, node: fx.Node) -> Int8Layer:
-        """Return the integer layer of ``node``, free to be changed.
-
-        A layer that other nodes call too is replaced by a variant on the same tensors first.
-        """
-        layer = self.layer(node)
-        assert layer is not None
-        if self._is_shared(node, layer):
-            layer = layer.variant()
-            with self.graph.inserting_before(node):
-                new = self.insert_call(f"{node.target}_again", layer)
-            node.target = new.target
-            self.graph.erase_node(new)
-        return layer
-
-    def _is_shared(self, node: fx.Node, layer: Int8Layer) -> bool:
-        """Return True if another node calls ``layer``, perhaps under another name."""
-        targets = [other.target for other in self.graph.nodes if other.op == "call_module"]
-        names = {name for name in targets if self.modules[str(name)] is layer}
-        return targets.count(node.target) > 1 or len(names) > 1
-
-
-def base_name(node: fx.Node) -> str:
-    """Return the name that new nodes in the place of ``node`` start with."""
-    return str(node.target) if node.op == "call_module" else node.name
 
 
 def apply_pass(editor: GraphEditor, rewrite: NodePass) -> bool:

@@ -18,7 +18,7 @@ from torchq.lowering.codes import CodesAvgPool2d, CodesMaxPool2d, CodesModule, D
 from torchq.lowering.kernel import ACTIVATIONS
 from torchq.lowering.layer import Int8Conv, Int8Layer
 from torchq.lowering.passes import match
-from torchq.lowering.passes.editor import GraphEditor, NodePass, base_name
+from torchq.lowering.passes.editor import GraphEditor, NodePass
 from torchq.lowering.qparams import ByteQParams
 
 #: Functions of finite numbers that are finite, in float32 and for values as large as codes stand
@@ -163,9 +163,8 @@ def hoist_quantize(editor: GraphEditor, node: fx.Node) -> bool:
         return False
     tensors = tensors_to_rearrange(editor, moved)
     for tensor in tensors:
-        with editor.graph.inserting_before(moved):
-            name = f"{base_name(node)}_earlier"
-            codes = editor.insert_call(name, Quantize(quantize.qparams, quantize.dtype), tensor)
+        earlier = Quantize(quantize.qparams, quantize.dtype)
+        codes = editor.insert_before(moved, "earlier", earlier, tensor)
         moved.replace_input_with(tensor, codes)
     if tensors:
         editor.bypass(node, moved)
@@ -218,8 +217,7 @@ def sink_dequantize(editor: GraphEditor, node: fx.Node) -> bool:
         node.replace_input_with(value, value.all_input_nodes[0])
     node = pool_codes(editor, node)
     dequantize = Dequantize(found[0].qparams, editor.dtype)
-    with editor.graph.inserting_after(node):
-        result = editor.insert_call(f"{base_name(node)}_values", dequantize, node)
+    result = editor.insert_before(node.next, "values", dequantize, node)
     node.replace_all_uses_with(result, delete_user_cb=lambda user: user is not result)
     return True
 
@@ -250,7 +248,6 @@ def fuse_activation(editor: GraphEditor, node: fx.Node) -> bool:
     only_quantized = all(isinstance(editor.module(user), Quantize) for user in node.users)
     if only_quantized and match.clamp_bounds(found):
         return False
-    layer = editor.own_layer(source)
     layer.activation, layer.arguments = found[0], list(found[1])
     editor.bypass(node, source)
     return True
@@ -275,7 +272,6 @@ def fuse_add(editor: GraphEditor, node: fx.Node) -> bool:
     if not found:
         return False
     _, conv, other = max(found, key=lambda choice: choice[:2])
-    editor.own_layer(conv)
     with editor.graph.inserting_before(node):
         new = editor.graph.call_module(str(conv.target), (conv.args[0], other))
     editor.bypass(node, new)
@@ -291,17 +287,14 @@ def fuse_requantize(editor: GraphEditor, node: fx.Node) -> bool:
     Before: ``codes, codes -> Dequantize(r) -> Int8Conv -> Quantize(q)``.
     After: ``codes, codes -> Int8Conv(residual_qparams=r, output_qparams=q)``.
     """
-    layer = editor.layer(node)
-    if layer is None or layer.output_qparams is not None or len(node.users) != 1:
+    layer, user = editor.layer(node), next(iter(node.users), None)
+    if layer is None or user is None or layer.output_qparams is not None or len(node.users) != 1:
         return False
-    (user,) = node.users
     quantize, residual = editor.module(user), match.input_node(node, 1)
     values = editor.module(residual)
-    if not isinstance(quantize, Quantize):
+    if not isinstance(quantize, Quantize) or (residual and not isinstance(values, Dequantize)):
         return False
-    if residual is not None and not isinstance(values, Dequantize):
-        return False
-    layer, qparams = editor.own_layer(node), quantize.qparams
+    qparams = quantize.qparams
     bounds = match.clamp_bounds((layer.activation, tuple(layer.arguments)))
     if bounds is not None:
         qparams = qparams.clamped(*bounds, keep_zero=meets_other_codes(editor, user))
@@ -342,8 +335,6 @@ def propagate_qparams(editor: GraphEditor, node: fx.Node) -> bool:
     After: ``codes(q') -> CodesModule(q') -> codes(r), with r in editor.qparams``.
     """
     module = editor.module(node)
-    if isinstance(module, Int8Layer):
-        module = editor.own_layer(node)
     result = None
     if isinstance(module, CodesModule):
         sources = [argument if isinstance(argument, fx.Node) else None for argument in node.args]

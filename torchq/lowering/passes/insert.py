@@ -90,38 +90,30 @@ def select_chunk(editor: GraphEditor, node: fx.Node) -> bool:
     return _call_instead(editor, node, nth_chunk, *arguments, **chunks.kwargs)
 
 
-def open_quantized_operator(editor: GraphEditor, node: fx.Node) -> bool:
-    """Replace an addition or product with quantized operands by a float one of quantized values.
+def open_quantized(editor: GraphEditor, node: fx.Node) -> bool:
+    """Replace an operator with quantized operands by a float one of quantized values.
 
-    Before: ``QuantAdd(x, y)``. After: ``Dequantize(Quantize(x)) + Dequantize(Quantize(y))``.
+    Before: ``QuantAdd(x, y)`` or ``QuantCat([x, y])``.
+    After: ``Dequantize(Quantize(x)) + Dequantize(Quantize(y))``, and ``cat`` likewise.
     """
-    module = editor.module(node)
-    if not isinstance(module, QuantBinary) or node.kwargs:
+    module, operands = editor.module(node), node.args
+    if isinstance(module, QuantBinary) and not node.kwargs:
+        quantizers = [module.input_quantizer, module.other_quantizer]
+    elif isinstance(module, QuantCat) and operands and set(node.kwargs) <= {"dim"}:
+        tensors = operands[0]
+        if not isinstance(tensors, (list, tuple)):
+            return False
+        if not isinstance(module.input_quantizer, TensorQuantizer):
+            return False
+        operands = tuple(tensors)
+        quantizers = [module.quantizer_of(index) for index in range(len(operands))]
+    else:
         return False
-    quantizers = [module.input_quantizer, module.other_quantizer]
-    values = _quantized_values(editor, node, node.args, quantizers)
-    return values is not None and _call_instead(editor, node, function_of(module), *values)
-
-
-def open_quantized_concat(editor: GraphEditor, node: fx.Node) -> bool:
-    """Replace a concatenation with quantized operands by a float one of quantized values.
-
-    Before: ``QuantCat([x, y])``.
-    After: ``cat([Dequantize(Quantize(x)), Dequantize(Quantize(y))])``.
-    """
-    module = editor.module(node)
-    if not isinstance(module, QuantCat) or not set(node.kwargs) <= {"dim"} or not node.args:
-        return False
-    tensors = node.args[0]
-    if not isinstance(tensors, (list, tuple)):
-        return False
-    if not isinstance(module.input_quantizer, TensorQuantizer):
-        return False
-    quantizers = [module.quantizer_of(index) for index in range(len(tensors))]
-    values = _quantized_values(editor, node, tensors, quantizers)
-    dim: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    dim = module.dim if dim is None else dim
-    return values is not None and _call_instead(editor, node, torch.cat, values, dim)
+    values = _quantized_values(editor, node, operands, quantizers)
+    if values is None or isinstance(module, QuantBinary):
+        return values is not None and _call_instead(editor, node, function_of(module), *values)
+    dim: Any = (*node.args[1:], node.kwargs.get("dim"))[0]
+    return _call_instead(editor, node, torch.cat, values, module.dim if dim is None else dim)
 
 
 def _call_instead(
@@ -226,8 +218,7 @@ INSERT_QDQ: tuple[NodePass, ...] = (
     drop_identity,
     view_to_reshape,
     select_chunk,
-    open_quantized_concat,
-    open_quantized_operator,
+    open_quantized,
     replace_quantizer,
     expose_input_quantizer,
     quantize_layer_input,
