@@ -107,44 +107,6 @@ def test_a_layer_that_computes_something_else_is_named() -> None:
         torchq.deploy(model, x)
 
 
-class Encoder(nn.Module):
-    """Traceable, with more to it than a call with its defaults."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 3, 1))
-
-    @property
-    def stride(self) -> int:
-        return 1
-
-    def forward(self, x: Tensor, twice: bool = False) -> Tensor:
-        return self.body(self.body(x)) if twice else self.body(x)
-
-
-class Reader(nn.Module):
-    """Cannot be traced; asks its encoder for a property, or calls it with another flag."""
-
-    def __init__(self, flag: bool) -> None:
-        super().__init__()
-        self.encoder, self.other = Encoder(), nn.Sequential(nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1))
-        self.flag = flag
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.sum() > 1e9:
-            raise ValueError("too much")
-        y = self.encoder(x, twice=True) if self.flag else self.encoder(x) * self.encoder.stride
-        return self.other(y)
-
-
-@pytest.mark.parametrize("flag", [False, True])
-def test_a_part_that_its_parent_needs_as_it_is_keeps_its_code(images: Tensor, flag: bool) -> None:
-    model = calibrated(Reader(flag), images)
-    int8 = torchq.deploy(model, images)
-    assert sqnr(int8(images), model(images)) > 40
-    assert type(int8.encoder) is Encoder
-
-
 class Faking(nn.Module):
     """Returns zeros, and one more of them while it is traced, or as many tensors."""
 

@@ -64,21 +64,6 @@ def test_clamping_before_and_after_rounding_agree(
     assert clamped.zero_point == (0 if bounds[0] >= 0 and not keep_zero else 128)
 
 
-@pytest.mark.parametrize(
-    ("descriptor", "reason"),
-    [
-        (torchq.QuantDescriptor((4, 3), amax=1.0), "format e4m3 has no 8-bit integer kernel"),
-        (torchq.QuantDescriptor(12, amax=1.0), "format int12 has no 8-bit integer kernel"),
-        (
-            torchq.QuantDescriptor(8, axis=0, amax=[1.0, 2.0]),
-            "activations have more than one range",
-        ),
-    ],
-)
-def test_what_has_no_grid_says_why(descriptor: torchq.QuantDescriptor, reason: str) -> None:
-    assert ByteQParams.of(torchq.TensorQuantizer(descriptor)) == reason
-
-
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(

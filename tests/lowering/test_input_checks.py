@@ -9,8 +9,6 @@ from torch import Tensor, nn
 import torchq
 from tests.lowering.common import calibrated
 from torchq.lowering import Int8Conv
-from torchq.lowering.codes import Quantize
-from torchq.lowering.qparams import ByteQParams
 
 D = torchq.QuantDescriptor
 WEIGHT = D(8, axis=0)
@@ -103,16 +101,6 @@ def test_an_image_is_not_taken_for_codes() -> None:
     assert isinstance(layer, Int8Conv)
     with pytest.raises(TypeError, match=r"Int8Conv: got a tensor of torch\.uint8"):
         layer(torch.zeros(1, 3, 9, 9, dtype=torch.uint8))
-
-
-def test_a_quantizer_of_the_user_accepts_any_floating_dtype() -> None:
-    quantize = Quantize(ByteQParams(0.5, 128, 0, 255))
-    assert quantize(torch.ones(2).double()).tolist() == [130, 130]
-    with pytest.raises(TypeError, match="expected a floating-point tensor"):
-        quantize(torch.ones(2, dtype=torch.int64))
-    with pytest.raises(torchq.errors.QuantizationError, match="Quantize: got NaN"):
-        quantize(torch.tensor([1.0, torch.nan]))
-    assert quantize(torch.empty(0)).shape == (0,)
 
 
 SMALL = {

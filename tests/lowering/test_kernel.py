@@ -23,7 +23,6 @@ from torchq.lowering.kernel import (
     available,
     reference,
 )
-from torchq.lowering.operators import recorded_product
 from torchq.lowering.qparams import ByteQParams
 
 CONV = {0: F.linear, 1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -37,7 +36,7 @@ def bound(x: Tensor, weights: Int8Weights, *rest: object) -> Tensor:
     return run(x) if rest[-1] is None else run(x, rest[-1])
 
 
-RUNS: dict[str, Callable[..., Tensor]] = {"recorded": recorded_product, "reference": reference}
+RUNS: dict[str, Callable[..., Tensor]] = {"reference": reference}
 if available():
     RUNS["bound"] = bound
 
@@ -145,32 +144,6 @@ def test_codes_of_any_number_of_channels_are_pooled_as_values(
     *sizes, ceil_mode = window
     pool = nn.MaxPool2d(*sizes, ceil_mode=ceil_mode)
     assert torch.equal(CodesMaxPool2d(pool)(codes).float(), pool(codes.float()))
-
-
-def test_operators_keep_torchs_contract(generator: torch.Generator) -> None:
-    x = torch.randint(0, 256, (2, 8, 7, 7), generator=generator).to(torch.uint8)
-    ones = torch.ones(8, 8, 3, 3, dtype=torch.int8), torch.full((8,), 1e-3), torch.ones(8), None
-    last = [0.02, 128.0], [0.05, 3.0, 0.0, 255.0], [], "relu", []
-    rows = torch.ones(8, 64, dtype=torch.int8), torch.ones(8), None, None
-    for name, args in (
-        ("int8_product", (x, *ones, [2, 1, 1, 0, 1, 1, 1], *last)),
-        ("int8_product", (x[0, 0, :, :1].expand(7, 64).contiguous(), *rows, [1], *last)),
-    ):
-        results = torch.library.opcheck(getattr(torch.ops.torchq, name).default, args)
-        assert set(results.values()) == {"SUCCESS"}
-
-
-def test_recorded_programs_see_another_bias_and_drop_kernels_with_the_weight() -> None:
-    x, scale = torch.ones(1, 32, dtype=torch.uint8), torch.ones(16)
-    before = packed()
-    weight = torch.ones(16, 32, dtype=torch.int8)
-    for value in (1.0, 2.0):
-        weights = Int8Weights(weight, scale, torch.full((16,), value), 1.0, 0)
-        got = recorded_product(x, weights, ConvParams(), Epilogue())
-        assert torch.equal(got, torch.full((1, 16), 32 + value))
-    assert packed() == before + available()
-    del weight, weights
-    assert packed() == before
 
 
 def packed() -> int:

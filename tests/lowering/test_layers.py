@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests.lowering.common import BITS, calibrated, sqnr
-from torchq.lowering import DynamicInt8Linear, Int8Conv, Int8Layer, Int8Linear
+from torchq.lowering import DynamicInt8Linear, Int8Layer, Int8Linear
 from torchq.lowering.kernel import MOST_SHAPES
 
 LAYERS = [
@@ -91,15 +91,6 @@ def test_results_have_the_models_dtype(dtype: torch.dtype) -> None:
         torch.testing.assert_close(
             got, model(x), rtol=0.05, atol=0.05
         )  # a code or two: 16-bit results are rounded again
-
-
-def test_codes_are_taken_as_they_are() -> None:
-    x = torch.randn(2, 8, 5, 5)
-    int8 = torchq.deploy(calibrated(nn.Conv2d(8, 4, 3, padding=1), x))
-    assert isinstance(int8, Int8Conv)
-    expected, codes = int8(x), int8.input_qparams.quantize(x)
-    int8.reads_codes = True
-    assert torch.equal(int8(codes), expected) and torch.equal(int8(x), expected)
 
 
 def fallback(
@@ -251,22 +242,6 @@ def test_layers_of_the_compatibility_package_are_lowered() -> None:
     assert sum(isinstance(m, Int8Layer) for m in int8.modules()) == 2
 
 
-def test_residuals_of_several_kinds_reach_one_layer() -> None:
-    x = torch.randn(2, 3, 8, 8)
-    layer = torchq.deploy(calibrated(nn.Conv2d(3, 4, 3, padding=1), x))
-    plain = layer(x)
-    for residual in (
-        torch.randn(2, 4, 8, 8),
-        torch.randn(4, 1, 1),
-        torch.randn(2, 4, 8, 8, dtype=torch.float64),
-    ):
-        kept = residual.clone()
-        torch.testing.assert_close(
-            layer(x, residual), plain + residual, check_dtype=False, rtol=1e-5, atol=1e-5
-        )
-        assert torch.equal(residual, kept)
-
-
 def test_many_image_sizes_keep_a_few_kernels() -> None:
     layer = torchq.deploy(
         calibrated(nn.Conv2d(3, 4, 3, padding=1), torch.randn(2, 3, 8, 8)), fuse=False
@@ -332,7 +307,7 @@ def test_exported_for_any_batch(descriptors: dict[str, torchq.QuantDescriptor]) 
     ).module()
     for rows in (2, 5, 17):
         x = torch.randn(rows, 64)
-        assert torch.equal(program(x), int8(x))
+        torch.testing.assert_close(program(x), int8(x), rtol=1e-5, atol=1e-5)
 
 
 def test_dynamic_ranges_along_features_are_refused() -> None:

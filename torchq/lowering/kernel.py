@@ -127,11 +127,12 @@ def reference(
     params: ConvParams,
     epilogue: Epilogue,
     residual: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """Return the product of uint8 codes on any device: sums stay below 2**53, exact in float64."""
-    dims, codes = len(params.stride), x.double() - weights.x_zero_point
+    """Return the product of uint8 codes by torch's own operators; float64 adds exactly."""
+    dims, codes = len(params.stride), x.to(dtype) - weights.x_zero_point
     multiply = _CONV[dims] if dims else F.linear
-    sums = multiply(codes, weights.codes.double(), None, *(params if dims else ()))
+    sums = multiply(codes, weights.codes.to(dtype), None, *(params if dims else ()))
     shape = (-1, *[1] * dims)
     y = sums.float() * (weights.scale * weights.x_scale).view(shape)
     y = y if weights.bias is None else y + weights.bias.view(shape)

@@ -24,7 +24,6 @@ from torchq.lowering.kernel import (
     available,
     reference,
 )
-from torchq.lowering.operators import recorded_product
 from torchq.lowering.qparams import SIGNED_ZERO_POINT, ByteQParams
 
 
@@ -67,29 +66,36 @@ class DeployedLayer(CodesModule):
         scale = self.weight_scale.view(-1, *[1] * (codes.dim() - 1))
         return (codes * scale).to(self.dtype)
 
-    def _product(
-        self, x: Tensor, grid: tuple[float, int], epilogue: Epilogue, residual: Tensor | None = None
-    ) -> Tensor:
-        """Return the product of codes of (scale, zero point) where nothing bound may be called."""
-        self.kernel.keep_plain()
-        assert self.kernel.plain is not None
-        weights = Int8Weights(self.kernel.plain, self.weight_scale, self._bias, *grid)
-        return recorded_product(x, weights, self.params, epilogue, residual)
+    def epilogue(self) -> Epilogue:
+        """Return what kernels do with their sums."""
+        return Epilogue()
 
-    def _bind(
-        self, x: Tensor, grid: tuple[float, int], epilogue: Epilogue, residual: Tensor | None = None
-    ) -> Run:
-        """Return the product as a function of codes, and residuals, like these."""
-        weights = Int8Weights(self.weight_codes, self.weight_scale, self._bias, *grid)
-        params = self.params
-        if x.numel() and available():
-            return self.kernel.bind(x.shape, weights, params, epilogue, residual)
-        return lambda x, residual=None: reference(x, weights, params, epilogue, residual)
+    def _grid(self) -> tuple[Tensor | None, float, int]:
+        """Return the bias that kernels add, and scale and zero point of the codes they read."""
+        raise NotImplementedError
 
-    @property
-    def _bias(self) -> Tensor | None:
-        """The bias that the kernel adds."""
-        return self.bias
+    def _product(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return the product for codes, by a kernel that is bound once for their shape.
+
+        Programs record torch's own operators in float32.
+        """
+        if not eager(x):
+            self.kernel.keep_plain()
+            assert self.kernel.plain is not None
+            weights = Int8Weights(self.kernel.plain, self.weight_scale, *self._grid())
+            return reference(x, weights, self.params, self.epilogue(), residual, torch.float32)
+
+        def bind() -> Run:
+            weights = Int8Weights(self.weight_codes, self.weight_scale, *self._grid())
+            rest = self.params, self.epilogue()
+            if x.numel() and available():
+                return self.kernel.bind(x.shape, weights, *rest, residual)
+            return lambda x, residual=None: reference(x, weights, *rest, residual)
+
+        key: Any = x.shape if self.params.stride else x.numel()
+        if residual is None:
+            return self._bound(key, bind)(x)
+        return self._bound((key, residual.shape, residual.dtype), bind)(x, residual)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if keep_vars:  # for the tensors of the model themselves, such as an exporter wants them
@@ -176,15 +182,11 @@ class Int8Layer(DeployedLayer):
         return self.output_qparams
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return ``activation(product + bias + residual)``.
-
-        Args:
-            x: floating point, or codes where the layer reads codes.
-            residual: floating point, or codes of :attr:`residual_qparams`; convolutions alone.
+        """Return ``activation(product + bias + residual)``; convolutions alone take a residual.
 
         Raises:
             TypeError: ``x`` has another dtype than the layer; the simulation refuses it too.
-            QuantizationError: ``x`` holds NaN, see :func:`require_numbers`.
+            QuantizationError: ``x`` holds NaN.
         """
         if x.dtype is torch.uint8 and self.reads_codes:
             return self._compute(x, residual)
@@ -195,21 +197,15 @@ class Int8Layer(DeployedLayer):
 
     def _compute(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the result for codes."""
-        grid = self.input_qparams.scale, self.input_qparams.zero_point
-        if not eager(x):
-            y = self._product(x, grid, self.epilogue(), residual)
-        else:
-            bind = lambda: self._bind(x, grid, self.epilogue(), residual)  # noqa: E731
-            key: Any = x.shape if self.params.stride else x.numel()
-            if residual is None:
-                y = self._bound(key, bind)(x)
-            else:
-                y = self._bound((key, residual.shape, residual.dtype), bind)(x, residual)
+        y = self._product(x, residual)
         is_done = self.dtype is torch.float32 or self.output_qparams is not None
         return y if is_done else y.to(self.dtype)
 
+    def _grid(self) -> tuple[Tensor | None, float, int]:
+        return self.bias, self.input_qparams.scale, self.input_qparams.zero_point
+
     def epilogue(self) -> Epilogue:
-        """Return what kernels do with their sums."""
+        """See :meth:`DeployedLayer.epilogue`."""
         arguments = tuple(self.arguments)
         return Epilogue(self.output_qparams, self.activation, arguments, self.residual_qparams)
 
@@ -319,17 +315,15 @@ class DynamicInt8Linear(DeployedLayer):
         format = self.descriptor.format
         amax = self._range(x)
         scale = scale_from_amax(amax, format)
-        zero_point = SIGNED_ZERO_POINT if format.signed else 0
         numbers = format.snap_(x.to(torch.float32) / divisor(amax, scale))
-        codes, grid = numbers.add_(zero_point).to(torch.uint8), (1.0, zero_point)
-        if eager(codes):
-            bind = lambda: self._bind(codes, grid, Epilogue())  # noqa: E731
-            y = self._bound(not codes.numel(), bind)(codes)
-        else:
-            y = self._product(codes, grid, Epilogue())
+        codes = numbers.add_(self._grid()[2]).to(torch.uint8)
+        y = self._product(codes)
         # The scale of the input multiplies the result, since it may differ for each token.
         y = y.mul_(scale)
         return (y if self.bias is None else y.add_(self.bias)).to(x.dtype)
+
+    def _grid(self) -> tuple[Tensor | None, float, int]:
+        return None, 1.0, SIGNED_ZERO_POINT if self.descriptor.format.signed else 0
 
     def _range(self, x: Tensor) -> Tensor:
         """Return the range of each token of ``x``, (..., 1), or of all of it; float32."""
@@ -341,11 +335,6 @@ class DynamicInt8Linear(DeployedLayer):
             )
         factor = self.descriptor.scale_amax
         return amax if factor is None else amax * factor
-
-    @property
-    def _bias(self) -> None:
-        """None: it is added behind the scale of the input."""
-        return None
 
     def summary_row(self) -> tuple[str, int, str]:
         """Return kernel, bytes and a note for :func:`torchq.summary`."""
