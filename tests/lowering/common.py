@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,14 +49,6 @@ def stored_state(model: nn.Module) -> dict[str, Any]:
     file.seek(0)
     state: dict[str, Any] = torch.load(file, weights_only=True)
     return state
-
-
-def exported(model: nn.Module, x: Tensor, **options: Any) -> Callable[..., Any]:
-    """``model`` as a program of torch.export, through a file."""
-    file = io.BytesIO()
-    torch.export.save(torch.export.export(model, (x,), **options), file)
-    file.seek(0)
-    return torch.export.load(file).module()
 
 
 class Residual(nn.Module):

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import threading
 from typing import Any
 
@@ -105,21 +104,6 @@ def test_any_batch(images: Tensor, count: int) -> None:
     assert int8(x).shape == (count, 5)
     for one, together in zip(x.split(1), int8(x).split(1), strict=False):
         torch.testing.assert_close(int8(one), together, rtol=1e-5, atol=1e-5)
-
-
-def test_export_with_a_dynamic_batch(images: Tensor) -> None:
-    int8 = deployed(Residual(), images)
-    file = io.BytesIO()
-    torch.export.save(
-        torch.export.export(
-            int8, (images,), dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=64)},)
-        ),
-        file,
-    )
-    file.seek(0)
-    loaded = torch.export.load(file).module()
-    for x in (images, torch.randn(7, 3, 16, 16)):
-        torch.testing.assert_close(loaded(x), int8(x), rtol=1e-5, atol=1e-5)
 
 
 def test_compiles_as_one_graph_for_any_batch(images: Tensor) -> None:

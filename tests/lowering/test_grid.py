@@ -126,27 +126,3 @@ def test_codes_equal_the_simulation_at_ties(zero_point: int) -> None:
 def test_dead_ranges_are_exact_zeros() -> None:
     q = TensorQuantizer(QuantDescriptor(symmetric=False, amin=0.0, amax=0.0))
     assert ByteQParams.of(q) == ByteQParams(1.0, 0, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"rounding": "half_away"}, "activations are rounded half_away"),
-        ({"delegate": lambda x, quantizer: x}, "a quantizer has a delegate"),
-    ],
-    ids=["rounding", "delegate"],
-)
-def test_what_no_kernel_computes_stays_simulated(
-    changes: dict[str, Any], reason: str, generator: torch.Generator
-) -> None:
-    model, x = quantized(generator), images(generator)
-    q = model.get_submodule("0.input_quantizer")
-    if "delegate" in changes:
-        q.delegate = changes["delegate"]
-    else:
-        q.descriptor = q.descriptor.replace(**changes)
-    deployed = torchq.deploy(model, x)
-    rows = {row.name: row for row in torchq.summary(deployed).layers}
-    assert any(reason in row.note for row in rows.values())
-    limit = 2 * float(model[6].input_quantizer.scale)
-    assert float((deployed(x) - model(x)).detach().abs().max()) < limit

@@ -93,115 +93,63 @@ def test_results_have_the_models_dtype(dtype: torch.dtype) -> None:
         )  # a code or two: 16-bit results are rounded again
 
 
-def fallback(
-    layer: nn.Module, x: Tensor, **descriptors: torchq.QuantDescriptor
-) -> tuple[nn.Module, nn.Module]:
-    config = torchq.QuantConfig((torchq.Rule(type(layer), **descriptors),))  # type: ignore[arg-type]
-    model = calibrated(nn.Sequential(layer), x, config)
-    return model, torchq.deploy(model)
-
-
 D = torchq.QuantDescriptor
+OFF = D((4, 3))  # FP8, as no integer kernel computes
+
+
+def conv(*args: Any, **options: Any) -> nn.Conv2d:
+    return nn.Conv2d(4, 4, *(args or (3,)), **options)
+
+
+#: Why a layer keeps simulating: the layer, and the descriptors of its input and weight.
+REASONS: list[tuple[str, nn.Module, torchq.QuantDescriptor | None, Any]] = [
+    ("its input is not quantized", conv(), None, D(axis=0)),
+    ("its weight is not quantized", conv(), D(), None),
+    ("its padding differs at the two ends", conv((4, 3), padding="same"), D(), D()),
+    ("its padding is not zeros but reflect", conv(1, padding=1, padding_mode="reflect"), D(), D()),
+    ("no integer kernel for QuantConvTranspose2d", nn.ConvTranspose2d(4, 4, 3), D(), D()),
+    ("no integer kernel for QuantEmbedding", nn.Embedding(4, 3), None, D(axis=0)),
+    ("the range of its input is taken from each call", conv(), D(dynamic=True), D()),
+    ("activations have more than one range", conv(), D(axis=1), D()),
+    ("activations are rounded half_away", conv(), D(rounding="half_away"), D()),
+    ("format e4m3 has no 8-bit integer kernel", conv(), OFF, OFF),
+    ("weight format uint8 does not fit int8", nn.Linear(4, 4), D(), D(unsigned=True)),
+    (
+        "weight ranges are neither per tensor nor per output channel",
+        *(nn.Linear(4, 4), D(), D(axis=1)),
+    ),
+    ("weight ranges are asymmetric", nn.Linear(4, 4), D(), D(symmetric=False)),
+    ("a quantizer returns codes", nn.Linear(4, 4), D(dynamic=True), D(fake_quant=False)),
+    ("format e4m3 has no 8-bit integer kernel", nn.Linear(4, 4), D((4, 3), dynamic=True), D()),
+    ("its dynamic input has blocks", nn.Linear(4, 4), D(dynamic=True, block_size=2), D()),
+    ("its dynamic input has a range per feature", nn.Linear(4, 4), D(dynamic=True, axis=-1), D()),
+    (
+        "its input has an asymmetric range of each call",
+        *(nn.Linear(4, 4), D(dynamic=True, symmetric=False), D()),
+    ),
+    (
+        "its input has power-of-two scales or another rounding",
+        *(nn.Linear(4, 4), D(dynamic=True, power_of_two=True), D()),
+    ),
+    ("weight format e4m3 does not fit int8", nn.Linear(4, 4), D(dynamic=True), OFF),
+]
 
 
 @pytest.mark.filterwarnings("ignore:.*got negative values", "ignore:.*but the input is not")
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-@pytest.mark.parametrize(
-    ("layer", "shape", "descriptors", "reason"),
-    [
-        (nn.Conv2d(4, 4, 3), (1, 4, 5, 5), {"weight": D(axis=0)}, "its input is not quantized"),
-        (nn.Conv2d(4, 4, 3), (1, 4, 5, 5), {"input": D()}, "its weight is not quantized"),
-        (
-            nn.Conv2d(4, 4, (4, 3), padding="same"),
-            (1, 4, 5, 5),
-            {"input": D(), "weight": D()},
-            "its padding differs at the two ends",
-        ),
-        (
-            nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"),
-            (1, 4, 5, 5),
-            {"input": D(), "weight": D()},
-            "its padding is not zeros but reflect",
-        ),
-        (
-            nn.ConvTranspose2d(4, 4, 3),
-            (1, 4, 5, 5),
-            {"input": D(), "weight": D()},
-            "no integer kernel for QuantConvTranspose2d",
-        ),
-        (
-            nn.Conv2d(4, 4, 3),
-            (1, 4, 5, 5),
-            {"input": D(dynamic=True), "weight": D()},
-            "the range of its input is taken from each call",
-        ),
-        (
-            nn.Conv2d(4, 4, 3),
-            (1, 4, 5, 5),
-            {"input": D(axis=1), "weight": D()},
-            "activations have more than one range",
-        ),
-        (
-            nn.Conv1d(4, 4, 1),
-            (1, 4, 5),
-            {"input": D((4, 3)), "weight": D((4, 3))},
-            "format e4m3 has no 8-bit integer kernel",
-        ),
-        (
-            nn.Linear(4, 4),
-            (1, 4),
-            {"input": D(), "weight": D(unsigned=True)},
-            "weight format uint8 does not fit int8",
-        ),
-        (
-            nn.Linear(4, 4),
-            (1, 4),
-            {"input": D(), "weight": D(axis=1)},
-            "weight ranges are neither per tensor nor per output channel",
-        ),
-        *(
-            (nn.Linear(4, 4), (1, 4), {"input": input, "weight": weight}, reason)
-            for input, weight, reason in (
-                (D(), D(symmetric=False), "weight ranges are asymmetric"),
-                (D(dynamic=True), D(fake_quant=False), "a quantizer returns codes"),
-                (D((4, 3), dynamic=True), D(), "format e4m3 has no 8-bit integer kernel"),
-                (D(dynamic=True, block_size=2), D(), "its dynamic input has blocks"),
-                (D(dynamic=True, axis=-1), D(), "its dynamic input has a range per feature"),
-                (
-                    D(dynamic=True, symmetric=False),
-                    D(),
-                    "its input has an asymmetric range of each call",
-                ),
-                (
-                    D(dynamic=True, power_of_two=True),
-                    D(),
-                    "its input has power-of-two scales or another rounding",
-                ),
-                (D(dynamic=True), D((4, 3)), "weight format e4m3 does not fit int8"),
-            )
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else None,
-)
+@pytest.mark.parametrize(("reason", "layer", "input", "weight"), REASONS, ids=lambda v: str(v)[:60])
 def test_what_has_no_kernel_keeps_simulating_and_says_why(
-    layer: nn.Module,
-    shape: tuple[int, ...],
-    descriptors: dict[str, torchq.QuantDescriptor],
-    reason: str,
+    reason: str, layer: nn.Module, input: torchq.QuantDescriptor | None, weight: Any
 ) -> None:
-    x = torch.randn(shape)
-    model, int8 = fallback(layer, x, **descriptors)
+    x = torch.arange(4) if isinstance(layer, nn.Embedding) else torch.randn(1, 4, 5, 5)
+    x = torch.randn(1, 4) if isinstance(layer, nn.Linear) else x
+    given = {"input": input, "weight": weight}
+    rule = torchq.Rule(type(layer), **{name: d for name, d in given.items() if d is not None})
+    model = calibrated(nn.Sequential(copy.deepcopy(layer)), x, torchq.QuantConfig((rule,)))
+    int8 = torchq.deploy(model)
     torch.testing.assert_close(int8(x), model(x), rtol=1e-6, atol=1e-6)
     (row,) = torchq.summary(int8).layers
     assert (row.kernel, row.note) == ("simulated", reason)
-
-
-def test_a_class_without_a_kernel_says_so() -> None:
-    indices = torch.arange(4)
-    model, int8 = fallback(nn.Embedding(4, 3), indices, weight=D(axis=0))
-    assert torch.equal(int8(indices), model(indices))
-    (row,) = torchq.summary(int8).layers
-    assert (row.kernel, row.note) == ("simulated", "no integer kernel for QuantEmbedding")
 
 
 class OwnForward(torchq.nn.QuantLinear):
