@@ -103,13 +103,14 @@ class QuantDescriptor:
     rounding: str = "half_even"
 
     def __post_init__(self) -> None:
-        normalized = {
+        normalized: dict[str, Any] = {
             "num_bits": normalize_bits(self.num_bits),
             "axis": normalize_axes(self.axis),
-            "amax": None if self.amax is None else normalize_range("amax", self.amax),
-            "amin": None if self.amin is None else normalize_amin(self.amin),
             "calib_options": normalize_options(self.calib_options),
         }
+        for end, low, high in (("amin", -FLOAT32_MAX, 0.0), ("amax", 0.0, FLOAT32_MAX)):
+            if (given := getattr(self, end)) is not None:
+                normalized[end] = normalize_range(end, given, minimum=low, maximum=high)
         for field, value in normalized.items():
             object.__setattr__(self, field, value)
         check_types(self)
@@ -279,11 +280,6 @@ def normalize_range(
             f"{field}: got rows of different lengths in {short_repr(value)}; expected equal lengths"
         )
     return items
-
-
-def normalize_amin(value: Any) -> Range:
-    """Return the lower ends of ranges, which are at most 0; see :func:`normalize_range`."""
-    return normalize_range("amin", value, minimum=-FLOAT32_MAX, maximum=0.0)
 
 
 def shape_of(value: Range) -> tuple[int, ...]:

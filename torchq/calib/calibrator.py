@@ -356,13 +356,8 @@ CALIBRATORS: Registry[str, Callable[..., Calibrator]] = Registry("calibration me
 SEARCHES: Registry[str, Callable[..., Range]] = Registry("range search")
 
 
-def _make_moving_average(*, momentum: float = 0.9, **options: Any) -> Calibrator:
-    """Return a calibrator whose momentum has the documented default."""
-    return MaxCalibrator(momentum=momentum, **options)
-
-
 CALIBRATORS.add("max", MaxCalibrator)
-CALIBRATORS.add("moving_average", _make_moving_average)
+CALIBRATORS.add("moving_average", partial(MaxCalibrator, momentum=0.9))
 CALIBRATORS.add("histogram", HistogramCalibrator)
 SEARCHES.add("mse", search_range)
 # Without the inputs of a layer no error is known, so the whole range is taken.

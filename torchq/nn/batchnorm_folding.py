@@ -67,7 +67,9 @@ class OutputScaling(nn.Module):
         """Multiply the ranges of the weight by ``|scale|``; the caller has scaled the weight."""
         quantizer = self.weight_quantizer
         if isinstance(quantizer, TensorQuantizer) and quantizer.calibrated:
-            quantizer.set_amax(self._scaled_amax(quantizer, scale))
+            factor = quantizer.descriptor.granularity.amax(self._per_weight(scale.abs()))
+            amax = quantizer.amax.detach()
+            quantizer.set_amax(amax.double() * factor.reshape(amax.shape))
 
     def _per_weight(self, channelwise: Tensor) -> Tensor:
         """Return one value per output channel laid out over the weight, in float64."""
@@ -79,10 +81,6 @@ class OutputScaling(nn.Module):
             ones, None, channelwise, zeros, groups=groups, transposed=transposed
         )
         return folded.kernel
-
-    def _scaled_amax(self, quantizer: TensorQuantizer, scale: Tensor) -> Tensor:
-        factor = quantizer.descriptor.granularity.amax(self._per_weight(scale.abs()))
-        return quantizer.amax.detach().double() * factor.reshape(quantizer.amax.shape)
 
     def _changed_codes(self, quantizer: TensorQuantizer, scale: Tensor) -> float:
         """Return the fraction of weight codes that change in more than their sign."""

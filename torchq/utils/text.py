@@ -27,7 +27,12 @@ def table(rows: Sequence[Sequence[str]], footer: str = "", *, width: int | None 
     widths = _fit([max(map(len, cells)) for cells in columns], longest, limit)
     lines = []
     for row in rows:
-        cells = [_cell(cell, size) for cell, size in zip(row, widths, strict=True)]
+        cells = [
+            [cell]
+            if len(cell) <= size
+            else textwrap.wrap(cell, size, break_long_words=False, break_on_hyphens=False)
+            for cell, size in zip(row, widths, strict=True)
+        ]
         for number in range(max(map(len, cells))):
             parts = [cell[number] if number < len(cell) else "" for cell in cells]
             padded = (part.ljust(size) for part, size in zip(parts, widths, strict=True))
@@ -45,12 +50,6 @@ def _fit(widths: list[int], longest: list[int], limit: int) -> list[int]:
             break
         widths[max(wide, key=widths.__getitem__)] -= 1
     return widths
-
-
-def _cell(text: str, width: int) -> list[str]:
-    if len(text) <= width:
-        return [text]
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:

@@ -66,17 +66,15 @@ def select_quantizers(
     for pattern in map(check_pattern, patterns):
         found = {n: q for n, q in known.items() if _selects(model, pattern, n, q)}
         if not found:
-            raise ConfigError(_none_selected(pattern, list(known)))
+            more = ", ..." if len(known) > 8 else ""
+            expected = f"one of {', '.join(list(known)[:8])}{more}"
+            if not known:
+                expected = "a model that has some. Run torchq.quantize_ first"
+            raise ConfigError(
+                f"pattern {pattern_text(pattern)!r}: selects no quantizer; expected {expected}"
+            )
         chosen |= found
     return chosen
-
-
-def _none_selected(pattern: Pattern, known: list[str]) -> str:
-    """Return the text of the error for a pattern that selects none of the known quantizers."""
-    text = f"pattern {pattern_text(pattern)!r}: selects no quantizer; "
-    if not known:
-        return f"{text}expected a model that has some. Run torchq.quantize_ first"
-    return f"{text}expected one of {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}"
 
 
 def _selects(model: nn.Module, pattern: Pattern, name: str, quantizer: TensorQuantizer) -> bool:

@@ -107,18 +107,14 @@ def summary(model: nn.Module) -> Summary:
         describe = getattr(module, "summary_row", None)
         note = getattr(module, "deploy_note", "")
         if isinstance(module, TensorQuantizer):
-            rows.append(_quantizer_row(name, module, owners.get(id(module))))
+            owner = owners.get(id(module))
+            texts = ("" if owner is None else type(owner).__name__, str(module.descriptor))
+            rows.append(SummaryRow(name, *texts, _range_text(module), module.mode))
         elif callable(describe) or note:
             layers.append(_layer_row(name or "(root)", module, describe, note))
         elif not isinstance(module, QuantModule) and _has_weight(module):
             float_modules.append(name or "(root)")
     return Summary(tuple(rows), tuple(float_modules), tuple(layers))
-
-
-def _quantizer_row(name: str, quantizer: TensorQuantizer, owner: nn.Module | None) -> SummaryRow:
-    owner_class = "" if owner is None else type(owner).__name__
-    descriptor = str(quantizer.descriptor)
-    return SummaryRow(name, owner_class, descriptor, _range_text(quantizer), quantizer.mode)
 
 
 def _layer_row(
