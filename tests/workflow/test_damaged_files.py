@@ -100,6 +100,7 @@ BAD_RECORDS: list[tuple[str, Any, str]] = [
     ("version", GONE, "record: got .*; expected the entries"),
     ("version", "2", "version: got '2'"),
     ("version", True, "version"),
+    ("version", 99, r"got a record of version 99; expected 3 or 2\. Read the file"),
     ("decisions", GONE, "expected the entries"),
     ("more", {}, "expected the entries"),
     ("decisions", {}, "decisions: got {}; expected a list"),

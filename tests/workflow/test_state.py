@@ -12,7 +12,7 @@ from torch import nn
 
 import torchq
 from torchq import QuantConfig, QuantDescriptor, Rule, TensorQuantizer
-from torchq.errors import ConfigError, QuantizationError
+from torchq.errors import QuantizationError
 from torchq.swap import plan_of
 from torchq.workflow import quantizers
 
@@ -75,46 +75,6 @@ def test_round_trip(model: Net, x: torch.Tensor, tmp_path: Path) -> None:
         with torch.no_grad():
             assert torch.equal(loaded(x), model(x))
     assert plan_of(target) == plan_of(model)
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (
-            lambda: nn.Sequential(nn.Conv2d(1, 1, 1)),
-            r"0: got torch.nn.modules.conv.Conv2d; expected torch.nn.modules.linear.Linear",
-        ),
-        (
-            lambda: nn.Sequential(),
-            r"0: got no such module; expected torch.nn.modules.linear.Linear. Load into the arch",
-        ),
-    ],
-)
-def test_another_architecture_is_named_and_left_alone(make: Any, text: str, tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(8, 2))
-    torchq.quantize_(model)
-    torchq.save(model, tmp_path / "m.pt")
-    target = make()
-    before = [type(m) for m in target.modules()]
-    with pytest.raises(QuantizationError, match=text):
-        torchq.load(target, tmp_path / "m.pt")
-    assert [type(m) for m in target.modules()] == before
-
-
-def test_foreign_files(tmp_path: Path) -> None:
-    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "w.pt")
-    with pytest.raises(
-        ConfigError, match=r"load: .*w.pt was not written by torchq.save; .*Use load_state_dict"
-    ):
-        torchq.load(nn.Linear(2, 2), tmp_path / "w.pt")
-    torch.save([1], tmp_path / "l.pt")
-    with pytest.raises(ConfigError, match=r"was not written by torchq.save"):
-        torchq.load(nn.Linear(2, 2), tmp_path / "l.pt")
-    torch.save({"torchq": {"version": 99}, "state_dict": {}}, tmp_path / "v.pt")
-    with pytest.raises(
-        ConfigError, match=r"load: got a record of version 99; expected 3 or 2\. Read the file"
-    ):
-        torchq.load(nn.Linear(2, 2), tmp_path / "v.pt")
 
 
 class Normed(nn.Module):
