@@ -56,6 +56,7 @@ _POOLING = (
 _POOLING_FUNCTIONS = frozenset(
     f"{kind}_pool{d}d" for kind in ("max", "avg", "adaptive_avg") for d in (1, 2, 3)
 )
+_CLIPPING = ("relu6", "relu6_", "hardtanh", "hardtanh_")
 _REMEDY = (
     "Pass tolerance={:.0e} if rounding explains it, as in a network that magnifies small changes"
 )
@@ -229,15 +230,9 @@ def _second_layer(flow: Flow, call: Call) -> tuple[Any, str | None]:
         flattened = flattened or is_flatten
         keeps = current.name in names if module is None else isinstance(module, kinds)
         if not (is_flatten or keeps) or len(current.inputs) > 1:
-            return None, f"{current.name} does not keep factors of channels{_remedy(current)}"
-
-
-def _remedy(call: Call) -> str:
-    """Return what to add to the reason for a call that clips."""
-    clips = isinstance(call.module, nn.Hardtanh) or (
-        call.module is None and call.name.removesuffix("_") in ("relu6", "hardtanh")
-    )
-    return ", because it clips; a ReLU in its place would" if clips else ""
+            clips = isinstance(module, nn.Hardtanh) or current.name in _CLIPPING
+            remedy = ", because it clips; a ReLU in its place would" if clips else ""
+            return None, f"{current.name} does not keep factors of channels{remedy}"
 
 
 def _channels_agree(first: nn.Module, second: nn.Module) -> bool:

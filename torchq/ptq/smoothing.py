@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from torchq.errors import ConfigError
-from torchq.functional import Range, fake_quantize
 from torchq.graph import Call, Flow, Forward, call_model, is_torch_leaf, record
 from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
 from torchq.ptq.layers import (
@@ -313,19 +312,8 @@ def _best_alpha(
 def _error(layer: Any, x: Tensor, factors: Tensor) -> float:
     """Return the squared error of the output of one layer with some factors."""
     weight = layer.weight.detach().float()
-    rounded = _quantized(layer.weight_quantizer, weight * factors)
-    found = _quantized(layer.input_quantizer, x / factors) @ rounded.t()
+    pair = (layer.input_quantizer, layer.weight_quantizer)
+    known = [q for q in pair if isinstance(q, TensorQuantizer)]
+    with quantizing_only(known, known):  # Before calibration they take the range of each call.
+        found = pair[0](x / factors) @ pair[1](weight * factors).t()
     return float((found - x @ weight.t()).square().sum())
-
-
-def _quantized(quantizer: nn.Module, x: Tensor) -> Tensor:
-    """Return ``x`` fake quantized in the range of its largest magnitudes."""
-    if not isinstance(quantizer, TensorQuantizer):
-        return x
-    d = quantizer.descriptor
-    if d.unsigned == "auto":
-        d = d.replace(unsigned=bool((x >= 0).all()))
-    amax, amin = Range.of(x, d.granularity, symmetric=d.symmetric)
-    return fake_quantize(
-        x.to(torch.float32), amax, d.format, d.granularity, d.block_scale_format, amin=amin
-    )

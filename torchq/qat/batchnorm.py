@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchq.errors import ConfigError
 from torchq.graph import Forward, call_model
 from torchq.nn import freeze_norm_, unfreeze_norm_
-from torchq.utils import check_batches, device_of, evaluating, progress_bar
+from torchq.utils import check_batches, device_of, evaluating, progress_bar, undone_on_error
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -68,14 +68,13 @@ class Reestimate:
         batches: how many batches the new statistics are the average of.
     """
 
-    def __init__(self, saved: Sequence[tuple[nn.Module, dict[str, Tensor]]], batches: int) -> None:
+    def __init__(self, restore: Callable[[], None], batches: int) -> None:
         self.batches = batches
-        self._saved = saved
+        self._restore = restore
 
     def remove(self) -> None:
         """Restore the statistics from before."""
-        for module, state in self._saved:
-            module.load_state_dict(state, strict=False)
+        self._restore()
 
 
 def reestimate_bn_(
@@ -113,28 +112,22 @@ def reestimate_bn_(
             f"reestimate_bn_: {type(model).__name__} has no BatchNorm with running statistics; "
             "expected at least one"
         )
-    saved = [
-        (m, {k: v.clone() for k, v in m.state_dict().items() if k in _STATISTICS}) for m in norms
-    ]
-    momenta = [m.momentum for m in norms]
+    statistics = [b for m in norms for n, b in m.named_buffers(recurse=False) if n in _STATISTICS]
+    momenta, count = [m.momentum for m in norms], 0
     try:
-        with torch.no_grad(), evaluating(model):
+        with undone_on_error(written=statistics) as restore, torch.no_grad(), evaluating(model):
             for norm in norms:
                 norm.reset_running_stats()
                 norm.momentum = None  # torch takes this for the plain average over all batches
                 norm.training = True
-            count = 0
             for batch in progress_bar(
                 batches, description="batch norm", most=num_batches, enabled=progress
             ):
                 call_model(model, batch, forward=forward, device=device_of(model))
                 count += 1
-        if not count:
-            raise ConfigError("reestimate_bn_: got no batch; expected at least one")
-    except BaseException:
-        Reestimate(saved, 0).remove()
-        raise
+            if not count:
+                raise ConfigError("reestimate_bn_: got no batch; expected at least one")
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
-    return Reestimate(saved, count)
+    return Reestimate(restore, count)
