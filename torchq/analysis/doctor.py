@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from torchq.analysis.checks import CHECKS, SEVERITIES, Finding, Patient, Severity
-from torchq.analysis.observation import observe
+from torchq.analysis.checks import CHECKS, SEVERITIES, Finding, Patient, Severity, observe
 from torchq.errors import CalibrationError, ConfigError, QuantizationError
 from torchq.graph import Forward, call_model
 from torchq.utils import (

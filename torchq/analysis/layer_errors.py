@@ -17,8 +17,15 @@ from torchq.analysis.layers import (
     channel_axes,
     quantized_layers,
 )
-from torchq.analysis.metrics import Noise, floats_in, mean_ratio, results_in
-from torchq.analysis.text import bar, decibel_text, percent_text
+from torchq.analysis.metrics import (
+    Noise,
+    bar,
+    decibel_text,
+    floats_in,
+    mean_ratio,
+    percent_text,
+    results_in,
+)
 from torchq.errors import CalibrationError
 from torchq.fusion.modules import is_layer
 from torchq.graph import Forward, call_model

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from torchq import recipes
 from torchq.analysis.fisher import Disturbance, fisher_costs
-from torchq.analysis.metrics import Evaluate, batch_size
+from torchq.analysis.metrics import Evaluate, batch_size, plain
 from torchq.analysis.sensitivity import sensitivity
 from torchq.analysis.solver import Problem
-from torchq.analysis.text import plain
 from torchq.config import QuantConfig, Rule
 from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward, call_model

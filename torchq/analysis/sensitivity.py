@@ -18,8 +18,17 @@ from torchq.analysis.layers import (
     active_quantizers,
     quantized_layers,
 )
-from torchq.analysis.metrics import Evaluate, Evaluation, Score, Sqnr, Sums, add_sums, find_metric
-from torchq.analysis.text import bar, decibel_text
+from torchq.analysis.metrics import (
+    Evaluate,
+    Evaluation,
+    Score,
+    Sqnr,
+    Sums,
+    add_sums,
+    bar,
+    decibel_text,
+    find_metric,
+)
 from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward, call_model
 from torchq.nn import TensorQuantizer, quantizing_only

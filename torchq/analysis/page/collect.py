@@ -1,36 +1,60 @@
-"""All figures of a report, as JSON data."""
+"""All figures of a report, as JSON data: outputs beside the float ones, layers, histograms."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchq.analysis.doctor import doctor
 from torchq.analysis.layer_errors import LayerErrors, layer_errors
-from torchq.analysis.layers import QuantizedLayer, active_quantizers, quantized_layers
-from torchq.analysis.metrics import batch_size
+from torchq.analysis.layers import (
+    QuantizedLayer,
+    active_quantizers,
+    channel_axes,
+    passing,
+    quantized_layers,
+)
+from torchq.analysis.metrics import (
+    Evaluation,
+    Score,
+    Sqnr,
+    Sums,
+    add_sums,
+    batch_size,
+    class_axis,
+    find_metric,
+    only_scores,
+    plain,
+)
 from torchq.analysis.mixed_precision import (
     LayerFacts,
     MixedPrecision,
     gather_facts,
     mixed_precision,
 )
-from torchq.analysis.page.outputs import compare_outputs
-from torchq.analysis.page.samples import channel_rows, histogram_rows
-from torchq.analysis.page.verdict import culprits, damage_shares, verdict
+from torchq.analysis.page.verdict import Outputs, culprits, damage_shares, verdict
 from torchq.analysis.sensitivity import SensitivityReport, sensitivity
-from torchq.analysis.text import plain
-from torchq.errors import ConfigError
+from torchq.calib import make_calibrator
+from torchq.errors import CalibrationError, ConfigError
+from torchq.formats import PerTensor
 from torchq.graph import Forward, call_model
-from torchq.nn import quantizing_only
-from torchq.utils import device_of, untouched, unwrapped
+from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
+from torchq.utils import device_of, progress_bar, untouched, unwrapped, watching
 from torchq.version import __version__
 
 _FORMATS = ("w8a8", "w6a6", "w4a8", "w4a4")
+_METHODS = ("max", "percentile", "mse", "entropy")
+_BINS = 96
+#: Values of one call that are kept.
+_KEPT = 8192
+#: Channels that a chart shows; more are put together.
+_CHANNELS = 128
 
 
 def collect(
@@ -51,7 +75,10 @@ def collect(
     ranking = _ranking(model, batches, options)
     examined = doctor(model, batches, **options)
     found_plan, plan_note = _plan(model, batches, plan, options)
-    found = histogram_rows(model, layers, batches, run, progress=progress)
+    found = _histogram_rows(model, layers, batches, run, progress)
+    names, first = [layer.name for layer in layers], batches[0]
+    with untouched(model), quantizing_only(active_quantizers(model)):
+        facts = gather_facts(model, names, partial(run, first), batch_size(first))
     data = {
         "torchq": __version__,
         "torch": torch.__version__,
@@ -65,9 +92,9 @@ def collect(
             "unit": ranking.unit,
             "worst": [name or "(root)" for name in culprits(ranking)],
         },
-        "layers": _layer_rows(layers, errors, ranking, _facts(model, layers, run, batches[0])),
+        "layers": _layer_rows(layers, errors, ranking, facts),
         "quantizers": _quantizer_rows(layers, errors, found),
-        "channels": channel_rows(layers),
+        "channels": _channel_rows(layers),
         "findings": [vars(finding) for finding in examined.findings],
         "checks": list(examined.checks),
         "plan": None if found_plan is None else found_plan.summary(),
@@ -103,14 +130,6 @@ def _plan(
         return None, f"There is no plan: {error}"
 
 
-def _facts(
-    model: nn.Module, layers: list[QuantizedLayer], run: Any, batch: Any
-) -> dict[str, LayerFacts]:
-    names = [layer.name for layer in layers]
-    with untouched(model), quantizing_only(active_quantizers(model)):
-        return gather_facts(model, names, partial(run, batch), batch_size(batch))
-
-
 def _layer_rows(
     layers: list[QuantizedLayer],
     errors: LayerErrors,
@@ -123,6 +142,11 @@ def _layer_rows(
     rows = []
     for row in errors.rows:
         place, harm = ranked.get(row.name, (None, None))
+        layer, size = by_name[row.name], facts[row.name]
+        weight_bits, input_bits = (
+            min((q.descriptor.format.bits for q in quantizers.values()), default=32)
+            for quantizers in (layer.weights, layer.inputs)
+        )
         rows.append(
             {
                 "name": row.name or "(root)",
@@ -132,37 +156,22 @@ def _layer_rows(
                 "kind": row.kind,
                 "local_sqnr": row.local_sqnr,
                 "sqnr": row.sqnr,
-                "local_error": _relative_error(row.local_sqnr),
-                "error": _relative_error(row.sqnr),
+                "local_error": 10 ** (-row.local_sqnr / 20),  # beside the signal, which is 1
+                "error": 10 ** (-row.sqnr / 20),
                 "born": row.born,
                 "clipped": row.clipped,
                 "codes": row.used_codes,
                 "dead": row.dead_channels,
                 "quantizers": [q.name for q in row.quantizers],
-                **_size_row(by_name[row.name], facts[row.name]),
+                "weights": size.weights,
+                "weight_bits": weight_bits,
+                "input_bits": input_bits,
+                "bytes": size.weights * weight_bits / 8,
+                "float_bytes": size.weights * 4,
+                "operations": size.multiplications,
             }
         )
     return rows
-
-
-def _relative_error(sqnr: float) -> float:
-    """Return the size of an error beside the signal, from a ratio in dB: 1 is as large."""
-    return float(10 ** (-sqnr / 20))
-
-
-def _size_row(layer: QuantizedLayer, facts: LayerFacts) -> dict[str, Any]:
-    weight_bits, input_bits = (
-        min((q.descriptor.format.bits for q in quantizers.values()), default=32)
-        for quantizers in (layer.weights, layer.inputs)
-    )
-    return {
-        "weights": facts.weights,
-        "weight_bits": weight_bits,
-        "input_bits": input_bits,
-        "bytes": facts.weights * weight_bits / 8,
-        "float_bytes": facts.weights * 4,
-        "operations": facts.multiplications,
-    }
 
 
 def _quantizer_rows(
@@ -186,3 +195,210 @@ def _quantizer_rows(
         for path, row in found.items()
         if path in known
     }
+
+
+def compare_outputs(
+    model: nn.Module,
+    batches: Iterable[Any],
+    metric: Any = None,
+    *,
+    forward: Forward | None = None,
+    progress: bool = True,
+) -> Outputs:
+    """Run a quantized model on batches, with its quantizers off and on.
+
+    Args:
+        model: quantized; left unchanged.
+        batches: what to run.
+        metric: ``metric(output, batch)`` or ``metric(model)``, or None.
+        forward: called as ``forward(model, batch)`` instead of the model itself.
+        progress: show a bar.
+
+    Raises:
+        ConfigError: The metric is no such function.
+    """
+    chosen = None if metric is None else _user_metric(metric)
+    known, sums = active_quantizers(model), Sums()
+    call = partial(call_model, model, forward=forward, device=device_of(model))
+    scores: list[float | None] = [None, None]
+    with untouched(model):
+        for batch in progress_bar(batches, description="compare outputs", enabled=progress):
+            with quantizing_only(known):
+                expected = call(batch)
+            found = call(batch)
+            add_sums(sums, "noise", Sqnr().sums(found, expected, batch))
+            add_sums(sums, "agreement", _agreement(found, expected))
+            if isinstance(chosen, Score):
+                add_sums(sums, "float", chosen.sums(expected, expected, batch))
+                add_sums(sums, "quantized", chosen.sums(found, expected, batch))
+        if isinstance(chosen, Evaluation):
+            with quantizing_only(known):
+                scores[0] = chosen.of(model)
+            scores[1] = chosen.of(model)
+    if isinstance(chosen, Score) and sums:
+        scores = [chosen.value(sums[name]) for name in ("float", "quantized")]
+    same, predictions = sums.get("agreement", [0.0, 0.0])
+    return Outputs(
+        sqnr=Sqnr().value(sums["noise"]) if sums else math.nan,
+        agreement=same / predictions if predictions else None,
+        predictions=int(predictions),
+        metric="" if chosen is None else chosen.name,
+        float_score=scores[0],
+        score=scores[1],
+    )
+
+
+def _user_metric(metric: Any) -> Score | Evaluation:
+    chosen = None if isinstance(metric, str) else find_metric("report", metric)
+    if not isinstance(chosen, (Score, Evaluation)):
+        raise ConfigError(
+            f"report: got metric {metric!r}; expected a function metric(output, batch) or "
+            "metric(model), or None"
+        )
+    return chosen
+
+
+def _agreement(found: Any, expected: Any) -> list[float]:
+    """Return how many predictions of one batch are those of the float model, and how many it has.
+
+    Outputs without classes have none; NaN never agrees.
+    """
+    ours, theirs = only_scores(found), only_scores(expected)
+    if ours is None or theirs is None or ours.shape != theirs.shape:
+        return [0.0, 0.0]
+    axis = class_axis(theirs)
+    known = ~(ours.isnan() | theirs.isnan()).any(axis)
+    same = known & (ours.argmax(axis) == theirs.argmax(axis))
+    return [float(same.sum()), float(same.numel())]
+
+
+@dataclass
+class _Sample:
+    """Values of one quantizer, and their true ends."""
+
+    values: list[Tensor] = field(default_factory=list)
+    low: float = 0.0
+    high: float = 0.0
+
+    def add(self, x: Tensor) -> None:
+        flat = x.detach().reshape(-1)
+        if not flat.numel():
+            return
+        low, high = torch.aminmax(flat)
+        self.low, self.high = min(self.low, float(low)), max(self.high, float(high))
+        self.values.append(flat[:: max(1, flat.numel() // _KEPT)].float().cpu().clone())
+
+
+def _histogram_rows(
+    model: nn.Module,
+    layers: list[QuantizedLayer],
+    batches: Iterable[Any],
+    run: Callable[[Any], Any],
+    progress: bool,
+) -> dict[str, dict[str, Any]]:
+    """Return for each quantizer its histogram and the amax of every method, as JSON data.
+
+    The model runs in float; ``run`` calls it on one batch.
+    """
+    quantizers = {path: q for layer in layers for path, q in layer.quantizers.items()}
+    samples = {path: _Sample() for path in quantizers}
+    weights = {path for layer in layers for path in layer.weights}
+    inputs = [
+        (q, partial(_sample, q, samples[path]))
+        for path, q in quantizers.items()
+        if path not in weights
+    ]
+    shown = progress_bar(batches, description="histograms", enabled=progress)
+    with (
+        untouched(model),
+        passing(active_quantizers(model)),
+        watching(inputs, before=True),
+    ):
+        for batch in shown:
+            run(batch)
+    for path, _, _, weight in _weights(layers):
+        samples[path].add(weight)
+    shown = progress_bar(samples.items(), description="ranges", unit="quantizer", enabled=progress)
+    return {
+        path: _row(quantizers[path], sample, path in weights)
+        for path, sample in shown
+        if sample.values
+    }
+
+
+def _weights(
+    layers: list[QuantizedLayer],
+) -> Iterator[tuple[str, QuantModule, TensorQuantizer, Tensor]]:
+    """Yield the path of each weight quantizer, its module, itself and the weight."""
+    for layer in layers:
+        if isinstance(layer.module, QuantModule):
+            paths = {id(q): path for path, q in layer.weights.items()}
+            for quantizer, weight in layer.module.quantized_weights():
+                if id(quantizer) in paths:
+                    yield paths[id(quantizer)], layer.module, quantizer, weight
+
+
+def _sample(q: TensorQuantizer, sample: _Sample, args: Any, kwargs: Any, _: None) -> None:
+    """Add one call of a quantizer."""
+    scale = q.pre_quant_scale
+    sample.add(args[0] if scale is None else args[0] * scale.to(args[0].dtype))
+
+
+def _row(quantizer: TensorQuantizer, sample: _Sample, is_weight: bool) -> dict[str, Any]:
+    values = torch.cat(sample.values)
+    values = values[torch.isfinite(values)]
+    low, high = sample.low, sample.high
+    row: dict[str, Any] = {"low": low, "high": high, "counts": [], "methods": {}}
+    if values.numel() and low < high < float("inf") and low > -float("inf"):
+        row["counts"] = torch.histc(values, _BINS, low, high).int().tolist()
+    descriptor = quantizer.descriptor
+    if quantizer.calibrated and not descriptor.dynamic:
+        amax = quantizer.amax.detach().float()
+        row["amax"] = [float(amax.min()), float(amax.max())]
+    if not is_weight and descriptor.block_size is None and descriptor.axis is None:
+        row["methods"] = _methods(quantizer, values, max(-low, high))
+    return row
+
+
+def _methods(quantizer: TensorQuantizer, values: Tensor, largest: float) -> dict[str, float]:
+    """Return the amax that each method finds on the sample."""
+    found = {"max": largest}
+    for method in _METHODS[1:]:
+        try:
+            calibrator = make_calibrator(
+                method, format=quantizer.descriptor.format, granularity=PerTensor()
+            )
+            calibrator.collect(values)
+            found[method] = float(calibrator.range().high)
+        except (CalibrationError, ConfigError):
+            continue  # A method without an answer for these values has no mark.
+    return found
+
+
+def _channel_rows(layers: list[QuantizedLayer]) -> dict[str, list[list[float]]]:
+    """Return for each weight quantizer the ends of every channel, before and after rounding.
+
+    A row holds the smallest and the largest weight of a channel, and the same of its rounded
+    weights. Neighbouring channels are put together where there are very many.
+    """
+    return {
+        path: _channels(quantizer, weight, channel_axes(module).get(id(quantizer), (0,))[-1])
+        for path, module, quantizer, weight in _weights(layers)
+        if weight.dim() > 1
+    }
+
+
+@torch.no_grad()
+def _channels(quantizer: TensorQuantizer, weight: Tensor, axis: int) -> list[list[float]]:
+    axis = axis if axis < weight.dim() else 0
+    rounded = quantizer(weight.detach())
+    ends = []
+    for tensor in (weight.detach(), rounded):
+        rows = tensor.movedim(axis, 0).flatten(1).float()
+        ends += [rows.amin(1), rows.amax(1)]
+    table = torch.stack(ends, 1)
+    if len(table) > _CHANNELS:
+        parts = table.chunk(_CHANNELS)
+        low = torch.tensor([True, False, True, False], device="cpu")
+        table = torch.stack([torch.where(low, p.amin(0).cpu(), p.amax(0).cpu()) for p in parts])
+    return [[float(f"{value:.4g}") for value in row] for row in table.tolist()]

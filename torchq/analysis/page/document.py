@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
+from torchq.analysis.metrics import decibel_text, percent_text
 from torchq.analysis.mixed_precision import MixedPrecision
 from torchq.analysis.page.collect import collect
-from torchq.analysis.text import decibel_text, percent_text
 from torchq.errors import ConfigError
 from torchq.graph import Forward
 from torchq.utils import kept_batches, replacing, table, uncompiled, wrap

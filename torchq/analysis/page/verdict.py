@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 from torchq.analysis.checks import Finding
 from torchq.analysis.doctor import DoctorReport
 from torchq.analysis.layer_errors import LayerErrors
-from torchq.analysis.page.outputs import Outputs
+from torchq.analysis.metrics import decibel_text
 from torchq.analysis.sensitivity import SensitivityReport
-from torchq.analysis.text import decibel_text
 
 #: Share of equal predictions from which on a model is good, and from which on it is usable.
 _AGREEMENT = (0.99, 0.95)
@@ -21,6 +21,27 @@ _GRADES = ("good", "fair", "poor")
 _FEW = 100
 #: Layers that are blamed at most, and the share of the damage that makes them blamed.
 _BLAMED, _MOST = 3, 0.5
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What quantization does to the outputs.
+
+    Attributes:
+        sqnr: signal to noise ratio in dB.
+        agreement: share of predictions with the class of the float model; None without classes.
+        predictions: how many there were.
+        metric: name of the user's metric; empty without one.
+        float_score: the metric of the float model.
+        score: the metric of the quantized model.
+    """
+
+    sqnr: float
+    agreement: float | None
+    predictions: int
+    metric: str = ""
+    float_score: float | None = None
+    score: float | None = None
 
 
 def damage_shares(ranking: SensitivityReport) -> dict[str, float]:
