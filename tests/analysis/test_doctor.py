@@ -345,54 +345,19 @@ def test_a_function_that_cannot_be_quantized_is_named_too() -> None:
     assert "a layer of its own" in finding.remedy
 
 
-class TextEncoder(nn.Module):
-    """A classifier of texts that is called with keywords, as in Hugging Face's library."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(50, 24)
-        layers = (nn.TransformerEncoderLayer(24, 2, 48, batch_first=True) for _ in range(2))
-        self.blocks = nn.Sequential(*layers)
-        self.head = nn.Linear(24, 5)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> dict[str, Tensor]:
-        x = self.blocks(self.embedding(input_ids))
-        if attention_mask is not None:
-            x = x * attention_mask.unsqueeze(-1)
-        return {"logits": self.head(x.mean(1))}
-
-
-def images(generator: torch.Generator) -> Tensor:
-    return torch.randn(2, 3, 32, 32, generator=generator)
-
-
-def texts(generator: torch.Generator) -> dict[str, Tensor]:
-    words = torch.randint(50, (4, 7), generator=generator)
-    return {"input_ids": words, "attention_mask": torch.ones_like(words)}
-
-
-def vision_transformer() -> nn.Module:
-    return models.VisionTransformer(32, 8, 2, 2, 24, 48, num_classes=5)
-
-
-#: Kind of network -> what makes one with random weights, and what makes a batch.
-FAMILIES: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], Any]]] = {
-    "resnet": (lambda: models.ResNet(BasicBlock, [1, 2, 1, 1], num_classes=5), images),
-    "vision transformer": (vision_transformer, images),
-    "text encoder": (TextEncoder, texts),
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "resnet": lambda: models.ResNet(BasicBlock, [1, 2, 1, 1], num_classes=5),
+    "vision transformer": lambda: models.VisionTransformer(32, 8, 2, 2, 24, 48, num_classes=5),
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_healthy_networks_of_three_families_have_no_error(family: str) -> None:
+@pytest.mark.parametrize("name", NETWORKS)
+def test_healthy_networks_have_no_finding_but_channels_of_zeros(name: str) -> None:
     torch.manual_seed(0)
-    build, batch = FAMILIES[family]
-    generator = torch.Generator().manual_seed(3)
-    model, batches = build().eval(), [batch(generator) for _ in range(2)]
+    model, batches = NETWORKS[name]().eval(), [torch.randn(2, 3, 32, 32) for _ in range(2)]
     torchq.fuse_(model, batches[0], progress=False)
     torchq.quantize_(model)
     torchq.calibrate(model, batches, on_unseen="dynamic", progress=False)
     report = torchq.doctor(model, batches, progress=False)
     assert report.errors == report.of("warning") == (), str(report)
-    # Random networks may have channels of zeros; nothing else is to be said about them.
     assert {finding.kind for finding in report.findings} <= {"zero_range"}

@@ -181,31 +181,6 @@ def with_batchnorm() -> nn.Module:
     return model
 
 
-def smoothed(model: nn.Module, batches: Any, **arguments: Any) -> Any:
-    torchq.restore_(model)  # It comes before calibration.
-    torchq.quantize_(model)
-    return torchq.ptq.smooth_(model, batches, **arguments)
-
-
-COUNTED: dict[str, Callable[..., Any]] = {
-    "correct_bias_": torchq.ptq.correct_bias_,
-    "gptq_": torchq.ptq.gptq_,
-    "adaround_": torchq.ptq.adaround_,
-    "smooth_": smoothed,
-    "reestimate_bn_": torchq.qat.reestimate_bn_,
-    "sensitivity": torchq.sensitivity,
-    "layer_errors": torchq.layer_errors,
-}
-
-
-@pytest.mark.parametrize("count", [0, "2", True])
-@pytest.mark.parametrize("name", COUNTED)
-def test_numbers_of_batches_that_are_none_are_named(name: str, count: Any) -> None:
-    text = f"got num_batches={count!r}; expected an integer of at least 1, or None"
-    with pytest.raises(ConfigError, match=text):
-        COUNTED[name](with_batchnorm(), [X], num_batches=count, progress=False)
-
-
 @pytest.mark.parametrize(
     ("metric", "text"),
     [
@@ -225,6 +200,7 @@ def test_a_metric_of_another_form_is_named(metric: Any, text: str) -> None:
 ARGUMENTS: list[tuple[Any, dict[str, Any], str]] = [
     (torchq.ptq.gptq_, {"target": "magic"}, "got target='magic'; expected one of weight, layer"),
     (torchq.ptq.gptq_, {"damping": 0}, "got damping=0; expected a number > 0"),
+    (torchq.ptq.gptq_, {"num_batches": 0}, "got num_batches=0; expected an integer of at least 1"),
     (torchq.ptq.adaround_, {"steps": 0}, "got steps=0; expected at least 1"),
     (torchq.ptq.smooth_, {"alpha": 2}, "got alpha=2; expected 0 to 1, or 'auto'"),
     (torchq.ptq.correct_bias_, {"method": "magic"}, "got method='magic'; expected 'empirical' or"),

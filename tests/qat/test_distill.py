@@ -62,22 +62,6 @@ def test_the_loss_compares_the_call_with_the_float_original() -> None:
     assert model.stem[0].weight.grad is not None
 
 
-def test_training_on_the_twin_alone_brings_the_model_closer() -> None:
-    model, _ = prepared()
-    x = image_batches()[0]
-    optimizer = torch.optim.SGD(torchq.qat.param_groups(model, lr=0.05), momentum=0.9)
-    losses = []
-    with Distillation(model) as distillation:
-        for _ in range(15):
-            model(x)
-            loss = distillation.loss()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
-
-
 def test_hooks_go_also_after_an_exception() -> None:
     model, _ = prepared()
     hooks = [len(m._forward_hooks) for m in model.modules()]

@@ -41,11 +41,3 @@ def test_weights_move_and_only_learned_ranges_do(results: Results, case: str) ->
     ranges = {name for name in before if name.endswith("amax")}
     assert len(ranges) == 6
     assert (moved & ranges == ranges) if case.endswith("learned") else not moved & ranges
-
-
-def test_sharded_training_is_that_of_replicas(results: Results) -> None:
-    replicas, shards = results[0]["ddp fixed"], results[0]["fsdp fixed"]
-    assert replicas.keys() == shards.keys()
-    # Sums in another order may round a value to the next code, whose gradient is a little other.
-    for name in replicas:
-        torch.testing.assert_close(shards[name], replicas[name], rtol=1e-3, atol=1e-4)

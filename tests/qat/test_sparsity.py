@@ -55,10 +55,14 @@ def train(model: nn.Module, groups: Any, steps: int = 8) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("learn", [False, True])
-def test_masks_of_hooks_survive_training(learn: bool) -> None:
+RECIPES = [torchq.recipes.integer(4, 8), torchq.recipes.w4a4(first_last=None)]  # fixed, learned
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_masks_of_hooks_survive_training_and_zeros_stay_through_fusing(
+    recipe: torchq.QuantConfig,
+) -> None:
     model, masks = pruned()
-    recipe = torchq.recipes.integer(4, 8, learn_ranges=learn)
     before = model[0].weight_orig.detach().clone()
     done = prepare(model, [images()], recipe, lr=0.05, progress=False)
     assert_sparse(model, masks)
@@ -66,14 +70,8 @@ def test_masks_of_hooks_survive_training(learn: bool) -> None:
     assert not torch.equal(model[0].weight_orig, before)
     model.eval()(images())  # The hook computes the weight before each forward.
     assert_sparse(model, masks)
-
-
-def test_zeros_stay_zeros_through_fusing() -> None:
-    model, masks = pruned()
-    done = prepare(model, [images()], torchq.recipes.w4a4(first_last=None), progress=False)
-    train(model, done.param_groups)
     for name in masks:
         prune.remove(model.get_submodule(name), "weight")
-    torchq.fuse_(model.eval(), images(), progress=False)
+    torchq.fuse_(model, images(), progress=False)
     assert isinstance(model[1], nn.Identity)
     assert_sparse(model, masks)
