@@ -64,7 +64,7 @@ def test_masks_of_hooks_survive_training_and_zeros_stay_through_fusing(
 ) -> None:
     model, masks = pruned()
     before = model[0].weight_orig.detach().clone()
-    done = prepare(model, [images()], recipe, lr=0.05, progress=False)
+    done = prepare(model, [images()], recipe, progress=False)
     assert_sparse(model, masks)
     train(model, done.param_groups)
     assert not torch.equal(model[0].weight_orig, before)

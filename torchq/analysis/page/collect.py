@@ -76,9 +76,7 @@ def collect(
     examined = doctor(model, batches, **options)
     found_plan, plan_note = _plan(model, batches, plan, options)
     found = _histogram_rows(model, layers, batches, run, progress)
-    names, first = [layer.name for layer in layers], batches[0]
-    with untouched(model), quantizing_only(active_quantizers(model)):
-        facts = gather_facts(model, names, partial(run, first), batch_size(first))
+    facts = _facts(model, layers, run, batches[0])
     data = {
         "torchq": __version__,
         "torch": torch.__version__,
@@ -130,6 +128,14 @@ def _plan(
         return None, f"There is no plan: {error}"
 
 
+def _facts(
+    model: nn.Module, layers: list[QuantizedLayer], run: Any, batch: Any
+) -> dict[str, LayerFacts]:
+    names = [layer.name for layer in layers]
+    with untouched(model), quantizing_only(active_quantizers(model)):
+        return gather_facts(model, names, partial(run, batch), batch_size(batch))
+
+
 def _layer_rows(
     layers: list[QuantizedLayer],
     errors: LayerErrors,
@@ -142,11 +148,6 @@ def _layer_rows(
     rows = []
     for row in errors.rows:
         place, harm = ranked.get(row.name, (None, None))
-        layer, size = by_name[row.name], facts[row.name]
-        weight_bits, input_bits = (
-            min((q.descriptor.format.bits for q in quantizers.values()), default=32)
-            for quantizers in (layer.weights, layer.inputs)
-        )
         rows.append(
             {
                 "name": row.name or "(root)",
@@ -163,15 +164,25 @@ def _layer_rows(
                 "codes": row.used_codes,
                 "dead": row.dead_channels,
                 "quantizers": [q.name for q in row.quantizers],
-                "weights": size.weights,
-                "weight_bits": weight_bits,
-                "input_bits": input_bits,
-                "bytes": size.weights * weight_bits / 8,
-                "float_bytes": size.weights * 4,
-                "operations": size.multiplications,
+                **_size_row(by_name[row.name], facts[row.name]),
             }
         )
     return rows
+
+
+def _size_row(layer: QuantizedLayer, facts: LayerFacts) -> dict[str, Any]:
+    weight_bits, input_bits = (
+        min((q.descriptor.format.bits for q in quantizers.values()), default=32)
+        for quantizers in (layer.weights, layer.inputs)
+    )
+    return {
+        "weights": facts.weights,
+        "weight_bits": weight_bits,
+        "input_bits": input_bits,
+        "bytes": facts.weights * weight_bits / 8,
+        "float_bytes": facts.weights * 4,
+        "operations": facts.multiplications,
+    }
 
 
 def _quantizer_rows(
