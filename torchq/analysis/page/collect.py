@@ -76,7 +76,6 @@ def collect(
     examined = doctor(model, batches, **options)
     found_plan, plan_note = _plan(model, batches, plan, options)
     found = _histogram_rows(model, layers, batches, run, progress)
-    facts = _facts(model, layers, run, batches[0])
     data = {
         "torchq": __version__,
         "torch": torch.__version__,
@@ -90,7 +89,7 @@ def collect(
             "unit": ranking.unit,
             "worst": [name or "(root)" for name in culprits(ranking)],
         },
-        "layers": _layer_rows(layers, errors, ranking, facts),
+        "layers": _layer_rows(layers, errors, ranking, _facts(model, layers, run, batches[0])),
         "quantizers": _quantizer_rows(layers, errors, found),
         "channels": _channel_rows(layers),
         "findings": [vars(finding) for finding in examined.findings],
