@@ -36,11 +36,8 @@ def quantizer_of(found: Quantization, ndim: int | None) -> TensorQuantizer | Non
     if descriptor is None:
         return None
     quantizer = TensorQuantizer(descriptor)
-    scale = found.scale.reshape(shape)
-    point = None
-    if not descriptor.symmetric:
-        point = found.zero_point.to(torch.int32).expand(found.scale.shape).reshape(shape)
-    quantizer.set_qparams(scale, point)
+    point = found.zero_point.to(torch.int32).expand(found.scale.shape).reshape(shape)
+    quantizer.set_qparams(found.scale.reshape(shape), None if descriptor.symmetric else point)
     return quantizer
 
 
@@ -50,16 +47,14 @@ def _descriptor_of(found: Quantization, places: dict[str, Any]) -> QuantDescript
     bits = found.bits or 8 * dtype.itemsize
     if dtype in _FLOAT8:
         return QuantDescriptor(_FLOAT8[dtype], **places)
-    if dtype in (torch.int8, torch.int16) and not bool(zero_point.any()):
-        return QuantDescriptor(bits, **places)
-    if dtype is torch.uint8 and not bool(zero_point.any()):
-        return QuantDescriptor(bits, unsigned=True, **places)
+    if dtype not in (torch.int8, torch.uint8, torch.int16, torch.uint16):
+        return None
+    unsigned = dtype in (torch.uint8, torch.uint16)
     if dtype is torch.uint8 and bool((zero_point == 1 << bits - 1).all()):
         return QuantDescriptor(bits, **places)
-    if dtype in (torch.int8, torch.uint8, torch.int16, torch.uint16):
-        unsigned = dtype in (torch.uint8, torch.uint16)
+    if bool(zero_point.any()) or dtype is torch.uint16:
         return QuantDescriptor(bits, unsigned=unsigned, symmetric=False, **places)
-    return None
+    return QuantDescriptor(bits, unsigned=unsigned, **places)
 
 
 def module_name(node: NodeContext, weight: Constant) -> str:

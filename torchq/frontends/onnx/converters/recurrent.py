@@ -21,20 +21,27 @@ _DEFAULTS = {"LSTM": ["Sigmoid", "Tanh", "Tanh"], "GRU": ["Sigmoid", "Tanh"], "R
 
 @converter("LSTM", "GRU", "RNN")
 def _recurrent(node: NodeContext) -> list[Value]:
-    directions = 2 if node.attr("direction", "forward") == "bidirectional" else 1
+    kind, direction = node.op_type, node.attr("direction", "forward")
+    directions = 2 if direction == "bidirectional" else 1
     activations = _activations(node, directions)
     if not set(activations) <= set(_ACTIVATIONS) or node.attr("clip") or node.attr("input_forget"):
         node.refuse("its activations, its clipping or its coupled gates are not supported")
-    x, batch_first = node.inputs[0], node.attr("layout", False)
+    batch_first = node.attr("layout", False)
+    given = [node.input(place) for place in ((0, 5, 6) if kind == "LSTM" else (0, 5))]
     if batch_first:
-        x = node.call(torch.transpose, x, 0, 1)
+        given = [None if v is None else node.call(torch.transpose, v, 0, 1) for v in given]
+    x, *states = given  # (time, batch, size), and initial states (directions, batch, hidden)
     module = _as_module(node, directions, activations)
-    if module is None and node.op_type == "RNN":
+    if module is not None:
+        results = _call_module(node, module, x, states, directions)
+    elif kind == "RNN":
         node.refuse("lengths, a reversed direction and computed weights are not supported")
-    if module is None:
-        results = _as_loop(node, x, directions, activations, batch_first)
     else:
-        results = _call_module(node, module, x, directions, batch_first)
+        weights = [node.input(index) for index in (1, 2, 3)]
+        weights.append(node.input(7) if kind == "LSTM" else None)
+        options = (directions, direction == "reverse", node.attr("linear_before_reset", False))
+        arguments = (kind, x, weights, node.input(4), states, activations, *options)
+        results = node.call_parts(1 + len(states), run_layer, *arguments)
     if not batch_first:
         return results
     orders = zip(results, [(2, 0, 1, 3), (1, 0, 2), (1, 0, 2)], strict=False)
@@ -83,43 +90,18 @@ def _reordered(weight: Tensor, kind: str) -> Tensor:
     return torch.cat([gates[place] for place in _ORDER[kind]])
 
 
-def _states(node: NodeContext, batch_first: bool) -> list[Value]:
-    """Return the initial states that the node has as (directions, batch, hidden)."""
-    places = (5, 6) if node.op_type == "LSTM" else (5,)
-    found = [node.input(place) for place in places]
-    if batch_first:
-        found = [None if s is None else node.call(torch.transpose, s, 0, 1) for s in found]
-    return found
-
-
 def _call_module(
-    node: NodeContext, module: nn.Module, x: Value, directions: int, batch_first: bool
+    node: NodeContext, module: nn.Module, x: Value, states: list[Value], directions: int
 ) -> list[Value]:
-    states, with_cell = _states(node, batch_first), node.op_type == "LSTM"
     known = next((state for state in states if state is not None), None)
     arguments: list[Any] = [x]
     if known is not None:
         filled = [node.call(torch.zeros_like, known) if s is None else s for s in states]
-        arguments.append(tuple(filled) if with_cell else filled[0])
+        arguments.append(tuple(filled) if len(states) > 1 else filled[0])
     result = node.module(module, *arguments)
     y, last = node.call(getitem, result, 0), node.call(getitem, result, 1)
-    ends = [node.call(getitem, last, index) for index in (0, 1)] if with_cell else [last]
+    ends = [node.call(getitem, last, index) for index in (0, 1)] if len(states) > 1 else [last]
     return [node.call(split_directions, y, directions), *ends]
-
-
-def _as_loop(
-    node: NodeContext, x: Value, directions: int, activations: list[str], batch_first: bool
-) -> list[Value]:
-    """Write a call of the function that computes the layer step by step."""
-    states = _states(node, batch_first)
-    reverse = node.attr("direction", "forward") == "reverse"
-    weights = [node.input(index) for index in (1, 2, 3)]
-    weights.append(node.input(7) if node.op_type == "LSTM" else None)
-    options = (activations, directions, reverse, node.attr("linear_before_reset", False))
-    count = 1 + len(states)
-    return node.call_parts(
-        count, run_layer, node.op_type, x, weights, node.input(4), states, *options
-    )
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
