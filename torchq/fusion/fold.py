@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from torchq.fusion.algebra import KernelBias, fold_affine_after, fold_affine_before
 from torchq.fusion.linear_map import relative_error
@@ -203,42 +202,23 @@ def _error(
     pad: ConstantPad | None,
 ) -> float:
     """Return the relative error of a fold; in a quantized layer that of its rounded numbers."""
-    x = _sample(layer, torch.Generator().manual_seed(0))
-    values = {"parts.0.weight": exact.kernel, "parts.0.bias": exact.bias}
-    if pair.before:
-        want = _run([norm, layer], x)
-        folded = _with_bias(layer)
-        if pad is not None:
-            folded.padding = (0,) * len(pad.padding)
-            x = copy.deepcopy(pad).double()(x)
-        return relative_error(_run([folded], x, values), want)
-    want = _run([layer, norm], x)
-    if isinstance(layer, RescalesOutput):
-        changed = copy_module(cast(nn.Module, layer))
-        numbers.put_into(changed)
-        return relative_error(_run([changed, norm_remainder(norm)], x), want)
-    folded = _with_bias(layer) if layer.bias is None else layer
-    return relative_error(_run([folded, norm_remainder(norm)], x, values), want)
+    x, folded = _sample(layer, torch.Generator().manual_seed(0)), _double(layer)
+    if isinstance(layer, RescalesOutput) and not pair.before:
+        numbers.put_into(folded)
+    else:
+        for name, value in zip(("weight", "bias"), exact, strict=True):
+            folded.register_parameter(name, nn.Parameter(value, requires_grad=False))
+    if not pair.before:
+        return relative_error(_run([folded, norm_remainder(norm)], x), _run([layer, norm], x))
+    want = _run([norm, layer], x)
+    if pad is not None:
+        folded.padding = (0,) * len(pad.padding)
+        x = copy.deepcopy(pad).double()(x)
+    return relative_error(_run([folded], x), want)
 
 
-class _Chain(nn.Module):
-    """Forwards run one after the other, past hooks, on parameters that functional_call replaces."""
-
-    def __init__(self, *parts: nn.Module) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for part in self.parts:
-            if x.dim() == 2 and isinstance(part, nn.BatchNorm2d):
-                x = x[:, :, None, None]  # tokens, with their features moved to axis 1
-            elif x.dim() == 2 and isinstance(part, nn.BatchNorm3d):
-                x = x[:, :, None, None, None]
-            if _calls_children(part):  # of such a layer only torch's own part is compared
-                x = torch_base(part).forward(part, x)
-            else:
-                x = part.forward(x)
-        return x
+def _double(module: nn.Module) -> Any:
+    return copy_module(module).cpu().double()
 
 
 def _calls_children(module: nn.Module) -> bool:
@@ -250,16 +230,17 @@ def _calls_children(module: nn.Module) -> bool:
     )
 
 
-def _run(parts: list[nn.Module], x: Tensor, values: dict[str, Tensor] | None = None) -> Tensor:
-    """Return what ``parts`` compute in float64 on the CPU, with some of their tensors replaced."""
-    chain = _Chain(*parts)
-    state = {**dict(chain.named_parameters()), **dict(chain.named_buffers())}
-    double = {name: t.detach().cpu() for name, t in state.items()}
-    double = {name: t.double() if t.is_floating_point() else t for name, t in double.items()}
+def _run(parts: list[Any], x: Tensor) -> Tensor:
+    """Return what ``parts`` compute one after the other, past hooks, in float64 on the CPU."""
+    ndims = {nn.BatchNorm2d: 4, nn.BatchNorm3d: 5}
     with torch.no_grad():
-        out = functional_call(chain, {**double, **(values or {})}, (x,))
-    assert isinstance(out, Tensor)
-    return out.flatten(1) if isinstance(parts[0], nn.Linear) else out
+        for part in map(_double, parts):
+            for kind, ndim in ndims.items():
+                if x.dim() == 2 and isinstance(part, kind):  # tokens, with features on axis 1
+                    x = x.reshape(*x.shape, *[1] * (ndim - 2))
+            # Of a layer that calls children only torch's own part is compared.
+            x = torch_base(part).forward(part, x) if _calls_children(part) else part.forward(x)
+    return x.flatten(1) if isinstance(parts[0], nn.Linear) else x
 
 
 def _sample(layer: Any, generator: torch.Generator) -> Tensor:
@@ -277,10 +258,3 @@ def _sample(layer: Any, generator: torch.Generator) -> Tensor:
         spatial.append(3 if isinstance(layer, TRANSPOSED) else least + 1 + axis)
     shape = (2, layer.in_channels, *spatial)
     return torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
-
-
-def _with_bias(layer: Any) -> Any:
-    """Return a copy of ``layer`` that shares its weight and has a bias to replace."""
-    twin = copy_module(layer, sharing=[layer.weight])
-    twin.register_parameter("bias", nn.Parameter(torch.zeros(1, device="cpu")))
-    return twin
