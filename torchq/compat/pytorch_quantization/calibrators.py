@@ -368,17 +368,13 @@ def calibrate_weights(
         if not isinstance(weight, Tensor) or quantizer is None:
             continue
         axis = (1 if getattr(module, "transposed", False) else 0) if perchannel else None
-        if method == "max":
-            quantizer.amax = reduce_amax(
-                weight, None if axis is None else tuple(d for d in range(weight.dim()) if d != axis)
-            )
-            continue
-        parts = [weight] if axis is None else list(weight.unbind(axis))
-        ranges = []
-        for part in parts:
-            calibrator = HistogramCalibrator(
-                quantizer.num_bits, None, quantizer.unsigned, num_bins=num_bins
-            )
+        ranges: list[Tensor | None] = []
+        for part in [weight] if axis is None else weight.unbind(axis):
+            if method == "max":
+                ranges.append(reduce_amax(part))
+                continue
+            options = (quantizer.num_bits, None, quantizer.unsigned, num_bins)
+            calibrator = HistogramCalibrator(*options)
             calibrator.collect(part)
             ranges.append(calibrator.compute_amax(method, percentile=percentile))
         shape = [] if axis is None else [-1 if d == axis else 1 for d in range(weight.dim())]
