@@ -110,26 +110,27 @@ def tensor_of(proto: Any, folder: Path | None, where: str) -> Tensor:
     shape = tuple(proto.dims)
     if any(size < 0 for size in shape):
         raise FrontendError(f"{where}: tensor {proto.name!r} has shape {shape}")
-    is_narrow, size = is_four_bits(proto), math.prod(shape) * dtype.itemsize
-    data, is_outside = proto.raw_data, proto.data_location == 1
+    count, data, is_outside = math.prod(shape), proto.raw_data, proto.data_location == 1
+    is_narrow = is_four_bits(proto)
     if is_outside:
-        data = _external(proto, (size + 1) // 2 if is_narrow else size, folder, where)
+        size = (count + 1) // 2 if is_narrow else count * dtype.itemsize
+        data = _external(proto, size, folder, where)
     if is_narrow:
         data = data or bytes(number & 255 for number in proto.int32_data)
         return _four_bits(data, proto.name, dtype, shape, where)
     raw, rest = is_outside or proto.HasField("raw_data"), len(data) % dtype.itemsize
-    stored = len(data) // dtype.itemsize if raw else _stored(proto)
-    if stored != math.prod(shape) or rest:
+    fields = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data")
+    typed = max(len(getattr(proto, field)) for field in fields)
+    stored = len(data) // dtype.itemsize if raw else typed
+    if stored != count or rest:
         raise FrontendError(
             f"{where}: tensor {proto.name!r} holds {stored} elements"
-            f"{f' and a rest of {rest} bytes' if rest else ''}; "
-            f"expected {math.prod(shape)} for shape {shape}"
+            f"{f' and a rest of {rest} bytes' if rest else ''}; expected {count} for shape {shape}"
         )
     if raw:
         return _from_bytes(data, dtype, shape)
     array = import_optional("onnx.numpy_helper", "from_onnx").to_array(proto)
-    plain = ("uint8", "int8", "int16", "uint16", "bool", "float16")
-    if dtype.itemsize < 4 and array.dtype.name not in plain:
+    if array.dtype.name.startswith(("bfloat16", "float8")):
         return _from_bytes(array.tobytes(), dtype, shape)
     return torch.from_numpy(np.array(array))
 
@@ -149,12 +150,6 @@ def _four_bits(
     if dtype is torch.uint8:
         return codes
     return codes.to(torch.int8) - 16 * (codes > 7).to(torch.int8)
-
-
-def _stored(proto: Any) -> int:
-    """Return how many elements the typed fields of a TensorProto hold."""
-    fields = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data")
-    return max(len(getattr(proto, field)) for field in fields)
 
 
 def _from_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
