@@ -16,8 +16,8 @@ from torchq.errors import ExportError
 from torchq.graph import call_arguments, forward_hook_kind, is_torch_leaf, trace_or_none
 from torchq.lowering.attention import DeployedMultiheadAttention
 from torchq.lowering.calls import ProductCall, lower_calls_
-from torchq.lowering.check import ReferenceCheck, Verdict
-from torchq.lowering.eligible import FLOAT_INPUT, lower, uncalibrated
+from torchq.lowering.check import ReferenceCheck
+from torchq.lowering.eligible import FLOAT_INPUT, lower
 from torchq.lowering.kernel import saturates
 from torchq.lowering.layer import DynamicInt8Linear, Int8Layer
 from torchq.lowering.passes import run_passes
@@ -66,7 +66,7 @@ def lower_model(
         if overflow:
             warnings.warn(f"deploy: {_OVERFLOW}", stacklevel=4)
         if example is not None:
-            _report(ReferenceCheck(simulated, example)(result), fuse, overflow)
+            _report(*ReferenceCheck(simulated, example)(result), fuse, overflow)
         return result
 
 
@@ -94,16 +94,16 @@ def float_copy(simulated: nn.Module) -> nn.Module:
     return result
 
 
-def _report(verdict: Verdict, fuse: bool, overflow: bool) -> None:
+def _report(problem: str, note: str, fuse: bool, overflow: bool) -> None:
     """Raise an error or warn if the deployed model differs from the simulation."""
-    if verdict.problem:
+    if problem:
         advice = ". Pass fuse=False to keep the forward of every module" if fuse else ""
         if overflow:
             advice = f". The likely reason is that {_OVERFLOW}"
-        raise ExportError(f"deploy: {verdict.problem}{advice}")
-    if verdict.note:
+        raise ExportError(f"deploy: {problem}{advice}")
+    if note:
         warnings.warn(
-            f"deploy: {verdict.note}: the model amplifies values that are rounded the other way "
+            f"deploy: {note}: the model amplifies values that are rounded the other way "
             "at a tie. Its quantized results depend on the machine that computes them",
             stacklevel=5,
         )
@@ -115,7 +115,9 @@ def _require_calibrated(model: nn.Module) -> None:
             f"deploy: {type(model).__name__} has no quantized layer; expected a calibrated model. "
             "Run torchq.quantize_ first"
         )
-    if unknown := uncalibrated(model):
+    named = ((n, m) for n, m in model.named_modules() if isinstance(m, TensorQuantizer))
+    on = ((name, q) for name, q in named if q.quantizing and not q.descriptor.dynamic)
+    if unknown := [name for name, q in on if not q.calibrated]:
         raise ExportError(
             f"deploy: no range is known for {', '.join(unknown)}; expected calibrated quantizers. "
             "Run torchq.calibrate first"

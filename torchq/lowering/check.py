@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,18 +25,8 @@ RESULT_TOLERANCE = 0.1
 LAYER_TOLERANCE = 0.01
 
 
-class Verdict(NamedTuple):
-    """The outcome of a comparison: what is wrong with results, or suspicious where they agree."""
-
-    problem: str = ""
-    note: str = ""
-
-
 class ReferenceCheck:
-    """The results of the simulation for an example, to compare the results of others with.
-
-    Calling the check with a model returns a :class:`Verdict`. It raises what the model raises.
-    """
+    """The results of the simulation for an example, to compare the results of others with."""
 
     def __init__(self, simulated: nn.Module, example: Any) -> None:
         self._simulated, self._example = simulated, example
@@ -52,16 +42,16 @@ class ReferenceCheck:
         pairs = zip(self._expected, floats, strict=True)
         self._allowed = [_allowed_error(expected, exact) for expected, exact in pairs]
 
-    def __call__(self, model: nn.Module) -> Verdict:
-        """Run ``model`` on the example and return how its results compare."""
+    def __call__(self, model: nn.Module) -> tuple[str, str]:
+        """Return what is wrong with the results of ``model``, and what is suspicious; may be ""."""
         problem = self.difference(model)
         if not problem:
-            return Verdict()
+            return "", ""
         pairs = forced_pairs(model, self._simulated, self._example)
         layer = next((what for what, got, want in pairs if not _agree(got, want)), None)
         if layer is None:
-            return Verdict(note=f"{problem}, though every layer agrees when given the same input")
-        return Verdict(f"{problem}. Given the inputs of the simulation, {layer} differs")
+            return "", f"{problem}, though every layer agrees when given the same input"
+        return f"{problem}. Given the inputs of the simulation, {layer} differs", ""
 
     def difference(self, model: nn.Module) -> str:
         """Return which result of ``model`` differs by more than is allowed; "" if none does."""

@@ -51,14 +51,6 @@ def lower(module: QuantModule, reduce_range: bool = False) -> nn.Module | str:
         return LOWERINGS[base](module, reduce_range)
 
 
-def uncalibrated(model: nn.Module) -> list[str]:
-    """Return the paths of the quantizers that are on, not dynamic, and have no range."""
-    named = ((name, m) for name, m in model.named_modules() if isinstance(m, TensorQuantizer))
-    return [
-        name for name, q in named if q.quantizing and not q.descriptor.dynamic and not q.calibrated
-    ]
-
-
 def active(quantizer: nn.Module | None) -> TensorQuantizer | None:
     """Return the quantizer if it quantizes, else None."""
     return quantizer if isinstance(quantizer, TensorQuantizer) and quantizer.quantizing else None

@@ -84,13 +84,8 @@ def average_codes(editor: GraphEditor, node: fx.Node) -> bool:
     return True
 
 
-def pool_codes(editor: GraphEditor, node: fx.Node) -> fx.Node:
-    """Replace max pooling of a node that reads codes by one for codes; return the new node.
-
-    This is a step of passes that move quantization. Other nodes are returned as they are.
-
-    Before: ``codes -> MaxPool2d``. After: ``codes -> CodesMaxPool2d``.
-    """
+def _pool_codes(editor: GraphEditor, node: fx.Node) -> fx.Node:
+    """Replace max pooling of a node that reads codes by one for codes; return the new node."""
     pool, codes = match.max_pool_of(node, editor.modules), match.input_node(node)
     if pool is None or codes is None:
         return node
@@ -168,7 +163,7 @@ def hoist_quantize(editor: GraphEditor, node: fx.Node) -> bool:
         moved.replace_input_with(tensor, codes)
     if tensors:
         editor.bypass(node, moved)
-        pool_codes(editor, moved)
+        _pool_codes(editor, moved)
     return bool(tensors)
 
 
@@ -188,17 +183,15 @@ def meets_other_codes(editor: GraphEditor, node: fx.Node) -> bool:
 
     Concatenated codes must have one zero point.
     """
-    return any(
-        bool(match.concat_operands(user))
-        or (_will_pass_codes(editor, user) and meets_other_codes(editor, user))
-        for user in node.users
-    )
-
-
-def _will_pass_codes(editor: GraphEditor, node: fx.Node) -> bool:
-    pools = match.max_pool_of(node, editor.modules) is not None
-    dequantizes = isinstance(editor.module(node), Dequantize)
-    return pools or dequantizes or match.passes_codes(node, editor.modules)
+    for user in node.users:
+        passes = (
+            isinstance(editor.module(user), (CodesMaxPool2d, Dequantize))
+            or match.max_pool_of(user, editor.modules) is not None
+            or match.view_source(user, editor.modules) is not None
+        )
+        if match.concat_operands(user) or (passes and meets_other_codes(editor, user)):
+            return True
+    return False
 
 
 def sink_dequantize(editor: GraphEditor, node: fx.Node) -> bool:
@@ -215,7 +208,7 @@ def sink_dequantize(editor: GraphEditor, node: fx.Node) -> bool:
         return False
     for value in values:
         node.replace_input_with(value, value.all_input_nodes[0])
-    node = pool_codes(editor, node)
+    node = _pool_codes(editor, node)
     dequantize = Dequantize(found[0].qparams, editor.dtype)
     result = editor.insert_before(node.next, "values", dequantize, node)
     node.replace_all_uses_with(result, delete_user_cb=lambda user: user is not result)

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from torchq.graph import Operator, effects_of, forward_hook_kind, operator_name, operator_of
-from torchq.lowering.codes import CodesMaxPool2d
 from torchq.lowering.traced import nth_chunk
 
 #: The name of an activation in :data:`~torchq.lowering.kernel.ACTIVATIONS`, and its arguments.
@@ -207,12 +206,6 @@ def average_pool_of(node: fx.Node, modules: Modules) -> nn.AvgPool2d | nn.Adapti
     """Return the average pooling of images that ``node`` computes, or None."""
     found = _pool_of(node, modules, [nn.AvgPool2d, nn.AdaptiveAvgPool2d])
     return cast("nn.AvgPool2d | nn.AdaptiveAvgPool2d | None", found)
-
-
-def passes_codes(node: fx.Node, modules: Modules) -> bool:
-    """Return True if ``node`` applied to codes gives the codes of its result for values."""
-    pools = isinstance(module_of(node, modules), CodesMaxPool2d)
-    return pools or view_source(node, modules) is not None
 
 
 def preserves_nonnegative(node: fx.Node, modules: Modules) -> bool:
