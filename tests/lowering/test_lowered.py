@@ -98,11 +98,6 @@ CASES: dict[str, tuple[dict[str, nn.Module], Callable[..., Any], str]] = {
         lambda m, x: m.b(m.c(m.a(x))),
         "Int8Conv(Int8Conv.silu.u8(Quantize(x)))",
     ),
-    "silu at the end": (
-        {**A, "c": nn.SiLU()},
-        lambda m, x: m.c(m.a(x)),
-        "Int8Conv.silu(Quantize(x))",
-    ),
     "gelu of a convolution": (
         {**A, "c": nn.GELU()},
         lambda m, x: m.c(m.a(x)),
@@ -113,16 +108,10 @@ CASES: dict[str, tuple[dict[str, nn.Module], Callable[..., Any], str]] = {
         lambda m, x: m.c(m.a(x)),
         "Int8Linear.gelu(Quantize(x))",
     ),
-    "clamp of the input": (A, lambda m, x: m.a(F.relu6(x)), "Int8Conv(Quantize(x))"),
     "clamp with another reader": (
         A,
         lambda m, x: [m.a(z := F.relu(x)), z],
         "[Int8Conv(Quantize(relu(x))), relu(x)]",
-    ),
-    "two readers": (
-        B,
-        lambda m, x: [m.a(z := F.relu(x)), m.b(z)],
-        "[Int8Conv(Quantize(x)), Int8Conv(Quantize(x))]",
     ),
     # BatchNorm and sums.
     "norm": (
@@ -166,11 +155,6 @@ CASES: dict[str, tuple[dict[str, nn.Module], Callable[..., Any], str]] = {
         lambda m, x: m.b(F.max_pool2d(F.relu(m.a(x)), 2)),
         "Int8Conv(CodesMaxPool2d(Int8Conv.clamp.u8(Quantize(x))))",
     ),
-    "average pool": (
-        {**B, **Q, "p": nn.AvgPool2d(2)},
-        lambda m, x: m.b(m.p(m.q(m.a(x)))),
-        "Int8Conv(CodesAvgPool2d(Int8Conv.u8(Quantize(x))))",
-    ),
     "global mean": (
         {**B, **Q},
         lambda m, x: m.b(F.adaptive_avg_pool2d(m.q(m.a(x)), output_size=1)),
@@ -180,11 +164,6 @@ CASES: dict[str, tuple[dict[str, nn.Module], Callable[..., Any], str]] = {
         {**B, "p": nn.AvgPool2d(2)},
         lambda m, x: m.b(m.p(m.a(x))),
         "Int8Conv(CodesAvgPool2d(Int8Conv.u8(Quantize(x))))",
-    ),
-    "flatten": (
-        {**A, "l": nn.Linear(36 * 4, 3)},
-        lambda m, x: m.l(m.a(x).flatten(1)),
-        "Int8Linear(flatten(Int8Conv.u8(Quantize(x)), 1))",
     ),
     "view": (
         {**A, "l": nn.Linear(36 * 4, 3)},
@@ -241,11 +220,6 @@ CASES: dict[str, tuple[dict[str, nn.Module], Callable[..., Any], str]] = {
         {**B, "d": Half()},
         lambda m, x: m.b(m.d(m.a(x))),
         "Int8Conv(Quantize(Half(Int8Conv(Quantize(x)))))",
-    ),
-    "dropout": (
-        B,
-        lambda m, x: m.b(F.dropout(m.a(x), 0.5, False)),
-        "Int8Conv(Int8Conv.u8(Quantize(x)))",
     ),
     "active dropout": (
         A,
