@@ -35,11 +35,6 @@ def gru_cell(from_input: Tensor, from_hidden: Tensor, hidden: Tensor) -> Tensor:
     return new + update * (hidden - new)
 
 
-def rnn_cell(gates: Tensor, nonlinearity: str) -> Tensor:
-    """Return the output of a step of an Elman network; ``gates`` has both biases, (N, width)."""
-    return gates.tanh() if nonlinearity == "tanh" else gates.relu()
-
-
 def step_product(start: Tensor, weight: Tensor, sizes: Sequence[int]) -> Product:
     """Return a function that computes ``start[step] + operand @ weight.T`` for each step.
 

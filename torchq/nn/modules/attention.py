@@ -120,7 +120,7 @@ class ProjectedAttention(nn.Module):
         if need_weights or not all(map(is_passive, products)):
             y, weights = attend(products, q, k, v, mask, dropout_p, 1 / math.sqrt(self.head_dim))
         else:
-            y = self._attend(q, k, v, mask, dropout_p)
+            y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p)
         y = self._project_out(y.transpose(1, 2).flatten(2))
         if not batched:
             y = y.squeeze(0)
@@ -130,12 +130,6 @@ class ProjectedAttention(nn.Module):
             return y, None
         weights = weights.mean(1) if average_attn_weights else weights
         return y, weights if batched else weights.squeeze(0)
-
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float
-    ) -> Tensor:
-        """Return both products, where nothing between them is quantized or returned."""
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p)
 
     def _check(self, query: Tensor, attn_mask: Tensor | None, is_causal: bool) -> None:
         """Refuse the arguments that torch's fast path alone accepts."""

@@ -20,7 +20,6 @@ from torchq.errors import QuantizationError
 from torchq.functional.recurrent import (
     gru_cell,
     lstm_cell,
-    rnn_cell,
     run_over_steps,
     step_product,
 )
@@ -31,121 +30,9 @@ from torchq.nn.tensor_quantizer import TensorQuantizer
 State = tuple[Tensor, ...]
 
 
-class RecurrentFlow(nn.Module):
-    """Base of recurrent layers with the arguments and results of torch's; subclasses compute steps.
-
-    The attributes are those of torch's layers. Inside, a sequence is *flat*, see
-    :mod:`torchq.functional.recurrent`, and a state has one part, or two for an LSTM.
-    """
-
-    hidden_size: int
-    num_layers: int
-    batch_first: bool
-    bidirectional: bool
-    proj_size: int
-    #: The number of tensors of a state.
-    state_parts = 1
-
-    def suffixes(self, level: int) -> tuple[str, ...]:
-        """Return the ends of the parameter names of a level: one for each direction."""
-        both = (f"_l{level}", f"_l{level}_reverse")
-        return both if self.bidirectional else both[:1]
-
-    def run_sequences(self, input: Any, hx: Any) -> Any:
-        """Return the outputs and the last state; the arguments are those of torch's layer."""
-        if isinstance(input, PackedSequence):
-            data, batch_sizes, order, back = input
-            sizes = [int(size) for size in batch_sizes]
-            state = self._given_state(data, hx, sizes[0], True, batch_sizes)
-            flat, last = self._run_levels(self._enter(data), sizes, _permuted(state, order))
-            packed = PackedSequence(flat, batch_sizes, order, back)
-            return packed, self._as_torch(_permuted(last, back))
-        is_batched = input.dim() != 2
-        batched = input if is_batched else input.unsqueeze(0 if self.batch_first else 1)
-        rows = batched.shape[0 if self.batch_first else 1]
-        state = self._given_state(batched, hx, rows, is_batched, None)
-        x = self._enter(batched)
-        x = x.transpose(0, 1) if self.batch_first else x
-        steps = x.shape[0]
-        if not torch.jit.is_tracing() and steps == 0:
-            raise QuantizationError("input: got a sequence of 0 steps; expected at least one")
-        flat, last = self._run_levels(x.flatten(0, 1), [rows] * steps, state)
-        y = flat.view(steps, rows, flat.shape[-1])
-        y = y.transpose(0, 1) if self.batch_first else y
-        if not is_batched:
-            y, last = y.squeeze(0 if self.batch_first else 1), tuple(p.squeeze(1) for p in last)
-        return y, self._as_torch(last)
-
-    def _given_state(
-        self, input: Tensor, hx: Any, rows: int, is_batched: bool, batch_sizes: Tensor | None
-    ) -> State:
-        """Return the state to start from, each part (levels * directions, rows, width)."""
-        count = self.num_layers * (2 if self.bidirectional else 1)
-        if hx is None:
-            widths = (self.proj_size or self.hidden_size, self.hidden_size)[: self.state_parts]
-            given: State = tuple(input.new_zeros(count, rows, width) for width in widths)
-        else:
-            given = hx if isinstance(hx, tuple) else (hx,)
-            given = given if is_batched else tuple(part.unsqueeze(1) for part in given)
-        if not torch.jit.is_tracing():  # There the check would compare sizes that are tensors.
-            self._check(input, given, batch_sizes)
-        return given
-
-    def _check(self, input: Tensor, state: State, batch_sizes: Tensor | None) -> None:
-        """Raise an error where torch's layer would: for other shapes."""
-        raise NotImplementedError
-
-    def _enter(self, x: Tensor) -> Tensor:
-        """Return the input of the first level as the products read it."""
-        return x
-
-    def _between(self, x: Tensor, level: int) -> Tensor:
-        """Return the output of a level as the products of the next, ``level``, read it."""
-        return x
-
-    def _as_torch(self, state: State) -> Any:
-        """Return a state as torch's layer takes and returns it."""
-        return state if self.state_parts > 1 else state[0]
-
-    def _run_levels(self, x: Tensor, sizes: list[int], state: State) -> tuple[Tensor, State]:
-        """Run all levels on a flat input that :meth:`_enter` returned."""
-        ends: list[State] = []
-        for level in range(self.num_layers):
-            x = self._between(x, level) if level else x
-            x, last = self._run_level(x, sizes, state, level)
-            ends += last
-        return x, tuple(torch.stack(parts) for parts in zip(*ends, strict=True))
-
-    def _run_level(
-        self, x: Tensor, sizes: list[int], state: State, level: int
-    ) -> tuple[Tensor, list[State]]:
-        """Run one level on its flat input; return the last state of each direction."""
-        found = []
-        directions = self.suffixes(level)
-        for number, end in enumerate(directions, level * len(directions)):
-            own = tuple(part[number] for part in state)
-            reverse = end.endswith("_reverse")
-            found.append(self._run_direction(x, sizes, own, end, reverse))
-        outputs = [y for y, _ in found]
-        y = torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
-        return y, [last for _, last in found]
-
-    def _run_direction(
-        self, x: Tensor, sizes: list[int], state: State, end: str, reverse: bool
-    ) -> tuple[Tensor, State]:
-        """Run one direction of a level; return its outputs, flat, and its last state."""
-        raise NotImplementedError
-
-
 def _permuted(state: State, order: Tensor | None) -> State:
     """Return the rows of a state in another order."""
     return state if order is None else tuple(part.index_select(1, order) for part in state)
-
-
-def hidden_descriptor(input: QuantDescriptor | None) -> QuantDescriptor | None:
-    """Return that of a hidden state, given that of inputs: signed, as most states are."""
-    signed = input is None or input.unsigned is not True
-    return input if signed else cast(QuantDescriptor, input).replace(unsigned=False)
 
 
 class StepQuantizer:
@@ -169,15 +56,17 @@ class StepQuantizer:
             self._quantizer(torch.cat(self._noted))
 
 
-class QuantRecurrent(RecurrentFlow, QuantModule, nn.RNNBase):
+class QuantRecurrent(QuantModule, nn.RNNBase):
     """Base of the quantized recurrent layers; state dicts have the keys of torch's layer.
 
     With every quantizer off this is torch's own forward, bit for bit. If the hidden states stay
     float, torch's fused kernel runs on quantized inputs and weights. Else the steps are run one by
     one, since each quantizes the hidden state of the step before. Biases and the cell of an LSTM
-    stay float.
+    stay float. Inside, a sequence is *flat*, see :mod:`torchq.functional.recurrent`.
     """
 
+    #: The number of tensors of a state.
+    state_parts = 1
     input_slots = ("input_l0", "hidden_l0")
     weight_slots = ("weight_ih_l0", "weight_hh_l0")
 
@@ -186,8 +75,15 @@ class QuantRecurrent(RecurrentFlow, QuantModule, nn.RNNBase):
         cls, input: QuantDescriptor | None, weight: QuantDescriptor | None
     ) -> dict[str, QuantDescriptor | None]:
         """Return the rule's descriptors; the hidden state is signed."""
-        inputs = {"input_l0": input, "hidden_l0": hidden_descriptor(input)}
+        is_unsigned = input is not None and input.unsigned is True
+        hidden = input.replace(unsigned=False) if input is not None and is_unsigned else input
+        inputs = {"input_l0": input, "hidden_l0": hidden}
         return inputs | dict.fromkeys(cls.weight_slots, weight)
+
+    def suffixes(self, level: int) -> tuple[str, ...]:
+        """Return the ends of the parameter names of a level: one for each direction."""
+        both = (f"_l{level}", f"_l{level}_reverse")
+        return both if self.bidirectional else both[:1]
 
     def all_slots(self) -> dict[str, str]:
         """Return every slot of this layer with the slot of level 0 whose descriptor it has."""
@@ -228,28 +124,76 @@ class QuantRecurrent(RecurrentFlow, QuantModule, nn.RNNBase):
         """Return the outputs and the last state; the arguments are those of torch's layer."""
         if all(is_passive(self.quantizer(slot)) for slot in self.all_slots()):
             return super().forward(input, hx)
-        return self.run_sequences(input, hx)
+        enter = self.quantizer("input_l0")
+        if isinstance(input, PackedSequence):
+            data, batch_sizes, order, back = input
+            sizes = [int(size) for size in batch_sizes]
+            state = self._given_state(data, hx, sizes[0], True, batch_sizes)
+            flat, last = self._run_levels(enter(data), sizes, _permuted(state, order))
+            packed = PackedSequence(flat, batch_sizes, order, back)
+            return packed, self._as_torch(_permuted(last, back))
+        is_batched = input.dim() != 2
+        batched = input if is_batched else input.unsqueeze(0 if self.batch_first else 1)
+        rows = batched.shape[0 if self.batch_first else 1]
+        state = self._given_state(batched, hx, rows, is_batched, None)
+        x = enter(batched)
+        x = x.transpose(0, 1) if self.batch_first else x
+        steps = x.shape[0]
+        if not torch.jit.is_tracing() and steps == 0:
+            raise QuantizationError("input: got a sequence of 0 steps; expected at least one")
+        flat, last = self._run_levels(x.flatten(0, 1), [rows] * steps, state)
+        y = flat.view(steps, rows, flat.shape[-1])
+        y = y.transpose(0, 1) if self.batch_first else y
+        if not is_batched:
+            y, last = y.squeeze(0 if self.batch_first else 1), tuple(p.squeeze(1) for p in last)
+        return y, self._as_torch(last)
 
-    def _check(self, input: Tensor, state: State, batch_sizes: Tensor | None) -> None:
-        self.check_forward_args(input, self._as_torch(state), batch_sizes)
+    def _given_state(
+        self, input: Tensor, hx: Any, rows: int, is_batched: bool, batch_sizes: Tensor | None
+    ) -> State:
+        """Return the state to start from, each part (levels * directions, rows, width)."""
+        count = self.num_layers * (2 if self.bidirectional else 1)
+        if hx is None:
+            widths = (self.proj_size or self.hidden_size, self.hidden_size)[: self.state_parts]
+            given: State = tuple(input.new_zeros(count, rows, width) for width in widths)
+        else:
+            given = hx if isinstance(hx, tuple) else (hx,)
+            given = given if is_batched else tuple(part.unsqueeze(1) for part in given)
+        if not torch.jit.is_tracing():  # There the check would compare sizes that are tensors.
+            self.check_forward_args(input, self._as_torch(given), batch_sizes)
+        return given
 
-    def _enter(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.quantizer("input_l0")(x))
+    def _as_torch(self, state: State) -> Any:
+        """Return a state as torch's layer takes and returns it."""
+        return state if self.state_parts > 1 else state[0]
 
-    def _between(self, x: Tensor, level: int) -> Tensor:
-        dropped = F.dropout(x, self.dropout, self.training)
-        return cast(Tensor, self.quantizer(f"input_l{level}")(dropped))
+    def _run_levels(self, x: Tensor, sizes: list[int], state: State) -> tuple[Tensor, State]:
+        """Run all levels on a flat, quantized input."""
+        ends: list[State] = []
+        for level in range(self.num_layers):
+            if level:
+                dropped = F.dropout(x, self.dropout, self.training)
+                x = self.quantizer(f"input_l{level}")(dropped)
+            x, last = self._run_level(x, sizes, state, level)
+            ends += last
+        return x, tuple(torch.stack(parts) for parts in zip(*ends, strict=True))
 
     def _run_level(
         self, x: Tensor, sizes: list[int], state: State, level: int
     ) -> tuple[Tensor, list[State]]:
         """Run one level, by torch's own kernel where its hidden states stay float."""
         directions = self.suffixes(level)
-        if not all(is_passive(q) for end in directions for q in self._step_quantizers(end)):
-            return super()._run_level(x, sizes, state, level)
         first = level * len(directions)
         own = tuple(part[first : first + len(directions)] for part in state)
-        return self._run_fused(x, sizes, own, directions)
+        if all(is_passive(q) for end in directions for q in self._step_quantizers(end)):
+            return self._run_fused(x, sizes, own, directions)
+        found = [
+            self._run_direction(x, sizes, tuple(part[number] for part in own), end)
+            for number, end in enumerate(directions)
+        ]
+        outputs = [y for y, _ in found]
+        y = torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
+        return y, [last for _, last in found]
 
     def _step_quantizers(self, end: str) -> list[nn.Module]:
         """Return the quantizers that run at each step of a direction."""
@@ -263,13 +207,14 @@ class QuantRecurrent(RecurrentFlow, QuantModule, nn.RNNBase):
         return weights, [getattr(self, f"{k}{end}") for k in ("bias_ih", "bias_hh") if self.bias]
 
     def _run_direction(
-        self, x: Tensor, sizes: list[int], state: State, end: str, reverse: bool
+        self, x: Tensor, sizes: list[int], state: State, end: str
     ) -> tuple[Tensor, State]:
+        """Run one direction of a level; return its outputs, flat, and its last state."""
         weights, biases = self._weights(end)
         quantizers = self._step_quantizers(end)
         steps = [StepQuantizer(quantizer) for quantizer in quantizers]
         cell = self._make_cell(x, sizes, weights, biases, steps)
-        result = run_over_steps(cell, state, sizes, reverse)
+        result = run_over_steps(cell, state, sizes, end.endswith("_reverse"))
         for quantizer in steps:
             quantizer.finish()
         return result
@@ -306,7 +251,8 @@ class QuantRecurrent(RecurrentFlow, QuantModule, nn.RNNBase):
         quantizers: list[StepQuantizer],
     ) -> Callable[[int, State], State]:
         """Return the function of one step for :func:`run_over_steps`."""
-        product = step_product(_all_gates(x, weights[0], biases), weights[1], sizes)
+        gates = F.linear(x, weights[0], biases[0] + biases[1] if biases else None)
+        product = step_product(gates, weights[1], sizes)
 
         def cell(step: int, state: State) -> State:
             output, *rest = self._after_gates(product(step, quantizers[0](state[0])), state)
@@ -319,11 +265,6 @@ class QuantRecurrent(RecurrentFlow, QuantModule, nn.RNNBase):
     def _after_gates(self, gates: Tensor, state: State) -> State:
         """Return the new state of a step from the sum of both products and the state before."""
         raise NotImplementedError
-
-
-def _all_gates(x: Tensor, weight: Tensor, biases: list[Tensor]) -> Tensor:
-    """Return the product of the input with both biases, for all steps at once."""
-    return F.linear(x, weight, biases[0] + biases[1] if biases else None)
 
 
 @register(nn.LSTM)
@@ -378,4 +319,4 @@ class QuantRNN(QuantRecurrent, nn.RNN):
         return (torch.rnn_tanh if self.nonlinearity == "tanh" else torch.rnn_relu)(*args)
 
     def _after_gates(self, gates: Tensor, state: State) -> State:
-        return (rnn_cell(gates, self.nonlinearity),)
+        return (gates.tanh() if self.nonlinearity == "tanh" else gates.relu(),)
