@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -58,18 +58,25 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class ActivationTypes:
-    """The sign of the codes that a runtime wants for activations.
+class Codes:
+    """The codes of activations that a runtime has. Models are planned with these.
 
     Attributes:
-        nonnegative: "unsigned" or "signed" codes for tensors that cannot be negative.
-        others: "unsigned" or "signed" codes for all other tensors.
-        widths: Bits of the activations that may be changed.
+        unsigned: Tensors without negative values have unsigned codes, which begin at 0. False: no
+            tensor has.
+        stored: ``"unsigned"``: files hold unsigned integers for all tensors. Signed codes are moved
+            by half their number then, which changes no value.
+        widths: Bits of the activations that this is about.
+        zero_points: Codes may have a zero point, which asymmetric ranges need.
+        int32_biases: Integer kernels add biases as int32, in units of the scale of the input times
+            that of the weight.
     """
 
-    nonnegative: str
-    others: str
+    unsigned: bool = True
+    stored: Literal["", "unsigned"] = ""
     widths: tuple[int, ...] = (8,)
+    zero_points: bool = True
+    int32_biases: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,18 +84,14 @@ class FileRules:
     """What a runtime that reads ONNX files wants in them.
 
     Attributes:
-        activation_types: Integer types of activations; None leaves them as they are.
-        passes: Rewritings of the graph in place, in order, after the types of activations are set.
+        passes: Rewritings of the graph in place, in order.
         checks: Rules of the runtime: each yields a sentence for each place where a graph breaks it,
             with the layer and a fix. A finding is a warning of the export.
-        zero_points: Whether codes may have a zero point, which asymmetric ranges need.
         float_types: Types of parameters that the runtime has kernels for.
     """
 
-    activation_types: ActivationTypes | None = None
     passes: tuple[Callable[[Any], None], ...] = ()
     checks: tuple[Callable[[Any], Iterable[str]], ...] = ()
-    zero_points: bool = True
     float_types: tuple[torch.dtype, ...] = (torch.float32, torch.float16)
 
 
@@ -103,6 +106,7 @@ class Runtime:
         name: The word of ``target=``.
         recipe: Returns the configuration of :func:`torchq.quantize_` where none is given.
         placement: Where it wants quantizers beside the inputs of layers; None for nowhere.
+        codes: The codes of activations that it has; None takes any.
         file: How ONNX files for it look; None leaves them plain.
         limits: Sentences about what it does not do, which nothing can see in a file.
         versions: What the figures and the rules were found with.
@@ -118,6 +122,7 @@ class Runtime:
     name: str
     recipe: Callable[[], QuantConfig] = recipes.int8
     placement: Placement | None = None
+    codes: Codes | None = None
     file: FileRules | None = None
     limits: tuple[str, ...] = ()
     versions: str = ""

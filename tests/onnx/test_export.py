@@ -353,6 +353,7 @@ class StartsAtZero(nn.Module):
         return x + self.conv(x) * self.gain
 
 
+@pytest.mark.filterwarnings("ignore:(?s).*its output is not quantized")
 def test_an_activation_that_saw_only_zeros_exports_with_a_warning(tmp_path: Path) -> None:
     model, x = StartsAtZero(), torch.randn(2, 3, 8, 8)
     torchq.quantize_(model, target="onnxruntime", example=x)

@@ -37,8 +37,8 @@ def test_four_bit_convolutions_run_on_integers(unsigned: bool, tmp_path: Path) -
     weight = QuantDescriptor(4, axis=0, unsigned=unsigned)
     config = QuantConfig((Rule("type:*Conv2d", input=QuantDescriptor(), weight=weight),))
     net = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
-    net.append(torchq.nn.QuantIdentity())
-    model = calibrated(net, x, config=config)
+    net.append(torchq.nn.QuantIdentity(input_descriptor=QuantDescriptor(unsigned=True)))
+    model = calibrated(net, x, config=config, target="onnxruntime", example=x)
     kinds = export(model, x, tmp_path / "m.onnx")
     wanted = onnx.TensorProto.UINT8 if unsigned else onnx.TensorProto.INT8
     assert kinds["0.weight_quantizer/weight"] == kinds["2.weight_quantizer/weight"] == wanted
@@ -179,7 +179,7 @@ class Cast(nn.Sequential):
 
 def test_inputs_that_numpy_cannot_hold_are_not_compared(tmp_path: Path) -> None:
     x = torch.randn(4, 6, dtype=torch.bfloat16)
-    model = calibrated(Cast(nn.Linear(6, 6)), x)
+    model = calibrated(Cast(nn.Linear(6, 6)), x, target="onnxruntime")
     torchq.export_onnx(model, x, tmp_path / "m.onnx", target="onnxruntime")
     with pytest.raises(ExportError, match=r"has bfloat16 for the input 'x'; expected a type that"):
         torchq.verify_onnx(model, tmp_path / "m.onnx", [x])

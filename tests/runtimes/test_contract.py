@@ -19,7 +19,7 @@ from torchq import QuantConfig, QuantDescriptor, Rule
 from torchq.errors import ConfigError
 from torchq.onnx.ir import load_model, nodes_of
 from torchq.onnx.qdq import axis_of, qparams_of, quantizer_nodes, stored_weight
-from torchq.runtimes import RUNTIMES, ActivationTypes, FileRules, Runtime
+from torchq.runtimes import RUNTIMES, Codes, FileRules, Runtime
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -163,7 +163,7 @@ def test_a_broken_rule_is_a_warning_with_the_layer(target: str, tmp_path: Path) 
         (Rule("type:torch.nn.modules.conv.*", input=QuantDescriptor(), weight=case.weight),)
     )
     model = calibrated(case.offender(), x, config=config)
-    (text,) = export(model, x, tmp_path / "m.onnx", target)
+    *_, text = export(model, x, tmp_path / "m.onnx", target)
     assert text.startswith(f"export_onnx(target={target!r}):\n- ")
     assert f"0: {case.warning}" in text or f"0: has {case.warning}" in text or case.warning in text
 
@@ -172,12 +172,13 @@ def test_a_new_target_takes_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """An entry of the registry is all that a target is: nothing else knows their names."""
     seen: list[str] = []
     rules = FileRules(
-        activation_types=ActivationTypes(nonnegative="unsigned", others="unsigned"),
         passes=(lambda model: seen.append("pass"),),
         checks=(lambda model: iter(["stem: this target wants nothing"]),),
     )
     monkeypatch.setattr(RUNTIMES, "_entries", dict(RUNTIMES._entries))
-    RUNTIMES.add("new", Runtime(name="new", file=rules))
+    RUNTIMES.add(
+        "new", Runtime(name="new", codes=Codes(unsigned=False, stored="unsigned"), file=rules)
+    )
     x = torch.randn(4, 3, 16, 16)
     model = calibrated(Residual(), x)
     with pytest.warns(UserWarning, match="stem: this target wants nothing"):

@@ -208,7 +208,7 @@ class _Demo:
         print("quantize to INT8: swap, calibrate, export; lower to integer kernels in PyTorch too")
         int8 = self.quantized(net, torchq.recipes.int8())
         torchq.save(int8, self.out / "int8.pt")
-        deployed = torchq.deploy(int8, self.data.images[:8])
+        deployed = torchq.deploy(int8, self.data.images[:8], target="torch")
         self.export("INT8 PTQ", int8, "int8.onnx")
         self.rows.append(self.row("INT8 in PyTorch", self.classes(deployed)))
 
@@ -232,7 +232,8 @@ class _Demo:
 
     def quantized(self, model: nn.Module, config: torchq.QuantConfig) -> nn.Module:
         quantized = copy.deepcopy(model)
-        torchq.quantize_(quantized, config)
+        example = self.data.images[:1]
+        torchq.quantize_(quantized, config, target="onnxruntime", example=example)
         batches = self.data.batches(64)[:_CALIBRATION_BATCHES]
         torchq.calibrate(quantized, batches, progress=False)
         return quantized

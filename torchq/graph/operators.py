@@ -50,6 +50,12 @@ def _pooled(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]
     return args[:1] if isinstance(dims, (tuple, list)) and len(dims) > 1 else None
 
 
+def _padded(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """Return the operand of a padding, and the constant that it adds."""
+    value = args[3] if len(args) > 3 else kwargs.get("value")
+    return (*args[:1], 0.0 if value is None else value)
+
+
 @dataclass(frozen=True)
 class Operator:
     """One operator: how it is spelled, what it does to values, and what stands for it.
@@ -180,6 +186,10 @@ def _activations() -> Iterator[Operator]:
     tap["nonnegative"] = "always"
     yield _row("hardsigmoid", F.hardsigmoid, classes=(nn.Hardsigmoid,), **tap)
     yield _row("sigmoid", F.sigmoid, torch.sigmoid, "sigmoid", classes=(nn.Sigmoid,), **tap)
+    softmax = (F.softmax, torch.softmax, "softmax")
+    yield _row("softmax", *softmax, nonnegative="always", classes=(nn.Softmax,))
+    for name in ("abs", "exp"):
+        yield _row(name, getattr(torch, name), name, nonnegative="always")
 
 
 def _clips() -> Iterator[Operator]:
@@ -198,6 +208,7 @@ def _elementwise() -> Iterator[Operator]:
     yield _row("add", *add, syntax="Add", module="Add", **two)
     yield _row("mul", *mul, syntax="Mult", module="Mul", **two)
     yield _row("maximum", torch.maximum, "maximum", module="Maximum", **two)
+    yield _row("pad", F.pad, operands=_padded, nonnegative="kept")
     yield _row("sub", operator.sub, operator.isub, torch.sub, "sub", "sub_")
     yield _row("div", operator.truediv, operator.itruediv, torch.div, "div", "div_")
     yield _row("pow", operator.pow, operator.ipow, torch.pow, "pow", "pow_")
@@ -314,6 +325,35 @@ def effects_of(name: str) -> frozenset[str]:
     """Return the :attr:`Operator.effects` of a function or method by its name."""
     row = operator_named(name)
     return frozenset() if row is None else row.effects
+
+
+#: Clips, with the place of their lower bound.
+_BOUNDED = {"clamp": (1, "min"), "clip": (1, "min"), "hardtanh": (1, "min_val")}
+
+
+def never_negative(
+    name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_known: Callable[[Any], bool]
+) -> bool:
+    """Return True if a call of function ``name`` gives no negative value, whatever it reads.
+
+    ``is_known`` says so of a tensor that the call reads.
+    """
+    row = operator_named(name)
+    if row is None:
+        return False
+    if row.name in _BOUNDED:
+        place, keyword = _BOUNDED[row.name]
+        low = args[place] if len(args) > place else kwargs.get(keyword)
+        return isinstance(low, (int, float)) and low >= 0
+    operands = row.operands(args, kwargs) if row.nonnegative == "kept" else ()
+    if not {"move", "view", "part"}.isdisjoint(row.effects):
+        operands = args[:1]
+    is_fine = (is_known(v) if isinstance(v, torch.Tensor) else _is_count(v) for v in operands or ())
+    return row.nonnegative == "always" or (bool(operands) and all(is_fine))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value >= 0
 
 
 def operator_kind(target: Any) -> str | None:

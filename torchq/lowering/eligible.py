@@ -26,6 +26,7 @@ from torchq.nn import (
     TensorQuantizer,
     convert_,
 )
+from torchq.nn.integer_bias import kernel_bias
 from torchq.utils import Registry, copy_module
 
 Lowering = Callable[[QuantModule, bool], "nn.Module | str"]
@@ -122,7 +123,7 @@ def _arguments(module: QuantModule, reduce_range: bool) -> tuple[Any, ...] | str
     codes = integer_weight(w, layer.weight.detach(), reduce_range)
     if isinstance(codes, str):
         return codes
-    return *codes, layer.bias, qparams, layer.weight.dtype, x.pre_quant_scale
+    return *codes, kernel_bias(layer, layer.bias), qparams, layer.weight.dtype, x.pre_quant_scale
 
 
 @LOWERINGS.register(QuantConv1d)

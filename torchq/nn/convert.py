@@ -75,6 +75,8 @@ class QuantModule(nn.Module):
     weight_slots: ClassVar[tuple[str, ...]] = ("weight",)
     #: The axis of the weight that holds its output channels.
     channel_axis: ClassVar[int] = 0
+    #: "int32" where the forward rounds the bias as integer kernels do; "" leaves it float.
+    bias_format: str = ""
     #: True if only a descendant is quantized: the module calls it instead of a fused kernel.
     is_container: ClassVar[bool] = False
     #: True for a module that computes nothing: it is reported only where a rule names it.
@@ -356,6 +358,7 @@ def convert_(
 def revert_(module: QuantModule) -> nn.Module:
     """Make a quantized module float again, in place, and return it: the inverse of ``convert_``."""
     module.detach_quantizers()
+    vars(module).pop("bias_format", None)
     change_class(module, type(module).float_class)
     return module
 

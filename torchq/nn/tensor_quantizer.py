@@ -29,11 +29,9 @@ from torchq.nn.given_numbers import checked_numbers, checked_qparams
 from torchq.utils import constant_while_tracing, short_repr
 
 # Keeps these calls whole when a model is traced with torch.fx.
-torch.fx.wrap("fake_quantize")
-torch.fx.wrap("fake_quantize_affine")
+for _name in ("fake_quantize", "fake_quantize_affine", "quantize", "quantize_affine"):
+    torch.fx.wrap(_name)
 torch.fx.wrap("learned_fake_quantize")
-torch.fx.wrap("quantize")
-torch.fx.wrap("quantize_affine")
 
 _MODES = {
     "off": (False, False),
@@ -73,6 +71,7 @@ class TensorQuantizer(nn.Module):
             after :meth:`set_qparams` alone; the zero point only with ``symmetric=False``.
         unsigned: with ``QuantDescriptor(unsigned="auto")`` a 0-d int8 buffer: -1 while calibration
             has not chosen the sign, then 0 or 1. :attr:`descriptor` holds the choice.
+        keeps_sign: the codes are unsigned whatever calibration sees; see :meth:`keep_unsigned`.
         pre_quant_scale: optional buffer that multiplies the input first, also when the mode is off
             (SmoothQuant).
         quantizing, observing: the two switches that :attr:`mode` names.
@@ -104,6 +103,7 @@ class TensorQuantizer(nn.Module):
     __jit_ignored_attributes__ = ("scale", "range")
     # A quantizer from before there were delegates has none.
     _delegate: Delegate | None = None
+    keeps_sign: bool = False
 
     def __init__(
         self,
@@ -241,7 +241,7 @@ class TensorQuantizer(nn.Module):
     def range(self) -> Range:
         """The known range, whose ends are the buffers or parameters; without elements if unknown.
 
-        Assign a range of the same kind to set it without a check, which would wait for the device.
+        Assigning one of the same kind checks nothing, so the host need not wait.
         """
         return Range(self.amax, None if self.descriptor.symmetric else self.amin)
 
@@ -294,8 +294,7 @@ class TensorQuantizer(nn.Module):
         """Return the scale and the zero point of :meth:`qparams`.
 
         Returns:
-            scale: amax / qmax, or the length of an asymmetric range over the number of steps of its
-                codes; float32, > 0, the shape of amax.
+            scale: float32, > 0, the shape of amax.
             zero_point: int32 of the same shape; zeros for symmetric ranges.
 
         Raises:
@@ -308,8 +307,7 @@ class TensorQuantizer(nn.Module):
         """Return the quantization parameters that calls quantize with, without gradient.
 
         Args:
-            x: take those of a call on this tensor, in the dtype that it computes in; they are known
-                for every quantizer.
+            x: take those of a call on this tensor, in the dtype that it computes in.
 
         Raises:
             CalibrationError: amax is not known yet, and there is no ``x``.
@@ -350,8 +348,7 @@ class TensorQuantizer(nn.Module):
     def set_amax(self, value: Any) -> None:
         """Set the range. The host waits for the device, so this is not for the hot path.
 
-        A range so small that its scale is no normal float32 number quantizes everything to 0; a
-        warning says so, unless the range is 0.
+        A range whose scale is no normal float32 number quantizes everything to 0, with a warning.
 
         Args:
             value: A number, nested sequence, array or tensor of finite numbers >= 0; it is copied
@@ -369,15 +366,14 @@ class TensorQuantizer(nn.Module):
         self._set_checked(amax=value)
 
     def set_range(self, amin: Any, amax: Any) -> None:
-        """Set both ends of an asymmetric range; see :meth:`set_amax`.
+        """Set both ends of an asymmetric range, of equal shapes; see :meth:`set_amax`.
 
         Args:
-            amin: Finite numbers <= 0, of the shape of ``amax``.
+            amin: Finite numbers <= 0.
             amax: Finite numbers >= 0.
 
         Raises:
-            ConfigError: Not such numbers, different shapes, or a symmetric range; the range stays
-                as it was.
+            ConfigError: Other numbers or a symmetric range; the range stays as it was.
         """
         if self.descriptor.symmetric:
             raise ConfigError(
@@ -411,9 +407,8 @@ class TensorQuantizer(nn.Module):
     def set_qparams(self, scale: Any, zero_point: Any = None) -> None:
         """Hold a scale and a zero point as they are, such as those of a checkpoint of others.
 
-        Calls, files and kernels use exactly these, also a scale that no amax over ``qmax`` gives to
-        the last bit. ``amax`` and ``amin`` become the values of the outermost codes. Setting the
-        range, or a new calibration, ends it.
+        ``amax`` and ``amin`` become the values of the outermost codes. Setting the range, or a new
+        calibration, ends it.
 
         Args:
             scale: finite numbers > 0 of the shape of an amax, as for :meth:`set_amax`; one number
@@ -463,11 +458,7 @@ class TensorQuantizer(nn.Module):
             self.set_unsigned("auto")
 
     def observe(self, x: Tensor) -> None:
-        """Give ``x`` to the calibrator.
-
-        Raises:
-            CalibrationError: x is not floating point, or its amax has another shape than before.
-        """
+        """Give ``x`` to the calibrator; CalibrationError for no floats or another shape."""
         if self.calibrator is None:
             self.calibrator = self._make_calibrator()
         try:
@@ -476,7 +467,7 @@ class TensorQuantizer(nn.Module):
             raise CalibrationError(f"{self._label}: {error}") from None
 
     def _make_calibrator(self, method: str | None = None, **options: Any) -> Calibrator:
-        d = self.given_descriptor
+        d = self.given_descriptor if self._chooses_sign else self.descriptor
         if method in (None, d.calib_method):
             options = {**dict(d.calib_options), **options}
         try:
@@ -553,16 +544,14 @@ class TensorQuantizer(nn.Module):
             )
 
     def calibrate_on(self, x: Tensor, method: str | None = None) -> None:
-        """Set the range from one tensor, such as a weight.
-
-        A method with a search, such as ``"mse"``, tries ranges on the tensor itself.
+        """Set the range from one tensor, such as a weight, which a method may search.
 
         Args:
             x: the tensor.
             method: in place of the descriptor's.
 
         Raises:
-            CalibrationError: NaN or infinite values; the range stays as it was.
+            CalibrationError: NaN or infinite values.
         """
         d = self.descriptor
         search = self._search(method)
@@ -585,7 +574,13 @@ class TensorQuantizer(nn.Module):
     @property
     def given_descriptor(self) -> QuantDescriptor:
         """The descriptor that the quantizer was made with, without the choice of the sign."""
-        return self.descriptor.replace(unsigned="auto") if self._chooses_sign else self.descriptor
+        is_auto = "unsigned" in self._buffers
+        return self.descriptor.replace(unsigned="auto") if is_auto else self.descriptor
+
+    def keep_unsigned(self) -> None:
+        """Let the codes be unsigned for good, as a plan says; calibration warns of other data."""
+        self.set_unsigned(True)
+        self.keeps_sign = True
 
     def set_unsigned(self, unsigned: bool | Literal["auto"]) -> None:
         """Choose the sign of the codes, for a descriptor with ``unsigned="auto"``.
@@ -609,7 +604,7 @@ class TensorQuantizer(nn.Module):
 
     @property
     def _chooses_sign(self) -> bool:
-        return "unsigned" in self._buffers
+        return "unsigned" in self._buffers and not self.keeps_sign
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # .half() and .to(bfloat16) must not round the range: only the device of the result is
@@ -647,7 +642,7 @@ class TensorQuantizer(nn.Module):
         if prefix + "amax" not in state_dict:  # A float checkpoint leaves the range as it is.
             added = missing[len(before) :]
             missing[:] = before + [name for name in added if name not in own]
-        if prefix + "unsigned" in state_dict:
+        if prefix + "unsigned" in state_dict and "unsigned" in self._buffers:
             self._adopt_loaded_sign(prefix, args[4])
 
     def _expect_held(self, state_dict: dict[str, Any], prefix: str) -> None:
@@ -660,10 +655,14 @@ class TensorQuantizer(nn.Module):
 
     def _adopt_loaded_sign(self, prefix: str, errors: list[str]) -> None:
         """Make the descriptor agree with the loaded buffer ``unsigned``; a problem is appended."""
-        if not self._chooses_sign or self.get_buffer("unsigned").is_meta:
+        if self.get_buffer("unsigned").is_meta:
             return
         value = int(self.get_buffer("unsigned"))
-        if value not in (_UNDECIDED, 0, 1):
+        if self.keeps_sign:
+            self.get_buffer("unsigned").fill_(1)
+            if value == 0:
+                errors.append(f"{prefix}unsigned: got 0; expected 1, which the plan has fixed")
+        elif value not in (_UNDECIDED, 0, 1):
             errors.append(f"{prefix}unsigned: got {value}; expected -1, 0 or 1")
         else:
             self.set_unsigned("auto" if value == _UNDECIDED else bool(value))

@@ -4,7 +4,6 @@ The optional packages (``onnx``, ``onnx_ir``, ``onnxscript``, ``onnxruntime``) a
 they are used first.
 """
 
-from torchq.onnx.biases import round_biases_
 from torchq.onnx.export import export_onnx
 from torchq.onnx.report import ExportReport
 from torchq.onnx.verify.metrics import LayerAgreement, OutputAgreement, VerifyReport
@@ -16,6 +15,5 @@ __all__ = [
     "OutputAgreement",
     "VerifyReport",
     "export_onnx",
-    "round_biases_",
     "verify_onnx",
 ]

@@ -15,13 +15,27 @@ from torch import Tensor, nn
 
 from torchq.errors import ExportError
 from torchq.nn import TensorQuantizer
+from torchq.nn.integer_bias import rounded_biases
 from torchq.onnx.interface import ExampleCall, fixes_batch
-from torchq.onnx.ir import Model, run_passes, save_model, set_opset, undo_passes
+from torchq.onnx.ir import (
+    Model,
+    is_constant,
+    nodes_of,
+    run_passes,
+    save_model,
+    set_opset,
+    undo_passes,
+)
 from torchq.onnx.passes import EXPORT_PASSES
-from torchq.onnx.passes.activations import retype_activations
 from torchq.onnx.passes.pairs import merge_duplicates
-from torchq.onnx.preflight import check_dtypes, check_quantizers, choose_exporter, default_opset
-from torchq.onnx.qdq import read_record, write_record
+from torchq.onnx.preflight import (
+    check_dtypes,
+    check_quantizers,
+    choose_exporter,
+    default_opset,
+    warn_of_own_grid,
+)
+from torchq.onnx.qdq import qparams_of, read_record, store_codes, write_record
 from torchq.onnx.report import ExportReport, report_on
 from torchq.onnx.torch_exporters import (
     TorchExportError,
@@ -30,7 +44,7 @@ from torchq.onnx.torch_exporters import (
     run_torchscript,
     write_pairs,
 )
-from torchq.runtime import RUNTIMES, Runtime, check_planned, runtime_of
+from torchq.runtime import RUNTIMES, Runtime, check_planned, planned_target, runtime_of
 from torchq.utils import (
     bullets,
     deployed_part,
@@ -73,8 +87,9 @@ def export_onnx(
         path: The ``.onnx`` file. Tensors go to ``path + ".data"`` where they exceed what one file
             can hold.
         target: The runtime to shape the graph for, one of :func:`torchq.targets` or a
-            :class:`torchq.runtimes.Runtime`: the one that the model was quantized for, or any if
-            that was none. None writes what the simulation does.
+            :class:`torchq.runtimes.Runtime`. None takes the one that the model was quantized for.
+            A model that was quantized for none can go to any, on its own grid; where that is
+            another one than the runtime has, there is a warning.
         opset: 10 to 23; None takes 20, or 21 for what needs it. Per-channel ranges need 13, FP8
             needs 19; int4, int16 and blocks need 21.
         dynamo: The exporter of torch: True for the one based on ``torch.export`` (opset >=
@@ -106,18 +121,12 @@ def export_onnx(
         >>> print(torchq.export_onnx(model, x, "model.onnx"))  # doctest: +SKIP
     """
     import_optional("onnx", "export_onnx")
-    model, path, runtime = unwrap(model), Path(path), runtime_of(target)
-    check_planned("export_onnx", model, runtime)
-    check_dtypes(model, runtime)
+    model, path = unwrap(model), Path(path)
+    runtime = _runtime_for(model, target)
     version = default_opset(model) if opset is None else opset
     modern = choose_exporter(dynamo, version)
     active = check_quantizers(model, version, modern, runtime)
-    if not active:
-        warnings.warn(
-            f"export_onnx: {type(model).__name__} has no active quantizer; "
-            "the file will hold a float model",
-            stacklevel=2,
-        )
+    warn_of_own_grid(model, active, runtime)
     names = (dynamic_shapes, input_names, output_names)
     batches = (True, False) if dynamic_batch and not fixes_batch(model) else (False,)
     calls = [ExampleCall(model, example, is_open, *names) for is_open in batches]
@@ -133,14 +142,24 @@ def export_onnx(
     return report_on(graph, path, name, "dynamo" if modern else "torchscript", size, found)
 
 
+def _runtime_for(model: nn.Module, target: str | Runtime | None) -> Runtime | None:
+    """Return the runtime of a file: the given one, or that of the plan; ConfigError for others."""
+    planned = planned_target(model) or ""
+    runtime = RUNTIMES.get(planned) if target is None else runtime_of(target)
+    check_planned("export_onnx", model, runtime)
+    check_dtypes(model, runtime)
+    return runtime
+
+
 def _shape_for(runtime: Runtime | None, graph: Model) -> tuple[str, ...]:
     """Rewrite a graph for a runtime; warn of its rules that the graph breaks, and return them."""
     run_passes(graph, EXPORT_PASSES)
     if runtime is None or runtime.file is None:
         return ()
-    rules = runtime.file
-    if rules.activation_types is not None:
-        retype_activations(graph, rules.activation_types)
+    rules, codes = runtime.file, runtime.codes
+    for node in nodes_of(graph, "QuantizeLinear") if codes is not None and codes.stored else ():
+        if is_constant(node.inputs[1]) and qparams_of(node).format.bits in codes.widths:
+            store_codes(node, signed=False)
     run_passes(graph, (merge_duplicates, *rules.passes))
     found = tuple(text for check in rules.checks for text in check(graph))
     if found:
@@ -196,6 +215,7 @@ def _traced(
         stack.enter_context(state_kept(call.model))
         stack.enter_context(torch.no_grad())
         stack.enter_context(evaluating(call.model))
+        stack.enter_context(rounded_biases(call.model))
         stack.enter_context(marking(call.model, active, opset))
         stack.enter_context(_without_unknown_outputs(call.model))
         stack.enter_context(plain_attention())

@@ -13,7 +13,8 @@ from torchq.errors import ExportError
 from torchq.functional.onnx_ops import opset_needed
 from torchq.nn import TensorQuantizer
 from torchq.onnx.torch_exporters import TORCHSCRIPT_MAX
-from torchq.runtime import Runtime
+from torchq.runtime import Runtime, planned_target
+from torchq.swap.grids import in_codes
 from torchq.utils.optional import import_optional
 from torchq.workflow import quantizers, weight_quantizers
 
@@ -107,9 +108,37 @@ def check_quantizers(
             "with torchq.disabled(model, name)",
             stacklevel=3,
         )
-    if runtime is not None and runtime.file is not None and not runtime.file.zero_points:
+    if runtime is not None and runtime.codes is not None and not runtime.codes.zero_points:
         _check_zero_points(active, runtime)
     return active
+
+
+def warn_of_own_grid(
+    model: nn.Module, active: dict[str, TensorQuantizer], runtime: Runtime | None
+) -> None:
+    """Warn of a float model, and of one for no runtime that has other codes than ``runtime``."""
+    if not active:
+        warnings.warn(
+            f"export_onnx: {type(model).__name__} has no active quantizer; "
+            "the file will hold a float model",
+            stacklevel=3,
+        )
+    codes = None if runtime is None or planned_target(model) is not None else runtime.codes
+    weights = weight_quantizers(model)
+    found = [
+        name
+        for name, q in active.items()
+        if codes is not None
+        and id(q) not in weights
+        and in_codes(q.given_descriptor, codes) != q.given_descriptor
+    ]
+    if found and runtime is not None:
+        warnings.warn(
+            f"export_onnx: the model was quantized for no target, so the file has its own codes: "
+            f"{_listed(found)}. {runtime.name} has finer ones, or faster kernels for others; call "
+            f"torchq.quantize_(model, target={runtime.name!r}, example=...) before calibration",
+            stacklevel=3,
+        )
 
 
 def _check_zero_points(active: dict[str, TensorQuantizer], runtime: Runtime) -> None:

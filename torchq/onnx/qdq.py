@@ -81,6 +81,22 @@ def set_qparams(quantize: Node, qparams: QParams) -> None:
     quantize.outputs[0].type = onnx_ir.TensorType(data_type(inputs[1]))
 
 
+def store_codes(quantize: Node, signed: bool) -> bool:
+    """Store the codes of an activation of 8 or 16 bits as another type; return True if that moved.
+
+    Before: A QuantizeLinear with one stored scale. After: Its codes, and the zero point, are moved
+    by half their number where they had the other sign, so every value stays what it was.
+    """
+    stored = all(is_constant(value) for value in quantize.inputs[1:] if value is not None)
+    if not stored or quantize.inputs[1].const_value.size != 1:
+        return False
+    old = qparams_of(quantize)
+    new = old.stored(signed)
+    if new is not old:
+        set_qparams(quantize, new)
+    return new is not old
+
+
 def pair_name(node: Node) -> str:
     """Return the quantizer that a QuantizeLinear or DequantizeLinear is named after."""
     return str(node.name or "").rpartition("/")[0]
@@ -133,7 +149,7 @@ def starts_at_zero(quantize: Node) -> bool:
 def leads_only_to_quantizers(value: Value, *through: str) -> bool:
     """Return True if only QuantizeLinear reads ``value``, also behind the operators ``through``."""
     users = readers(value)
-    while len(users) == 1 and users[0].op_type in through and not value.is_graph_output():
+    while len({*users}) == 1 and users[0].op_type in through and not value.is_graph_output():
         value = users[0].outputs[0]
         users = readers(value)
     only = bool(users) and all(user.op_type == "QuantizeLinear" for user in users)

@@ -3,7 +3,7 @@
 A new one is a file with a :class:`Runtime`, and its name below.
 """
 
-from torchq.runtime import RUNTIMES, ActivationTypes, FileRules, Placement, Runtime
+from torchq.runtime import RUNTIMES, Codes, FileRules, Placement, Runtime
 from torchq.runtimes.api import deploy
 from torchq.runtimes.chips import CHIPS
 from torchq.runtimes.engine import Engine
@@ -17,7 +17,7 @@ from torchq.runtimes.tensorrt import TensorRt
 from torchq.runtimes.torch import Torch
 
 __all__ = [
-    "ActivationTypes",
+    "Codes",
     "Candidate",
     "Engine",
     "EngineModule",

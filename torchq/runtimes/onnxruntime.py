@@ -36,7 +36,7 @@ from torchq.onnx.passes.convolutions import (
     with_lengths,
 )
 from torchq.onnx.passes.matmuls import split_gemms
-from torchq.onnx.passes.pairs import separate_float8
+from torchq.onnx.passes.pairs import separate_clips
 from torchq.onnx.qdq import (
     FLOAT_WEIGHT,
     leads_only_to_quantizers,
@@ -44,7 +44,7 @@ from torchq.onnx.qdq import (
     qparams_of,
     starts_at_zero,
 )
-from torchq.runtime import ActivationTypes, FileRules, Placement
+from torchq.runtime import Codes, FileRules, Placement
 from torchq.runtimes.checks import (
     ACTIVATIONS,
     AVG_POOLS,
@@ -196,7 +196,7 @@ def check_float_outputs(model: Model) -> Iterator[str]:
             continue
         if _is_grouped(node) or any(map(_is_grouped, _behind_relu(node))):
             continue  # Float is the faster one; see ``decide_outputs``.
-        if not leads_only_to_quantizers(node.outputs[0], "Relu", "Clip"):
+        if not leads_only_to_quantizers(node.outputs[0], "Relu", "Clip", "Max"):
             yield (
                 f"{layer_name(node)}: its output is not quantized, so it runs in float; use "
                 "quantize_ with target='onnxruntime' and an example, or put "
@@ -236,10 +236,10 @@ _PLACEMENT = Placement(
     narrow_depthwise=16,
     most_unequal=1.5,
 )
+# Unsigned codes include the ReLU in front of them; signed ones would keep it, and the convolution
+# in float.
+_CODES = Codes(stored="unsigned", int32_biases=True)
 _FILE = FileRules(
-    # Unsigned codes include the ReLU in front of them; signed ones would keep it, and the
-    # convolution in float.
-    activation_types=ActivationTypes(nonnegative="unsigned", others="unsigned"),
     passes=(
         widen_four_bit_weights,
         quantize_reshaped,
@@ -247,7 +247,7 @@ _FILE = FileRules(
         gather_shuffled,
         quantize_concatenated,
         split_gemms,
-        separate_float8,
+        separate_clips,
         store_float_weights,
         fit_biases,
         merge_groups,
@@ -284,6 +284,7 @@ class OnnxRuntime(GraphEngine):
 
     name: str = "onnxruntime"
     placement: Placement | None = _PLACEMENT
+    codes: Codes | None = _CODES
     file: FileRules | None = _FILE
     limits: tuple[str, ...] = (
         "GELU, Hardswish, Hardsigmoid, LayerNorm and bilinear resizing have no integer kernel.",

@@ -33,7 +33,6 @@ from torchq.onnx.ir import (
     replace_value,
     value_of,
 )
-from torchq.onnx.passes.activations import retype_activations
 from torchq.onnx.passes.constants import Shape, known_shapes
 from torchq.onnx.passes.convolutions import with_lengths
 from torchq.onnx.passes.pairs import separate
@@ -42,8 +41,9 @@ from torchq.onnx.qdq import (
     pair_name,
     qparams_of,
     shared_name,
+    store_codes,
 )
-from torchq.runtime import ActivationTypes, FileRules, Placement
+from torchq.runtime import Codes, FileRules, Placement
 from torchq.runtimes.checks import (
     AVG_POOLS,
     LAYERS,
@@ -96,7 +96,7 @@ def unsigned_codes(model: Model) -> None:
 
     Before: A Concat or MaxPool between Q/DQ pairs with signed codes, whatever moves elements beside
     it, and a layer that reads these codes, or reads them behind a norm.
-    After: These pairs have unsigned codes, with the zero point 128 or, behind a ReLU, 0.
+    After: These pairs have unsigned codes, with the zero point 128.
     """
     values: set[Value] = set()
     shapes = known_shapes(model)
@@ -107,7 +107,9 @@ def unsigned_codes(model: Model) -> None:
             features = all(_joins_features(one, shapes) for one in joins if one is not None)
             values |= _until_layers(moved, features)
     shared = {shared_name(n) for n in nodes_of(model, "QuantizeLinear") if n.inputs[0] in values}
-    retype_activations(model, ActivationTypes("unsigned", "unsigned"), shared)
+    for node in nodes_of(model, "QuantizeLinear"):
+        if shared_name(node) in shared:
+            store_codes(node, signed=False)
 
 
 def _joins_features(node: Node, shapes: Mapping[str, Shape]) -> bool:
@@ -158,17 +160,17 @@ def with_signed_codes(graph: bytes) -> bytes:
     """
     onnx = import_optional("onnx", "torchq.onnx")
     model = onnx_ir.from_proto(onnx.load_model_from_string(graph))
-    before = _types(model)
-    retype_activations(model, ActivationTypes("unsigned", "signed"))
-    if _types(model) == before:
+    centred = [node for node in nodes_of(model, "QuantizeLinear") if _is_centred(node)]
+    moved = [store_codes(node, signed=True) for node in centred]
+    if not any(moved):
         return graph
     changed: bytes = onnx_ir.to_proto(model).SerializeToString()
     return changed
 
 
-def _types(model: Model) -> list[Any]:
-    """Return the dtype of the codes of each quantizer."""
-    return [node.outputs[0].dtype for node in nodes_of(model, "QuantizeLinear")]
+def _is_centred(quantize: Node) -> bool:
+    """Return True for codes with the zero point 128."""
+    return is_constant(quantize.inputs[1]) and qparams_of(quantize).has_zero_point(128)
 
 
 def norms_of_rows(model: Model) -> None:
@@ -323,10 +325,9 @@ _PLACEMENT = Placement(
     # which cuts that result at the ends of its range but does not round it.
     one_branch=True,
 )
+_CODES = Codes()  # the kernels of CPUs without AMX multiply uint8 by int8
 _FILE = FileRules(
     float_types=(torch.float32, torch.float16, torch.bfloat16),
-    # The kernels of CPUs without AMX multiply uint8 by int8.
-    activation_types=ActivationTypes(nonnegative="unsigned", others="signed"),
     passes=(
         unsigned_codes,
         separate_pairs,
@@ -370,6 +371,7 @@ class OpenVino(GraphEngine):
 
     name: str = "openvino"
     placement: Placement | None = _PLACEMENT
+    codes: Codes | None = _CODES
     file: FileRules | None = _FILE
     limits: tuple[str, ...] = (
         "OpenVINO computes the float parts in bfloat16 on CPUs that have it; "

@@ -20,7 +20,7 @@ from torchq.onnx.qdq import (
     pair_name,
     qparams_of,
 )
-from torchq.runtime import ActivationTypes, FileRules, Placement, Runtime
+from torchq.runtime import Codes, FileRules, Placement, Runtime
 from torchq.runtimes.checks import (
     ACTIVATIONS,
     AVG_POOLS,
@@ -96,8 +96,8 @@ QNN = Runtime(
             "type:torch.nn.modules.activation.MultiheadAttention",
         ),
     ),
+    codes=Codes(stored="unsigned", widths=(8, 16)),
     file=FileRules(
-        activation_types=ActivationTypes(nonnegative="unsigned", others="unsigned", widths=(8, 16)),
         passes=(fit_biases,),
         checks=(
             check_activation_types,

@@ -22,7 +22,7 @@ from torchq.onnx.ir import (
     nodes_of,
 )
 from torchq.onnx.qdq import axis_of, element_type, format_of, pair_name, qparams_of
-from torchq.runtime import ActivationTypes, FileRules, Placement
+from torchq.runtime import Codes, FileRules, Placement
 from torchq.runtimes.checks import (
     AVG_POOLS,
     CONVOLUTIONS,
@@ -133,10 +133,9 @@ _PLACEMENT = Placement(
     modules=(AVG_POOLS,),
     one_branch=True,
 )
+_CODES = Codes(unsigned=False, zero_points=False)
 _FILE = FileRules(
     float_types=(torch.float32, torch.float16, torch.bfloat16),
-    activation_types=ActivationTypes(nonnegative="signed", others="signed"),
-    zero_points=False,
     checks=(
         check_activation_types,
         check_transposed_axis,
@@ -160,6 +159,7 @@ class TensorRt(OnnxRuntime):
     measured: ClassVar[bool] = False  # it is for GPUs, and takes minutes to open a file
     name: str = "tensorrt"
     placement: Placement | None = _PLACEMENT
+    codes: Codes | None = _CODES
     file: FileRules | None = _FILE
     limits: tuple[str, ...] = (
         "FP8 needs strongly typed networks.",

@@ -113,7 +113,17 @@ def as_it_is(model: nn.Module) -> Plan:
         if calls or not (isinstance(module, OperatorOwner) and module.is_container):
             ranges = module.ranges if isinstance(module, QuantCat) else 1
             slots: Any = module.rule_descriptors()
-            rows.append(Decision(names, class_name(module), **slots, calls=calls, ranges=ranges))
+            rows.append(
+                Decision(
+                    names,
+                    class_name(module),
+                    **slots,
+                    calls=calls,
+                    ranges=ranges,
+                    unsigned=_unsigned_slots(module),
+                    bias=module.bias_format,
+                )
+            )
     placed, modes = {}, {}
     seen: set[int] = set()
     for path, quantizer in quantizer_slots(model):
@@ -125,6 +135,12 @@ def as_it_is(model: nn.Module) -> Plan:
     shared = canonical_groups([map(public_path, group) for group in shared_groups(model)])
     fusions = tuple(fusion_record(model))
     return Plan(tuple(rows), operators, placed, shared, modes, fusions)
+
+
+def _unsigned_slots(module: nn.Module) -> tuple[str, ...]:
+    """Return the slots of a module whose codes are unsigned because a plan says so."""
+    found = (n for n, q in module.named_children() if getattr(q, "keeps_sign", False))
+    return tuple(sorted(name.removesuffix("_quantizer") for name in found))
 
 
 def _own_children(module: nn.Module) -> set[int]:
@@ -267,10 +283,20 @@ def convert_as(
     if decision.calls:
         slots = {"input": decision.input, "weight": decision.weight}
         route_(module, operators, decision.calls, **slots)
-        return
-    convert_(module, **decision.descriptors)
+    else:
+        convert_(module, **decision.descriptors)
     if isinstance(module, QuantCat) and decision.ranges > 1:
         module.separate_ranges_(decision.ranges)
+    for slot in decision.unsigned:
+        quantizer = getattr(module, f"{slot}_quantizer", None)
+        if not isinstance(quantizer, TensorQuantizer) or not hasattr(quantizer, "unsigned"):
+            raise QuantizationError(
+                f"{decision.name}: the codes of {slot} are unsigned in the plan; expected a "
+                "quantizer there that may be. Load into the architecture that was saved"
+            )
+        quantizer.keep_unsigned()
+    if decision.bias and isinstance(module, QuantModule):
+        module.bias_format = decision.bias
 
 
 def device_around(model: nn.Module, name: str) -> torch.device | None:

@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchq.descriptor import QuantDescriptor
-from torchq.graph import Flow, effects_of, is_torch_leaf, operator_name, record, tensors_in
+from torchq.graph import (
+    Flow,
+    effects_of,
+    is_torch_leaf,
+    never_negative,
+    operator_name,
+    record,
+    tensors_in,
+)
 from torchq.nn import (
     QuantModule,
     QuantMultiheadAttention,
@@ -23,7 +31,7 @@ from torchq.nn import (
     shared_groups,
 )
 from torchq.nn.modules.operators import QuantCat
-from torchq.runtime import Placement
+from torchq.runtime import Codes, Placement, Runtime
 from torchq.swap.apply import public_path, quantizer_slots, tried
 from torchq.swap.plan import Plan, canonical_groups
 from torchq.utils import untouched
@@ -43,6 +51,7 @@ class Value:
         position: in the list of tensors that a concatenation reads; 0 elsewhere.
         amax: of a tensor that is concatenated, its largest magnitude.
         is_signed: it holds negative values; of tensors that are concatenated alone.
+        is_nonnegative: the operators that computed it give no negative value, whatever they read.
     """
 
     slot: str
@@ -51,6 +60,7 @@ class Value:
     position: int = 0
     amax: float = 0.0
     is_signed: bool = False
+    is_nonnegative: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,7 @@ class Facts:
 
     Attributes:
         placement: where the target wants quantizers beside the inputs of layers.
+        codes: the codes of activations that the target has; None for any.
         inputs: path of a module with quantizers -> the paths of those of its inputs; None stands
             for a slot without one.
         descriptors: path of a quantizer -> how it quantizes.
@@ -75,6 +86,7 @@ class Facts:
     """
 
     placement: Placement
+    codes: Codes | None
     inputs: Mapping[str, tuple[str | None, ...]]
     descriptors: Mapping[str, QuantDescriptor]
     modes: Mapping[str, str]
@@ -93,11 +105,13 @@ class Facts:
         model: nn.Module,
         plan: Plan,
         example: Any = None,
-        placement: Placement | None = None,
+        runtime: Runtime | None = None,
     ) -> Facts:
         """Let ``model`` be quantized as ``plan`` says for a while, and run it once in float."""
         with tried(model, plan):
-            made = {"placement": placement or Placement(), **_made(model)}
+            placement = None if runtime is None else runtime.placement
+            codes = None if runtime is None else runtime.codes
+            made = {"placement": placement or Placement(), "codes": codes, **_made(model)}
             if example is None:
                 return cls(**made)
             seen = _Seen(model)
@@ -219,11 +233,14 @@ class _Seen:
                 size = float(tensor.abs().max()) if tensor.numel() else 0.0
                 is_signed = bool(tensor.numel()) and bool(tensor.min() < 0)
                 root, key = self._roots.of(tensor), _key(tensor)
-                self.values.append(Value(slot, root, key, position, size, is_signed))
+                proved = self._roots.is_nonnegative(tensor)
+                self.values.append(Value(slot, root, key, position, size, is_signed, proved))
 
     def _read(self, slot: str, args: Any, kwargs: Any, result: Any) -> None:
         if result is None and args:
-            self.values.append(Value(slot, self._roots.of(args[0]), _key(args[0])))
+            x = args[0]
+            proved = self._roots.is_nonnegative(x)
+            self.values.append(Value(slot, self._roots.of(x), _key(x), is_nonnegative=proved))
 
 
 def _as_new_tensor(quantizer: nn.Module, args: Any, result: Tensor) -> Tensor:
@@ -239,7 +256,7 @@ def _key(tensor: Tensor) -> tuple[int, int]:
 
 
 class _Roots(TorchFunctionMode):
-    """Tells which tensors hold the same values, while it is active."""
+    """Tells which tensors hold the same values, and which no negative ones, while it is active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,6 +264,7 @@ class _Roots(TorchFunctionMode):
         # An id is unique while its tensor lives; the copy shows changes in place.
         self._alive: dict[int, tuple[Tensor, Tensor]] = {}
         self._count = 0
+        self._nonnegative: dict[int, tuple[Tensor, int]] = {}
 
     def __torch_function__(
         self,
@@ -256,13 +274,21 @@ class _Roots(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Carry out ``func``; the result of one that moves values has the origin of its input."""
+        proved = never_negative(operator_name(func), args, kwargs or {}, self.is_nonnegative)
         out = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(out) if proved else ():
+            self._nonnegative[id(tensor)] = (tensor, tensor._version)
         moves = not {"move", "max"}.isdisjoint(effects_of(operator_name(func)))
         if moves and args and isinstance(args[0], Tensor) and isinstance(out, Tensor):
             origin = self.of(args[0])
             if not self._is_known(out):
                 self._keep(out, origin)
         return out
+
+    def is_nonnegative(self, tensor: Tensor) -> bool:
+        """Return True if operators show that a tensor holds no negative value."""
+        known = self._nonnegative.get(id(tensor))
+        return known is not None and known[1] == tensor._version
 
     def of(self, tensor: Tensor) -> int:
         """Return the number that stands for the values of a tensor."""
@@ -282,3 +308,4 @@ class _Roots(TorchFunctionMode):
     def forget(self) -> None:
         """Let the tensors go."""
         self._alive.clear()
+        self._nonnegative.clear()

@@ -12,10 +12,12 @@ from typing import TypeAlias, TypeGuard
 
 from torch import nn
 
-from torchq.formats import PerTensor
+from torchq.descriptor import QuantDescriptor
+from torchq.formats import Granularity, PerTensor
 from torchq.graph import OPERATORS, Call, Flow, effects_of, operator_named
 from torchq.nn import InputQuantized, QuantModule, TensorQuantizer, quantized_class
 from torchq.swap.facts import Facts, Value
+from torchq.swap.grids import in_codes
 from torchq.swap.plan import ALREADY, Decision, Plan, canonical_groups
 
 Pass: TypeAlias = Callable[[Plan, Facts], Plan]
@@ -29,6 +31,9 @@ _MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 _ACTIVATIONS = frozenset(["silu", "hardswish", "leaky_relu", "elu", "mish"])
 #: Products with, and sums of, stored numbers: exporters fold them into the convolution.
 _AFFINE = frozenset(["mul", "add"])
+_BYTE = 8
+#: What ONNX Runtime's integer kernels are moved across.
+_RESHAPES = frozenset(["flatten", "reshape", "view", "squeeze"])
 _QUANTIZING = frozenset(["quantize", "observe+quantize"])
 _IMAGE_CHANNELS = 4
 #: Results of a stem below which there is no time to save.
@@ -373,7 +378,7 @@ def share_ranges(plan: Plan, facts: Facts) -> Plan:
     return replace(plan, shared=canonical_groups(_joined(groups)))
 
 
-def _descriptor(plan: Plan, facts: Facts, slot: str) -> tuple[object, object] | None:
+def _descriptor(plan: Plan, facts: Facts, slot: str) -> tuple[Granularity, QuantDescriptor] | None:
     owner, _, name = slot.rpartition(".")
     decision = plan.decision(owner)
     found = facts.descriptors.get(slot)
@@ -494,7 +499,142 @@ class _Readers:
         return not call.inputs and _has(call, "move")
 
 
-#: Without an example only the first one has something to read.
+# --- codes --------------------------------------------------------------------------------------
+
+
+def choose_grids(plan: Plan, facts: Facts) -> Plan:
+    """Choose the form of the codes of activations, as the target has them.
+
+    Before: all are as the rules say. After: where the target has unsigned codes, a signed range
+    may become unsigned. It is so for good where operators show that no value can be negative, in
+    all places that share the range; calibration settles the others. A target without unsigned
+    codes has signed ones where calibration would choose. What a rule fixes as unsigned stays.
+    """
+    if facts.codes is None:
+        return plan
+    proved = _without_negatives(plan, facts)
+    rows = []
+    for d in plan.decisions:
+        if not d.reason:
+            slots = [
+                slot.rpartition(".")[2].removesuffix("_quantizer")
+                for slot in proved
+                if slot.rpartition(".")[0] == d.name
+            ]
+            forms = (in_codes(d.input, facts.codes), in_codes(d.output, facts.codes))
+            d = replace(d, input=forms[0], output=forms[1], unsigned=tuple(sorted(slots)))
+        rows.append(d)
+    return replace(plan, decisions=tuple(rows))
+
+
+def _without_negatives(plan: Plan, facts: Facts) -> list[str]:
+    """Return the slots that may be unsigned, and whose range holds no negative value for sure."""
+    assert facts.codes is not None
+    signs: dict[str, list[bool]] = {}
+    ranges = {f"{d.name}.input_quantizer": d.ranges for d in plan.replaced}
+    for value in _read(plan, facts):
+        position = value.position if value.position < ranges.get(value.slot, 1) else 0
+        signs.setdefault(_own_slot(value.slot, position), []).append(value.is_nonnegative)
+    outputs = {f"{d.name}.output_quantizer" for d in plan.replaced if d.output is not None}
+    signs |= {slot: [False] for slot in outputs}  # what a ReLU reads may be negative
+    together = {slot for group in plan.shared for slot in group}
+    found = []
+    for group in (*plan.shared, *((slot,) for slot in signs if slot not in together)):
+        seen = [sign for slot in group for sign in signs.get(slot, ())]
+        first = _descriptor(plan, facts, group[0])
+        form = None if first is None else in_codes(first[1], facts.codes)
+        if seen and all(seen) and form is not None and form.unsigned == "auto":
+            found += group
+    return found
+
+
+def integer_biases(plan: Plan, facts: Facts) -> Plan:
+    """Mark the layers whose biases the target's integer kernels add as int32.
+
+    Before: all biases are float. After: ``bias`` is "int32" where a kernel runs on integers from
+    end to end: input and weight are quantized, and so is the result at once, or behind an
+    activation that codes which begin at 0 include. Files keep others in float, such as those in
+    front of codes of 4 bits, which are clipped first, or linear layers on more than rows.
+    """
+    if facts.flow is None or facts.codes is None or not facts.codes.int32_biases:
+        return plan
+    view, results = View(plan, facts), _Results(plan, facts)
+    calls: dict[str, list[Call]] = {}
+    for call in view.flow.calls:
+        if isinstance(call.module, _LAYERS) and not call.functional and view.is_quantized(call):
+            calls.setdefault(call.name, []).append(call)
+    rows = (
+        replace(d, bias="int32") if results.all_on_integers(d, calls.get(d.name, [])) else d
+        for d in plan.decisions
+    )
+    return replace(plan, decisions=tuple(rows))
+
+
+class _Results:
+    """Tells which layers run on integers from end to end in a file for ONNX Runtime."""
+
+    def __init__(self, plan: Plan, facts: Facts) -> None:
+        self._plan, self._facts, self._view = plan, facts, View(plan, facts)
+
+    def all_on_integers(self, decision: Decision, calls: list[Call]) -> bool:
+        """Return True if every call of a layer does."""
+        d, w = decision.input, decision.weight
+        if decision.reason or decision.calls or d is None or w is None or not calls:
+            return False
+        fits = isinstance(d.num_bits, int) and d.num_bits <= _BYTE and d.granularity == PerTensor()
+        fits &= isinstance(w.num_bits, int) and w.num_bits <= _BYTE and w.symmetric
+        if not fits or w.block_size is not None or not all(map(self._view.quantizes, calls)):
+            return False
+        if decision.output is not None:
+            return decision.output.num_bits == _BYTE
+        is_linear = isinstance(calls[0].module, nn.Linear)
+        return all(
+            (not is_linear or call.ndim == 2) and self._is_quantized(call, False, call.module)
+            for call in calls
+        )
+
+    def _is_quantized(self, call: Call, activated: bool, layer: nn.Module | None) -> bool:
+        """Return True if bytes are all that the result of a call becomes."""
+        flow = self._view.flow
+        readers = flow.consumers(call)
+        if not readers or call.index in flow.outputs:
+            return False
+        return all(self._is_fused(reader, call, activated, layer) for reader in readers)
+
+    def _is_fused(self, reader: Call, call: Call, activated: bool, layer: nn.Module | None) -> bool:
+        if self._view.quantizes(reader):
+            return all(self._has_bytes(slot, activated) for slot in self._slots(reader, call))
+        if clips(reader):
+            return self._is_quantized(reader, True, layer)
+        # A BatchNorm that is folded later gives its layer a bias.
+        is_folded = isinstance(reader.module, _NORMS) and getattr(layer, "bias", None) is None
+        keeps = isinstance(reader.module, _MOVING_MODULES) or _operator(reader) in _RESHAPES
+        if is_folded or keeps or pads_with_zeros(reader):
+            return self._is_quantized(reader, activated, layer)
+        return False
+
+    def _slots(self, reader: Call, call: Call) -> list[str]:
+        """Return the slots by which a module reads a result."""
+        path = self._view.path(reader)
+        slots = [slot for slot in self._facts.inputs[path] if slot is not None]
+        decision = self._plan.decision(path)
+        if decision is not None and decision.ranges > 1:
+            slots = [_own_slot(slots[0], i) for i in range(decision.ranges)]
+        if len(slots) != len(reader.inputs):
+            return slots
+        return [s for s, i in zip(slots, reader.inputs, strict=True) if i == call.index]
+
+    def _has_bytes(self, slot: str, activated: bool) -> bool:
+        """Return True for a slot of 8 bits, which begins at 0 if an activation is in front."""
+        found, (owner, _, name) = _descriptor(self._plan, self._facts, slot), slot.rpartition(".")
+        if found is None or found[0] != PerTensor() or found[1].num_bits != _BYTE:
+            return False
+        decision = self._plan.decision(owner)
+        proved = decision is not None and name.removesuffix("_quantizer") in decision.unsigned
+        return not activated or proved or found[1].unsigned is True
+
+
+#: Without an example only the first one and `choose_grids` have something to read.
 PASSES: tuple[Pass, ...] = (
     switches,
     float_start,
@@ -502,4 +642,6 @@ PASSES: tuple[Pass, ...] = (
     separate_ranges,
     quantize_results,
     share_ranges,
+    choose_grids,
+    integer_biases,
 )

@@ -44,6 +44,9 @@ class Decision:
         output: how its result is quantized, or None.
         calls: the calls in its own forward that are quantized.
         ranges: of a concatenation, how many ranges its inputs have.
+        unsigned: the slots whose codes are unsigned whatever calibration sees, as no value there
+            can be negative. Others with ``unsigned="auto"`` are settled by calibration.
+        bias: "int32" if the target adds its bias as an integer, so that the forward rounds it.
         reason: why it stays float; empty where it is quantized.
         by: the pattern of the rule, or the step of planning, that decided; empty for none.
         note: what else there is to know about it.
@@ -56,6 +59,8 @@ class Decision:
     output: QuantDescriptor | None = None
     calls: tuple[CallSite, ...] = ()
     ranges: int = 1
+    unsigned: tuple[str, ...] = ()
+    bias: str = ""
     reason: str = ""
     by: str = ""
     note: str = ""
@@ -90,13 +95,11 @@ class Decision:
     def outcome(self) -> tuple[Any, ...]:
         """The part that changes a model, without who decided it and why."""
         slots = (self.input, self.weight, self.output)
-        return (self.name, self.cls, *slots, self.calls, self.ranges)
+        return (self.name, self.cls, *slots, self.calls, self.ranges, self.unsigned, self.bias)
 
     def in_float(self, reason: str, by: str) -> Decision:
         """Return the decision to leave the module float."""
-        return replace(
-            self, input=None, weight=None, output=None, calls=(), ranges=1, reason=reason, by=by
-        )
+        return Decision(self.names, self.cls, reason=reason, by=by, note=self.note)
 
     def __str__(self) -> str:
         if self.reason:
@@ -104,6 +107,10 @@ class Decision:
         text = ", ".join(f"{slot} {value}" for slot, value in self.descriptors.items())
         if self.ranges > 1:
             text += f" ({self.ranges} ranges)"
+        if self.unsigned:
+            text += f", unsigned {' and '.join(self.unsigned)}"
+        if self.bias:
+            text += f", bias {self.bias}"
         if self.calls:
             seen = [site.kind for site in self.calls if not site.is_unseen]
             kinds = ", ".join(dict.fromkeys(seen))
@@ -421,7 +428,7 @@ def _reason(decision: Decision | None) -> str:
 
 VERSION = 3
 _SLOTS = ("input", "weight", "output")
-_TEXTS = ("reason", "by", "note")
+_TEXTS = ("bias", "reason", "by", "note")
 
 
 def _decision_data(decision: Decision) -> dict[str, Any]:
@@ -431,12 +438,14 @@ def _decision_data(decision: Decision) -> dict[str, Any]:
         data["calls"] = [site.to_dict() for site in decision.calls]
     if decision.ranges > 1:
         data["ranges"] = decision.ranges
+    if decision.unsigned:
+        data["unsigned"] = list(decision.unsigned)
     return data | {key: getattr(decision, key) for key in _TEXTS if getattr(decision, key)}
 
 
 def _read_decision(value: Any, where: str) -> Decision:
     entry = schema.mapping(value, where)
-    known = ("names", "class", *_SLOTS, "calls", "ranges", *_TEXTS)
+    known = ("names", "class", *_SLOTS, "calls", "ranges", "unsigned", *_TEXTS)
     if not {"names", "class"} <= set(entry) <= set(known):
         raise schema.damaged(where, sorted(entry), f"the entries {', '.join(known)}")
     names = schema.paths(entry["names"], f"{where}.names")
@@ -448,11 +457,12 @@ def _read_decision(value: Any, where: str) -> Decision:
     if calls and "output" in slots:
         raise schema.damaged(where, "output", "none for function calls")
     ranges = schema.ranges(entry.get("ranges", 1), f"{where}.ranges")
+    unsigned = schema.paths(entry.get("unsigned", []), f"{where}.unsigned", 0)
     texts: dict[str, Any] = {
         key: schema.text(entry.get(key, ""), f"{where}.{key}") for key in _TEXTS
     }
     cls = schema.text(entry["class"], f"{where}.class")
-    return Decision(names, cls, **slots, calls=calls, ranges=ranges, **texts)
+    return Decision(names, cls, **slots, calls=calls, ranges=ranges, unsigned=unsigned, **texts)
 
 
 def _read_operators(value: Any, where: str) -> Operators:

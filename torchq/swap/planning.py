@@ -24,7 +24,7 @@ from torchq.swap.decisions import (
 from torchq.swap.draft import Draft
 from torchq.swap.facts import Facts
 from torchq.swap.find_operators import Operator
-from torchq.swap.passes import PASSES
+from torchq.swap.passes import PASSES, choose_grids, switches
 from torchq.swap.placement import decide_for_target
 from torchq.swap.plan import Operators, Plan
 from torchq.swap.share import counting_products, warn_if_small, work_of
@@ -172,8 +172,8 @@ def make_plan(
         recipe=config.name,
         work=work_of(model, products),
     )
-    facts = Facts.of(model, found, example, placement)
-    for step in PASSES if example is not None else PASSES[:1]:
+    facts = Facts.of(model, found, example, runtime)
+    for step in PASSES if example is not None else (switches, choose_grids):
         found = step(found, facts)
     return found
 

@@ -11,6 +11,7 @@ from torchq.descriptor import QuantDescriptor
 from torchq.errors import QuantizationError
 from torchq.nn.batchnorm_folding import OutputScaling
 from torchq.nn.convert import NO_OUTPUT, QuantModule, register
+from torchq.nn.integer_bias import kernel_bias
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.utils import constant_while_tracing, qualified_name
 
@@ -19,7 +20,8 @@ class _QuantConv(OutputScaling, QuantModule):
     """Base of the convolutions: ``conv(input_quantizer(x), weight_quantizer(weight)) + bias``.
 
     Only ``_conv_forward`` is overridden, so ``padding_mode``, padding ``"same"``, groups and
-    dilation are handled by torch. The bias stays float. A runtime that computes on integers between
+    dilation are handled by torch. The bias stays float, or is rounded as a kernel of the target
+    does: see :mod:`torchq.nn.integer_bias`. A runtime that computes on integers between
     quantizers alone may want the result quantized too; see :meth:`QuantModule.quantize_output_`.
     """
 
@@ -33,12 +35,13 @@ class _QuantConv(OutputScaling, QuantModule):
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         input, weight = self.input_quantizer(input), self.weight_quantizer(weight)
+        bias = kernel_bias(self, bias)
         result: Tensor = super()._conv_forward(input, weight, bias)  # type: ignore[misc]
         quantizer = getattr(self, "output_quantizer", None)
         if quantizer is None:
             return result
         # An unsigned range stands for the ReLU that reads the result.
-        return quantizer(result.relu() if quantizer.descriptor.unsigned else result)
+        return quantizer(result.relu() if quantizer.descriptor.unsigned is True else result)
 
 
 @register(nn.Conv1d)

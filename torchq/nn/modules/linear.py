@@ -7,15 +7,20 @@ from torch import Tensor, nn
 
 from torchq.nn.batchnorm_folding import OutputScaling
 from torchq.nn.convert import QuantModule, register
+from torchq.nn.integer_bias import kernel_bias
 
 
 @register(nn.Linear)
 class QuantLinear(OutputScaling, QuantModule, nn.Linear):
-    """Quantized :class:`torch.nn.Linear`; input (..., in_features). The bias stays float."""
+    """Quantized :class:`torch.nn.Linear`; input (..., in_features).
+
+    The bias stays float, or is rounded as a kernel of the target does.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the product of quantized input and quantized weight, with the bias."""
-        return F.linear(self.input_quantizer(input), self.weight_quantizer(self.weight), self.bias)
+        x, weight = self.input_quantizer(input), self.weight_quantizer(self.weight)
+        return F.linear(x, weight, kernel_bias(self, self.bias))
 
 
 @register(nn.Bilinear)

@@ -168,16 +168,31 @@ def separate(value: Value, reader: Node | None = None) -> None:
         user.replace_input_with(index, larger)
 
 
-def separate_float8(model: Model) -> None:
-    """Keep the activations in front of FP8 codes.
+def separate_clips(model: Model) -> None:
+    """Keep activations, and layers, apart from codes that they cannot be fused with.
 
     ONNX Runtime 1.32 removes a ReLU in front of codes whose zero point is 0, as if they were
-    unsigned integers; FP8 codes have a sign.
+    unsigned integers; FP8 codes have a sign. And it quantizes the weight and bias of a float
+    convolution in front of a Clip and codes once more, with scales of its own; the Clip of codes
+    of fewer than 8 bits leaves the convolution in float.
 
-    Before: Relu or Clip -> QuantizeLinear to FP8.
+    Before: Relu or Clip -> QuantizeLinear to FP8, or to fewer codes than the type has.
     After: Max(x, x), which is x, stands between them.
     """
     for node in nodes_of(model, "QuantizeLinear"):
         behind = computed_by(node.inputs[0], "Relu", "Clip")
-        if behind is not None and not format_of(element_type(node)).is_integer:
+        if behind is None:
+            continue
+        if not format_of(element_type(node)).is_integer or _cuts_codes(behind, node):
             separate(node.inputs[0], node)
+
+
+def _cuts_codes(clip: Node, quantize: Node) -> bool:
+    """Return True if the upper end of a Clip behind a layer cuts codes of a QuantizeLinear off."""
+    end, layer = input_at(clip, 2), clip.inputs[0].producer()
+    stored = end is not None and is_constant(end) and is_constant(quantize.inputs[1])
+    if clip.op_type != "Clip" or layer is None or not stored:
+        return False
+    qparams = qparams_of(quantize)
+    highest = value_of(end) / qparams.scale + qparams.zero_point
+    return bool((highest < qparams.quant_max - 0.5).all())

@@ -14,7 +14,6 @@ from torchq.functional import QParams
 from torchq.functional.onnx_ops import onnx_type
 from torchq.nn import TensorQuantizer
 from torchq.onnx.interface import named_calls
-from torchq.onnx.passes.activations import derived_qparams
 from torchq.onnx.qdq import path_of
 
 #: Scales that a target derives are rounded to float32 once or twice.
@@ -132,9 +131,9 @@ def parameter_difference(quantizer: TensorQuantizer, found: QParams) -> str:
     stored = onnx_type(own.format)[0]
     if stored.bits == 4 and found.format.bits == 8:  # Written as 8 bits, clipped.
         stored = format_by_name("int8" if own.format.signed else "uint8")
-    highest = own.quant_max
     own = replace(own, format=stored)
-    candidates = derived_qparams(own, highest) if own.scale.numel() == 1 else (own,)
+    moved = (own.stored(True), own.stored(False)) if own.scale.numel() == 1 else ()
+    candidates = (own, *moved)
     for candidate in candidates:
         if candidate.format.name == found.format.name and _equal(candidate, found):
             return ""

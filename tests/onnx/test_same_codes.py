@@ -1,0 +1,151 @@
+"""What is simulated is what runs: a file for ONNX Runtime has the codes of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from tests.onnx.exported import Residual, activation_qparams, run_file
+from torchq.nn import QuantModule, TensorQuantizer
+from torchq.onnx.ir import load_model
+from torchq.onnx.qdq import qparams_of, weight_nodes
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+#: Float sums fall to the other side of a tie in about one code of a million, so not every image.
+_MOST = 0.9
+RECIPES = {
+    "int8": torchq.recipes.int8,
+    "asymmetric": lambda: torchq.recipes.int8(symmetric=False),
+    "w4a4": lambda: torchq.recipes.integer(4, 4),
+}
+
+
+def made(recipe: str, path: Path, dynamo: bool = True) -> tuple[nn.Module, Tensor]:
+    """Return a calibrated model whose file is written, and images."""
+    torch.manual_seed(0)
+    model, x = Residual().eval(), torch.randn(32, 3, 12, 12)
+    config = RECIPES[recipe]()
+    torchq.quantize_(model, config, target="onnxruntime", example=x[:1], progress=False)
+    torchq.calibrate(model, [x], progress=False)
+    torchq.export_onnx(model, x[:1], path, dynamo=dynamo, progress=False)  # the plan's target
+    return model, x
+
+
+def other_scales(model: nn.Module, path: Path) -> list[str]:
+    """Return the quantizers whose scales are other float32 numbers in the file."""
+    file = load_model(path)
+    found = activation_qparams(file)
+    found |= {name: qparams_of(node) for name, node in weight_nodes(file).items()}
+    own = {name: model.get_submodule(name.partition("#")[0]).scale for name in found}
+    same = {n: torch.equal(own[n].detach().flatten(), q.scale.flatten()) for n, q in found.items()}
+    assert len(same) > 10
+    return [name for name, is_same in same.items() if not is_same]
+
+
+def share_equal(model: nn.Module, path: Path, x: Tensor) -> float:
+    """Return the share of images that get the same result in a session as users have it."""
+    with torch.no_grad():
+        difference = (run_file(path, x, optimize=True)[0] - model(x)).abs().amax(1)
+    return float((difference < 1e-5).float().mean())
+
+
+@pytest.mark.eight_bit_products
+@pytest.mark.parametrize("dynamo", [True, False])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_images_get_equal_results_in_a_session(recipe: str, dynamo: bool, tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    model, x = made(recipe, path, dynamo)
+    assert share_equal(model, path, x) >= _MOST
+    assert other_scales(model, path) == []
+    biases = {n for n, m in model.named_modules() if getattr(m, "bias_format", "")}
+    assert {"blocks.0.second", "blocks.1.down"} <= biases and "head" not in biases
+    # Codes of 4 bits are clipped first, so their layers run in float.
+    assert ("blocks.0.first" in biases) is (recipe != "w4a4")
+
+
+def float_biases(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, QuantModule):
+            module.bias_format = ""
+
+
+def signed_codes(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, TensorQuantizer) and module.keeps_sign:
+            module.keeps_sign = False
+            module.set_unsigned(False)
+
+
+def last_bit(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, TensorQuantizer):
+            module.amax = torch.nextafter(module.amax, torch.tensor(torch.inf))
+
+
+@pytest.mark.eight_bit_products
+@pytest.mark.parametrize("damage", [float_biases, signed_codes, last_bit])
+def test_another_grid_bias_or_last_bit_shows(
+    damage: Callable[[nn.Module], None], tmp_path: Path
+) -> None:
+    path = tmp_path / "m.onnx"
+    model, x = made("int8", path)
+    damage(model)
+    is_seen = share_equal(model, path, x) < _MOST
+    assert is_seen or (damage is last_bit and len(other_scales(model, path)) > 20)
+
+
+def test_biases_are_rounded_in_training_too_and_stored_as_they_were(tmp_path: Path) -> None:
+    model, _ = made("int8", tmp_path / "m.onnx")
+    layer = model.get_submodule("blocks.0.second")
+    stored = layer.bias.detach().clone()
+    step = layer.input_quantizer.scale * layer.weight_quantizer.scale.flatten()
+    zeros = torch.zeros(1, 16, 4, 4)
+    results = layer.train()(zeros)[0, :, 0, 0]
+    assert torch.equal(results, torch.round(stored / step) * step)
+    assert not torch.equal(results, stored) and torch.equal(layer.bias, stored)
+    results.sum().backward()
+    assert torch.equal(layer.bias.grad, torch.ones(16))
+    with torchq.disabled(model):
+        assert torch.equal(layer(zeros)[0, :, 0, 0], stored)
+    assert torchq.restore_(model) and "bias_format" not in vars(layer)
+
+
+def test_a_form_that_the_plan_fixed_stays_and_a_contradiction_is_a_warning() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval()
+    x = torch.randn(2, 3, 8, 8)
+    plan = torchq.quantize_(model, target="openvino", example=x, progress=False)
+    assert plan.decision("2").unsigned == ("input",) and plan.decision("0").unsigned == ()
+    assert model[2].input_quantizer.descriptor.unsigned is True  # before calibration
+    model[1] = nn.Identity()
+    with pytest.warns(UserWarning, match=r"2\.input_quantizer: got negative values"):
+        torchq.calibrate(model, [x], progress=False)
+    assert model[2].input_quantizer.descriptor.unsigned is True
+    assert model[0].input_quantizer.descriptor.unsigned is False
+
+
+def test_tensorrt_has_signed_codes_and_rules_that_fix_unsigned_ones_stay() -> None:
+    x = torch.randn(2, 3, 8, 8)
+    for unsigned, wanted in (("auto", False), (True, True), (False, False)):
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval()
+        config = torchq.recipes.integer(8, 8, unsigned=unsigned)
+        plan = torchq.plan(model, config, target="tensorrt", example=x)
+        assert plan.decision("2").input.unsigned is wanted and plan.decision("2").unsigned == ()
+
+
+def test_a_model_for_no_target_keeps_its_grid_with_a_warning(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Residual().eval(), torch.randn(2, 3, 12, 12)
+    torchq.quantize_(model, progress=False)
+    torchq.calibrate(model, [x], progress=False)
+    with pytest.warns(UserWarning, match="quantized for no target") as seen:
+        torchq.export_onnx(model, x, tmp_path / "m.onnx", target="openvino", progress=False)
+    texts = [str(w.message) for w in seen if "quantized for no target" in str(w.message)]
+    assert len(texts) == 1 and "target='openvino'" in texts[0]
+    assert other_scales(model, tmp_path / "m.onnx") == []

@@ -1,0 +1,62 @@
+"""Biases as integer kernels add them: int32, in units of the scale of the input times the weight's.
+
+The rule is that of ONNX Runtime's QLinearConv and QGemm, in float32 throughout: ``step = scale of
+the input * scale of the weight``, ``code = rint(bias / step)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq.nn.tensor_quantizer import TensorQuantizer
+
+#: A bias takes at most half of int32, the products take the rest: files raise the step to this.
+_LEAST_STEP = 2.0**-30
+
+
+def kernel_bias(layer: Any, bias: Tensor | None) -> Tensor | None:
+    """Return the bias that a kernel adds where ``layer.bias_format`` is "int32"; else ``bias``.
+
+    It is straight-through in training. Without fixed ranges there are no steps to round to.
+    """
+    if bias is None or not layer.bias_format:
+        return bias
+    of_input, of_weight = layer.input_quantizer, layer.weight_quantizer
+    if not (_is_fixed(of_input) and _is_fixed(of_weight)):
+        return bias
+    with torch.no_grad():
+        exact = bias.detach().to(torch.float32)
+        step = of_input.scale.reshape(()) * of_weight.scale.flatten()
+        step = torch.maximum(step, (exact.abs() * _LEAST_STEP).clamp_min(1e-38))
+        change = (torch.round(exact / step) * step).to(bias.dtype) - bias.detach()
+    return bias + change  # exact, as the change is no larger than the bias or the rounded one
+
+
+def _is_fixed(quantizer: Any) -> bool:
+    if not isinstance(quantizer, TensorQuantizer) or not quantizer.quantizing:
+        return False
+    return quantizer.calibrated and not quantizer.descriptor.dynamic
+
+
+@contextmanager
+def rounded_biases(model: nn.Module) -> Iterator[None]:
+    """Let the layers of a model hold the biases that kernels add, inside the ``with`` block."""
+    held: list[tuple[Any, Any, str]] = []
+    try:
+        for layer in model.modules():
+            bias = getattr(layer, "bias", None)
+            if getattr(layer, "bias_format", "") and isinstance(bias, nn.Parameter):
+                rounded = kernel_bias(layer, bias)
+                assert rounded is not None
+                held.append((layer, bias, layer.bias_format))
+                layer.bias = nn.Parameter(rounded.detach(), requires_grad=False)
+                layer.bias_format = ""
+        yield
+    finally:
+        for layer, bias, form in held:
+            layer.bias, layer.bias_format = bias, form
