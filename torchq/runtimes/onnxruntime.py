@@ -196,7 +196,7 @@ def check_float_outputs(model: Model) -> Iterator[str]:
             continue
         if _is_grouped(node) or any(map(_is_grouped, _behind_relu(node))):
             continue  # Float is the faster one; see ``decide_outputs``.
-        if not leads_only_to_quantizers(node.outputs[0], "Relu", "Clip", "Max"):
+        if not leads_only_to_quantizers(node.outputs[0], "Relu", "Clip", "Max", "Min"):
             yield (
                 f"{layer_name(node)}: its output is not quantized, so it runs in float; use "
                 "quantize_ with target='onnxruntime' and an example, or put "
