@@ -20,6 +20,7 @@ from torchq.onnx.ir import (
     computed_by,
     fresh_name,
     input_at,
+    is_constant,
     is_output,
     nodes_of,
     onnx_ir,
