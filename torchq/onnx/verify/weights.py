@@ -43,7 +43,7 @@ def _compare_float(
     name: str, quantizer: TensorQuantizer, weight: Tensor, found: Tensor
 ) -> LayerAgreement:
     """Compare a weight that is stored as the values of its codes."""
-    values = quantizer.apply_own(weight.float()).cpu()
+    values = quantizer.apply_own(weight.float()).detach().cpu()
     if values.shape != found.shape:
         return LayerAgreement(name, 0, 0, 0, 0, "has another shape in the file")
     wrong = int((~torch.isclose(found, values, rtol=_WEIGHT_RTOL, atol=0)).sum())
@@ -57,7 +57,7 @@ def _compare_weight(
 ) -> LayerAgreement:
     """Compare a weight that is stored as codes; raised channels have the scales of the file."""
     codes = quantizer.codes(weight).float().cpu()
-    values = quantizer.apply_own(weight.float()).cpu()
+    values = quantizer.apply_own(weight.float()).detach().cpu()
     if not quantizer.descriptor.symmetric:
         codes = quantizer.qparams().centered(codes)
     found, stored, raised = qparams_of(node), value_of(node.inputs[0]), node.meta.get("raised")
