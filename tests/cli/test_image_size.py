@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.frontends.onnx_writer import Writer
 from torchq.cli import main
 from torchq.cli.loading import Images, load_batches
 
@@ -34,22 +35,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def write(shape: list[Any], flat: list[int], name: str = "net.onnx", inputs: int = 1) -> str:
     """Write a convolution, a Reshape to ``flat`` and a matrix product, and return the name."""
-    generator = torch.Generator().manual_seed(1)
-    tensors = {
-        "kernel": torch.randn(4, shape[1], 3, 3, generator=generator),
-        "flat": torch.tensor(flat),
-        "matrix": torch.randn(FEATURES, 2, generator=generator) / 50,
-    }
-    make = onnx.helper.make_node
-    nodes = [make("Conv", ["x0", "kernel"], ["y"])]
-    nodes += [make("Add", ["y", "x1"], ["z"])] if inputs == 2 else [make("Relu", ["y"], ["z"])]
-    nodes += [make("Reshape", ["z", "flat"], ["v"]), make("MatMul", ["v", "matrix"], ["out"])]
-    values = [onnx.helper.make_tensor_value_info(f"x{i}", 1, shape) for i in range(inputs)]
-    result = onnx.helper.make_tensor_value_info("out", 1, None)
-    stored = [onnx.numpy_helper.from_array(t.numpy(), key) for key, t in tensors.items()]
-    graph = onnx.helper.make_graph(nodes, "net", values, [result], stored)
-    opset = onnx.helper.make_opsetid("", 17)
-    onnx.save(onnx.helper.make_model(graph, opset_imports=[opset], ir_version=8), name)
+    w = Writer(17, seed=1)
+    images = [w.input(f"x{number}", shape) for number in range(inputs)]
+    y = w.node("Conv", images[0], w.random(4, shape[1], 3, 3, scale=1.0))
+    z = w.node("Add", y, images[1]) if inputs == 2 else w.node("Relu", y)
+    v = w.node("Reshape", z, w.weight(torch.tensor(flat)))
+    onnx.save(w.model(w.node("MatMul", v, w.random(FEATURES, 2, scale=0.02))), name)
     return name
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import torchq
+from tests.frontends.onnx_writer import Writer
 from torchq import QuantConfig, QuantDescriptor, Rule
 from torchq.errors import FrontendError
 from torchq.formats import INT8, UINT8
@@ -70,34 +71,24 @@ def test_codes_survive_the_way_there_and_back(target: str | None, tmp_path: Path
     assert contents(tmp_path / "two.onnx") == contents(tmp_path / "one.onnx")
 
 
-def quantize_pair(zero_point: int, dtype: int) -> Any:
+def quantize_pair(zero_point: int, dtype: torch.dtype) -> Any:
     """Return a file that quantizes and dequantizes its input with scale 0.5."""
-    nodes = [
-        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["codes"]),
-        helper.make_node("DequantizeLinear", ["codes", "s", "z"], ["y"]),
-    ]
-    parts = [
-        helper.make_tensor("s", onnx.TensorProto.FLOAT, [], [0.5]),
-        helper.make_tensor("z", dtype, [], [zero_point]),
-    ]
-    info = [helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, [4]) for n in "xy"]
-    graph = helper.make_graph(nodes, "net", info[:1], info[1:], parts)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    w = Writer(13)
+    pair = w.weight(torch.tensor(0.5)), w.weight(torch.tensor(zero_point, dtype=dtype))
+    codes = w.node("QuantizeLinear", w.input("x", [4]), *pair)
+    return w.model(w.node("DequantizeLinear", codes, *pair))
 
 
 @pytest.mark.parametrize(
     ("zero_point", "dtype", "format"),
     [
-        (0, "INT8", INT8),
-        (128, "UINT8", INT8),
-        (0, "UINT8", UINT8),
-        (3, "UINT8", UINT8),
-        (-7, "INT8", INT8),
+        *((0, torch.int8, INT8), (128, torch.uint8, INT8), (0, torch.uint8, UINT8)),
+        *((3, torch.uint8, UINT8), (-7, torch.int8, INT8)),
     ],
 )
-def test_pairs_become_quantizers(zero_point: int, dtype: str, format: Any) -> None:
-    read = torchq.from_onnx(quantize_pair(zero_point, getattr(onnx.TensorProto, dtype)))
-    low, high = (0, 255) if dtype == "UINT8" else (-128, 127)
+def test_pairs_become_quantizers(zero_point: int, dtype: torch.dtype, format: Any) -> None:
+    read = torchq.from_onnx(quantize_pair(zero_point, dtype))
+    low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
     x = torch.tensor([-1e3, 0.3, 0.6, 1e3], requires_grad=True)
     y = read(x)
     bounds = ((low - zero_point) * 0.5, (high - zero_point) * 0.5)
@@ -107,7 +98,7 @@ def test_pairs_become_quantizers(zero_point: int, dtype: str, format: Any) -> No
     inside = (x.detach() >= bounds[0]) & (x.detach() <= bounds[1])
     assert torch.equal(x.grad, inside.float())  # trainable: straight through
     quantizers = [m for m in read.modules() if isinstance(m, torchq.TensorQuantizer)]
-    assert [q.descriptor.format for q in quantizers] == ([] if format is None else [format])
+    assert [q.descriptor.format for q in quantizers] == [format]
 
 
 @pytest.mark.parametrize("unsigned", [False, True], ids=["int4", "uint4"])
