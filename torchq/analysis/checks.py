@@ -17,7 +17,7 @@ from torchq.graph import Call, Flow, is_torch_leaf, record
 from torchq.nn import QuantModule, TensorQuantizer, quantized_as
 from torchq.nn.calls.find import find_calls
 from torchq.utils import Registry, untouched, watching
-from torchq.workflow.layer_matrices import output_ranges, spread
+from torchq.workflow.layer_matrices import channel_ranges, spread
 
 Severity = Literal["error", "warning", "info"]
 #: From the gravest to the mildest.
@@ -405,7 +405,7 @@ def range_spread(patient: Patient) -> Found:
             continue
         if not isinstance(weight, torch.Tensor) or weight.is_meta or weight.dim() < 2:
             continue
-        unequal = spread(output_ranges(module).detach().double()) if weight.numel() else 1.0
+        unequal = spread(channel_ranges(module).detach().double()) if weight.numel() else 1.0
         if unequal > _SPREAD:
             text = (
                 f"its largest channel is {unequal:.0f} times the median one, with one scale for all"

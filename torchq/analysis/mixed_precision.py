@@ -441,23 +441,20 @@ def _measured(
     return found
 
 
+@dataclass
 class _Search:
     """Layers in groups, with their damages and costs in each format."""
 
-    def __init__(
-        self,
-        base: nn.Module,
-        candidates: dict[str, _Candidate],
-        formats: list[str],
-        free: set[str],
-        damages: Damages,
-        facts: dict[str, LayerFacts],
-    ) -> None:
-        self.base, self.candidates = base, candidates
-        self.formats, self.free = formats, free
-        self.damages, self.facts = damages, facts
-        self.group_of = {name: number for number, name in enumerate(facts)}
-        self.forced: dict[str, str] = {}
+    base: nn.Module
+    candidates: dict[str, _Candidate]
+    formats: list[str]
+    free: set[str]
+    damages: Damages
+    facts: dict[str, LayerFacts]
+    forced: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.group_of = {name: number for number, name in enumerate(self.facts)}
 
     def join(
         self,

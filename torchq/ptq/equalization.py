@@ -28,17 +28,15 @@ from torchq.ptq.layers import (
     check_not_calibrated,
     float_outputs,
     in_order,
-    input_ranges,
     is_shared,
     largest_change,
     report_text,
-    scale_inputs_,
-    scale_outputs_,
+    scale_,
     why_fixed,
 )
 from torchq.utils import evaluating
 from torchq.workflow import quantizers
-from torchq.workflow.layer_matrices import output_ranges, spread
+from torchq.workflow.layer_matrices import channel_ranges, spread
 
 # The iterations end when no factor differs from 1 by more.
 _CONVERGED = 1e-4
@@ -151,14 +149,14 @@ def equalize_(
         pairs, skipped = _find_pairs(model, flow)
         layers = [layer for pair in pairs for layer in (pair.first, pair.second)]
         most = largest_change(1e-5, layers) if tolerance is None else tolerance
-        before = [spread(output_ranges(pair.first)) for pair in pairs]
+        before = [spread(channel_ranges(pair.first)) for pair in pairs]
 
         def change() -> list[EqualizedPair]:
             for _ in range(iterations):
                 if max(map(_equalize, pairs), default=0.0) < _CONVERGED:
                     break
             return [
-                EqualizedPair(*pair.names, wide, spread(output_ranges(pair.first)))
+                EqualizedPair(*pair.names, wide, spread(channel_ranges(pair.first)))
                 for pair, wide in zip(pairs, before, strict=True)
             ]
 
@@ -239,14 +237,17 @@ def _channels_agree(first: nn.Module, second: nn.Module) -> bool:
     """Return True if the output channels of one layer are the input channels of the other."""
     is_linear = isinstance(first, nn.Linear), isinstance(second, nn.Linear)
     # A Linear may follow a convolution after flattening a single pixel of each channel.
-    return is_linear != (True, False) and len(output_ranges(first)) == len(input_ranges(second))
+    return is_linear != (True, False) and len(channel_ranges(first)) == len(
+        channel_ranges(second, inputs=True)
+    )
 
 
 def _equalize(pair: _Pair) -> float:
     """Equalize the channels between two layers; return the largest ``|log(factor)|``."""
-    r1, r2 = output_ranges(pair.first).double(), input_ranges(pair.second).double()
+    r1 = channel_ranges(pair.first).double()
+    r2 = channel_ranges(pair.second, inputs=True).double()
     # A channel that is zero on either side has no range to equalize.
     factor = torch.where((r1 > 0) & (r2 > 0), (r1 * r2).sqrt() / r2, 1.0)
-    scale_outputs_(pair.first, 1 / factor)
-    scale_inputs_(pair.second, factor)
+    scale_(pair.first, 1 / factor)
+    scale_(pair.second, factor, inputs=True)
     return factor.log().abs().max().item() if factor.numel() else 0.0

@@ -18,7 +18,7 @@ from torchq.graph import Flow, Forward, call_model, tensors_in
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.utils import device_of, table, undone_on_error
 from torchq.workflow import quantizers, weight_quantizers
-from torchq.workflow.layer_matrices import by_groups, weight_matrix
+from torchq.workflow.layer_matrices import weight_channels, weight_matrix
 
 T = TypeVar("T")
 
@@ -209,41 +209,13 @@ def check_on_grid(where: str, name: str, layer: Any, weight: Tensor) -> None:
         )
 
 
-def input_ranges(layer: Any) -> Tensor:
-    """Return the largest magnitude of each input channel of the weight, (in,)."""
-    weight: Tensor = layer.weight
-    if isinstance(layer, nn.Linear):
-        return weight.abs().amax(0)
-    if isinstance(layer, TRANSPOSED):
-        return weight.abs().flatten(1).amax(1)
-    return by_groups(layer).abs().flatten(3).amax((1, 3)).flatten()
-
-
-def scale_outputs_(layer: Any, factor: Tensor) -> None:
-    """Multiply the output channels of a layer, weight and bias, by factors (out,) in place."""
+def scale_(layer: Any, factor: Tensor, *, inputs: bool = False) -> None:
+    """Multiply the output channels of a layer and its bias, or the input channels, in place."""
     factor = factor.to(layer.weight.dtype)
-    if layer.bias is not None:
+    channels = weight_channels(layer, inputs=inputs)
+    channels.mul_(factor.view(*channels.shape[:2], *[1] * (channels.dim() - 2)))
+    if layer.bias is not None and not inputs:
         layer.bias.mul_(factor)
-    if isinstance(layer, TRANSPOSED):
-        _multiply_(by_groups(layer), factor.view(layer.groups, 1, -1))
-    else:
-        _multiply_(layer.weight, factor)
-
-
-def scale_inputs_(layer: Any, factor: Tensor) -> None:
-    """Multiply the input channels of a layer's weight by factors (in,) in place."""
-    factor = factor.to(layer.weight.dtype)
-    if isinstance(layer, nn.Linear):
-        layer.weight.mul_(factor)
-    elif isinstance(layer, TRANSPOSED):
-        _multiply_(layer.weight, factor)
-    else:
-        _multiply_(by_groups(layer), factor.view(layer.groups, 1, -1))
-
-
-def _multiply_(weight: Tensor, factor: Tensor) -> None:
-    """Multiply ``weight`` in place by a factor over its leading dimensions."""
-    weight.mul_(factor.view(*factor.shape, *[1] * (weight.dim() - factor.dim())))
 
 
 def largest_change(least: float, layers: Sequence[Any]) -> float:

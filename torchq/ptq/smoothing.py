@@ -25,16 +25,15 @@ from torchq.ptq.layers import (
     check_not_calibrated,
     first_input,
     float_outputs,
-    input_ranges,
     is_shared,
     largest_change,
     report_text,
-    scale_inputs_,
+    scale_,
     why_fixed,
 )
 from torchq.utils import device_of, evaluating, kept_batches, progress_bar, watching
 from torchq.workflow import quantizers
-from torchq.workflow.layer_matrices import spread
+from torchq.workflow.layer_matrices import channel_ranges, spread
 
 _ALPHAS = tuple(i / 10 for i in range(10))
 # The relative change of a float32 output that is accepted.
@@ -262,7 +261,8 @@ def _observe_inputs(
 
 def _smooth(group: _Group, inputs: _Inputs, asked: float | str) -> SmoothedGroup:
     """Smooth one group in place."""
-    columns = torch.stack([input_ranges(layer).float() for layer in group.layers]).amax(0)
+    ranges = [channel_ranges(layer, inputs=True).float() for layer in group.layers]
+    columns = torch.stack(ranges).amax(0)
 
     def factors(exponent: float | None) -> Tensor:
         if exponent is None:
@@ -273,7 +273,7 @@ def _smooth(group: _Group, inputs: _Inputs, asked: float | str) -> SmoothedGroup
     found = factors(alpha)
     if alpha is not None:
         for layer in group.layers:
-            scale_inputs_(layer, found)
+            scale_(layer, found, inputs=True)
         for parameter in (group.norm.weight, getattr(group.norm, "bias", None)):
             if parameter is not None:
                 parameter.div_(found.to(parameter.dtype))

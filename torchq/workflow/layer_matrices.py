@@ -75,18 +75,16 @@ def _padded(layer: Any, x: Tensor) -> Tensor:
     return F.pad(x, amounts, mode=mode)
 
 
-def by_groups(layer: Any) -> Tensor:
-    """Return a view of a convolution's weight as (groups, ..., ..., kernel)."""
-    weight: Tensor = layer.weight
-    return weight.unflatten(0, (layer.groups, -1))
+def weight_channels(layer: Any, *, inputs: bool = False) -> Tensor:
+    """Return a view of the weight as (groups, output or input channels of a group, ...)."""
+    grouped: Tensor = layer.weight.unflatten(0, (_groups(layer), -1))
+    inputs_first = isinstance(layer, TRANSPOSED)
+    return grouped if inputs == inputs_first else grouped.transpose(1, 2)
 
 
-def output_ranges(layer: Any) -> Tensor:
-    """Return the largest magnitude of each output channel of the weight, (out,)."""
-    if isinstance(layer, TRANSPOSED):
-        return by_groups(layer).abs().flatten(3).amax((1, 3)).flatten()
-    weight: Tensor = layer.weight
-    return weight.abs().flatten(1).amax(1)
+def channel_ranges(layer: Any, *, inputs: bool = False) -> Tensor:
+    """Return the largest magnitude of each output or input channel of the weight, (channels,)."""
+    return weight_channels(layer, inputs=inputs).abs().flatten(2).amax(2).flatten()
 
 
 def spread(largest: Tensor) -> float:
