@@ -144,17 +144,13 @@ def doctor(
                 f"{_WHERE}: got no batch; expected at least one, or batches=None"
             )
     patient = Patient(model, known, weight_quantizers(model), seen)
-    report = _examine(patient)
+    chosen = [kind for kind in CHECKS if seen is not None or not CHECKS[kind].needs_batches]
+    findings = [Finding(kind, *found) for kind in chosen for found in CHECKS[kind].find(patient)]
+    findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
+    skipped = tuple(kind for kind in CHECKS if kind not in chosen)
+    report = DoctorReport(tuple(findings), tuple(chosen), skipped)
     if strict and not report.ok:
         raise QuantizationError(
             f"{_WHERE}: got {len(report.errors)} errors; expected none\n{report}"
         )
     return report
-
-
-def _examine(patient: Patient) -> DoctorReport:
-    chosen = [kind for kind in CHECKS if patient.seen is not None or not CHECKS[kind].needs_batches]
-    findings = [Finding(kind, *found) for kind in chosen for found in CHECKS[kind].find(patient)]
-    findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
-    skipped = tuple(kind for kind in CHECKS if kind not in chosen)
-    return DoctorReport(tuple(findings), tuple(chosen), skipped)

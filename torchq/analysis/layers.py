@@ -45,17 +45,18 @@ def quantized_layers(model: nn.Module, where: str) -> list[QuantizedLayer]:
     another kind is a layer of its own. Without any an error names ``where``, which asks.
     """
     weights = weight_quantizers(model)
-    holders = _holders(model)
+    held = {id(holder) for module in model.modules() for _, holder in _holders(module)}
     found = []
     for name, module in model.named_modules():
-        if id(module) in holders:
+        if id(module) in held:
             continue
+        own = dict(_direct(name, module))
         if isinstance(module, QuantModule):
-            active = _own_quantizers(name, module)
-            found.append(_layer(name, module, active, weights))
-            continue
-        for path, quantizer in _direct(name, module):
-            found.append(_layer(path, quantizer, {path: quantizer}, weights))
+            for path, holder in _holders(module):
+                own.update(_direct(joined(name, path), holder))
+            found.append(_layer(name, module, own, weights))
+        else:
+            found += [_layer(path, q, {path: q}, weights) for path, q in own.items()]
     if isinstance(model, TensorQuantizer) and model.quantizing:
         found.append(_layer("", model, {"": model}, weights))
     found = [layer for layer in found if layer.quantizers]
@@ -67,29 +68,18 @@ def quantized_layers(model: nn.Module, where: str) -> list[QuantizedLayer]:
     return found
 
 
-def _holders(model: nn.Module) -> set[int]:
-    """Return the ids of modules that hold quantizers for a call of their parent."""
-    return {
-        id(holder)
-        for module in model.modules()
-        if isinstance(module, RoutedModule)
-        for _, holder in module.holders()
-        if holder is not module and not _is_called(holder)
-    }
+def _holders(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return what holds quantizers for calls of a forward, with its path below the module.
 
-
-def _is_called(holder: nn.Module) -> bool:
-    """Return True for a layer with a weight of its own, which a forward calls as a module."""
-    return any(True for _ in holder.parameters(recurse=False))
-
-
-def _own_quantizers(name: str, module: nn.Module) -> dict[str, TensorQuantizer]:
-    found = dict(_direct(name, module))
-    if isinstance(module, RoutedModule):
-        for site, holder in module.holders():
-            if holder is not module and not _is_called(holder):
-                found.update(_direct(joined(name, site.holder), holder))
-    return found
+    A layer with a weight of its own is called as a module, and is a layer for itself.
+    """
+    if not isinstance(module, RoutedModule):
+        return []
+    return [
+        (site.holder, holder)
+        for site, holder in module.holders()
+        if holder is not module and next(holder.parameters(recurse=False), None) is None
+    ]
 
 
 def _direct(name: str, module: nn.Module) -> Iterator[tuple[str, TensorQuantizer]]:

@@ -55,13 +55,9 @@ _FLOAT_BITS = 32
 _LAYERS = (nn.Linear, *CONVOLUTIONS)
 
 
-def _equalized(model: nn.Module, batches: Sequence[Any], **progress: bool) -> Any:
-    return equalize_(model, batches[0])
-
-
 #: Algorithms before calibration, by name, in the order in which they run.
 PREPARATIONS: Mapping[str, Any] = {
-    "equalization": _equalized,
+    "equalization": lambda model, batches, progress: equalize_(model, batches[0]),
     "smoothing": smooth_,
 }
 
