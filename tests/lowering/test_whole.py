@@ -142,8 +142,8 @@ class Optional(nn.Module):
         super().__init__()
         self.first, self.last = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
 
-    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-        x = self.first(x)
+    def forward(self, x: Tensor, scale: Tensor | None = None, factor: float = 2.5) -> Tensor:
+        x = self.first(x) * factor
         return self.last(x if scale is None else x * scale)
 
 
@@ -159,6 +159,8 @@ def test_arguments_that_a_trace_fixed_are_refused_or_used(images: Tensor) -> Non
             copied(**example)
     int8 = torchq.deploy(model, example)
     assert sqnr(int8(**example), model(**example)) > 40
+    for factor, whole in ((2.5, True), (3.0, False)):
+        assert graphs(torchq.deploy(model, {"x": images, "factor": factor})) == whole
 
 
 class Called(nn.Module):

@@ -263,11 +263,12 @@ def _gives_options(model: nn.Module, example: Any) -> bool:
     """Return True if an example gives arguments that a trace would fix to their defaults."""
     args, kwargs = call_arguments(model, example)
     signature = inspect.signature(model.forward)
-    given = signature.bind(*args, **kwargs).arguments
-    return any(
-        _is_option(parameter) and given.get(name, parameter.default) is not parameter.default
-        for name, parameter in signature.parameters.items()
-    )
+    for name, value in signature.bind(*args, **kwargs).arguments.items():
+        default = signature.parameters[name].default
+        same = value is default or (isinstance(value, (bool, int, float)) and value == default)
+        if _is_option(signature.parameters[name]) and not same:
+            return True
+    return False
 
 
 def _is_leaf(module: nn.Module) -> bool:

@@ -45,7 +45,9 @@ class GraphEditor:
                     self.modules[name] = variant = layer.variant()
                     set_submodule(self.root, name, variant)
                 else:
-                    self.replace(node, "again", layer.variant(), *node.args)
+                    new = self.insert_before(node, "again", layer.variant())
+                    node.target = new.target
+                    self.graph.erase_node(new)
 
     def module(self, node: object) -> nn.Module | None:
         """Return the module that ``node`` calls; see :func:`match.module_of`."""
