@@ -417,7 +417,8 @@ def writes(node: fx.Node, module: nn.Module | None) -> bool:
 
 def may_write(node: fx.Node, module: nn.Module | None) -> bool:
     """Return True if ``node`` overwrites an input, or runs code that is not known and might."""
-    return writes(node, module) or _is_foreign(node, module) or _has_positional_flag(node)
+    is_foreign = _home(node, module) not in _KNOWN
+    return is_foreign or writes(node, module) or _has_positional_flag(node)
 
 
 def may_alias(node: fx.Node, module: nn.Module | None) -> bool:
@@ -429,10 +430,6 @@ def may_alias(node: fx.Node, module: nn.Module | None) -> bool:
     if node.op == "call_module":
         return isinstance(module, (*_VIEW_MODULES, nn.Sequential))
     return "view" in effects_of(operator_name(node.target))
-
-
-def _is_foreign(node: fx.Node, module: nn.Module | None) -> bool:
-    return _home(node, module) not in _KNOWN
 
 
 def _home(node: fx.Node, module: nn.Module | None) -> str:

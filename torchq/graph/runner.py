@@ -312,7 +312,8 @@ class GraphRunner:
                 continue
             does_write = writes(node, called.get(node))
             wanted = node in needed or (does_write and not _lies_in(node, roots).isdisjoint(read))
-            if wanted or (with_effects and (does_write or _is_check(node))):
+            is_check = node.op == "call_function" and "_assert" in operator_name(node.target)
+            if wanted or (with_effects and (does_write or is_check)):
                 running.append(node)
                 needed.update(node.all_input_nodes)
                 read |= _lies_in(node, roots)
@@ -322,10 +323,6 @@ class GraphRunner:
 def _lies_in(node: fx.Node, roots: Mapping[fx.Node, set[fx.Node]]) -> set[fx.Node]:
     """Return the nodes whose memory the inputs of ``node`` may lie in."""
     return set().union(*(roots[value] for value in node.all_input_nodes))
-
-
-def _is_check(node: fx.Node) -> bool:
-    return node.op == "call_function" and "_assert" in operator_name(node.target)
 
 
 def _pair(where: str, name: str, hook: Any) -> tuple[PreHook | None, PostHook | None]:
@@ -517,18 +514,14 @@ def _scopes(node: fx.Node) -> list[tuple[str, str]]:
     """Return a key and the path of each call of a module that ``node`` is part of."""
     if node.op in ("placeholder", "output", "get_attr"):
         return []
+    # torch.export puts a prefix that stands for the model in front of its paths.
     found = {
-        str(call): _plain(str(value[0]))
+        str(call): str(value[0]).removeprefix("L['self']").removeprefix(".")
         for call, value in (node.meta.get("nn_module_stack") or {}).items()
     }
     if node.op == "call_module" and str(node.target) not in found.values():
         found[node.name] = str(node.target)
     return [(call, path) for call, path in found.items() if path]
-
-
-def _plain(path: str) -> str:
-    """Return a path of torch.export without the prefix that stands for the model."""
-    return path.removeprefix("L['self']").removeprefix(".")
 
 
 def _module_path(node: fx.Node) -> str:
