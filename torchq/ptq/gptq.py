@@ -282,12 +282,13 @@ class Moments:
 
     x: Tensor  # (groups, inputs)
     xx: Tensor  # x x^T, (groups, inputs, inputs)
-    t: Tensor | None = None  # (groups, outputs)
-    tt: Tensor | None = None  # t^2, (groups, outputs)
-    tx: Tensor | None = None  # t x^T, (groups, outputs, inputs)
+    t: Tensor | None  # (groups, outputs)
+    tt: Tensor | None  # t^2, (groups, outputs)
+    tx: Tensor | None  # t x^T, (groups, outputs, inputs)
 
     def __init__(self) -> None:
         self.count, self.centred = 0, False
+        self._sums: dict[str, Tensor] = {}
 
     def add(self, x: Tensor, t: Tensor | None = None) -> None:
         """Add samples ``x``, (groups, inputs, samples), and their targets in every call or none."""
@@ -298,17 +299,18 @@ class Moments:
             parts["t"] = t.sum(2, dtype=torch.float64)
             parts |= {"tt": t.square().sum(2), "tx": t @ x.mT}
         for name, part in parts.items():
-            if name in vars(self):
-                vars(self)[name] += part
+            if name in self._sums:
+                self._sums[name] += part
             else:
-                vars(self)[name] = part.double()
+                self._sums[name] = part.double()
         self.count += x.shape[2]
 
     def finish(self, *, centred: bool) -> None:
         """Turn sums into means; if ``centred``, those of products about the means."""
-        for name in vars(self).keys() - {"count", "centred"}:
-            vars(self)[name] /= max(self.count, 1)
-        self.centred = centred
+        means = {name: total.div_(max(self.count, 1)) for name, total in self._sums.items()}
+        self._sums, self.centred = {}, centred
+        self.x, self.xx = means["x"], means["xx"]
+        self.t, self.tt, self.tx = (means.get(name) for name in ("t", "tt", "tx"))
         if not centred:
             return
         self.xx -= self.x.unsqueeze(2) * self.x.unsqueeze(1)
