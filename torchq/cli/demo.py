@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import torchq
 from torchq.errors import ExportError, MissingExtraError
+from torchq.runtime import reference_runtime
 from torchq.utils import markdown_table, progress_bar
 
 _CALIBRATION_BATCHES = 5
@@ -233,7 +234,7 @@ class _Demo:
     def quantized(self, model: nn.Module, config: torchq.QuantConfig) -> nn.Module:
         quantized = copy.deepcopy(model)
         example = self.data.images[:1]
-        torchq.quantize_(quantized, config, target="onnxruntime", example=example)
+        torchq.quantize_(quantized, config, target=reference_runtime(), example=example)
         batches = self.data.batches(64)[:_CALIBRATION_BATCHES]
         torchq.calibrate(quantized, batches, progress=False)
         return quantized

@@ -48,6 +48,7 @@ def rounded_biases(model: nn.Module) -> Iterator[None]:
     """Let the layers of a model hold the biases that kernels add, inside the ``with`` block."""
     held: list[tuple[Any, Any, str]] = []
     try:
+        layer: Any
         for layer in model.modules():
             bias = getattr(layer, "bias", None)
             if getattr(layer, "bias_format", "") and isinstance(bias, nn.Parameter):

@@ -157,9 +157,10 @@ def _shape_for(runtime: Runtime | None, graph: Model) -> tuple[str, ...]:
     if runtime is None or runtime.file is None:
         return ()
     rules, codes = runtime.file, runtime.codes
-    for node in nodes_of(graph, "QuantizeLinear") if codes is not None and codes.stored else ():
-        if is_constant(node.inputs[1]) and qparams_of(node).format.bits in codes.widths:
-            store_codes(node, signed=False)
+    if codes is not None and codes.stored:
+        for node in nodes_of(graph, "QuantizeLinear"):
+            if is_constant(node.inputs[1]) and qparams_of(node).format.bits in codes.widths:
+                store_codes(node, signed=False)
     run_passes(graph, (merge_duplicates, *rules.passes))
     found = tuple(text for check in rules.checks for text in check(graph))
     if found:

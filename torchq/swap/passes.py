@@ -538,7 +538,7 @@ def _without_negatives(plan: Plan, facts: Facts) -> list[str]:
     outputs = {f"{d.name}.output_quantizer" for d in plan.replaced if d.output is not None}
     signs |= {slot: [False] for slot in outputs}  # what a ReLU reads may be negative
     together = {slot for group in plan.shared for slot in group}
-    found = []
+    found: list[str] = []
     for group in (*plan.shared, *((slot,) for slot in signs if slot not in together)):
         seen = [sign for slot in group for sign in signs.get(slot, ())]
         first = _descriptor(plan, facts, group[0])

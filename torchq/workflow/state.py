@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -211,7 +212,15 @@ def _unpack(
 
 def _read_plan(data: Any, state: Mapping[str, Any], prefix: str = "") -> Plan:
     is_old = schema.version_of(data) == 2
-    return Plan.from_dict(upgraded(data, state, prefix) if is_old else data)
+    plan = Plan.from_dict(upgraded(data, state, prefix) if is_old else data)
+    if is_old and plan.operators:
+        warnings.warn(
+            "load: got a model that torchq 0.2.0 quantized for a target; its codes are those that "
+            "it was calibrated with, and export_onnx writes these. For the codes of the target "
+            "call torchq.restore_, torchq.quantize_(target=, example=) and torchq.calibrate",
+            stacklevel=4,
+        )
+    return plan
 
 
 def public_state(model: nn.Module) -> dict[str, Any]:
