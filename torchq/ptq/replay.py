@@ -197,16 +197,17 @@ class _AdditionWatch(TorchFunctionMode):
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of what a block reads or returns, and may write to.
+    """Return a copy of what was kept of a run, for a block that may write to it.
 
-    Tensors without values, of :func:`_blank`, and functions stay what they are.
+    Also caches and the like are copied, but no functions.
     """
+    return map_tensors(value, _cloned, lambda item: item if callable(item) else copy.deepcopy(item))
 
-    def cloned(tensor: Tensor) -> Tensor:
-        is_blank = tensor.dim() > 0 and not any(tensor.stride())
-        return tensor if is_blank else tensor.detach().clone()
 
-    return map_tensors(value, cloned, lambda item: item if callable(item) else copy.deepcopy(item))
+def _cloned(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor; one without values, of :func:`_blank`, stays what it is."""
+    is_blank = tensor.dim() > 0 and not any(tensor.stride())
+    return tensor if is_blank else tensor.detach().clone()
 
 
 def _blank(tensor: Tensor) -> Tensor:
@@ -389,7 +390,7 @@ class Replay:
         found: list[Any] = []
 
         def enter(args: Any, kwargs: Any, _: None) -> None:
-            found.append(copied((args, kwargs)))
+            found.append(map_tensors((args, kwargs), _cloned))
             raise _Stop
 
         watched = [(self._blocks[number].module, enter)]
@@ -407,7 +408,7 @@ class Replay:
         """Replace the forwards of all blocks but one, whose output is kept."""
 
         def keep(args: Any, kwargs: Any, out: Any) -> None:
-            self.outputs[kind, number, index] = copied(out)
+            self.outputs[kind, number, index] = map_tensors(out, _cloned)
 
         def stop(*args: Any, **kwargs: Any) -> Any:
             raise _Stop
