@@ -36,6 +36,21 @@ def test_an_example_shows_a_trace_that_went_wrong(images: Tensor) -> None:
     assert sqnr(torchq.deploy(model, images, fuse=False)(images), model(images)) > 40
 
 
+class Failing(Evasive):
+    """Can be traced, but its trace cannot run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return y if type(x) is Tensor else y.missing()  # type: ignore[operator]
+
+
+def test_a_trace_that_cannot_run_is_an_error_that_says_what_helps(images: Tensor) -> None:
+    model = calibrated(Failing(), images)
+    text = r"the deployed model raises AttributeError: .*missing.*Pass fuse=False"
+    with pytest.raises(torchq.errors.ExportError, match=text):
+        torchq.deploy(model, images)
+
+
 def test_the_noise_of_quantization_is_no_error(images: Tensor) -> None:
     model = calibrated(Evasive(1.15), images)
     with pytest.raises(

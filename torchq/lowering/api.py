@@ -66,7 +66,12 @@ def lower_model(
         if overflow:
             warnings.warn(f"deploy: {_OVERFLOW}", stacklevel=4)
         if example is not None:
-            _report(*ReferenceCheck(simulated, example)(result), fuse, overflow)
+            check = ReferenceCheck(simulated, example)
+            try:
+                problem, note = check(result)
+            except Exception as error:  # a graph may do what the model's own code would not
+                problem, note = f"the deployed model raises {type(error).__name__}: {error}", ""
+            _report(problem, note, fuse, overflow)
         return result
 
 
