@@ -7,12 +7,13 @@ runtimes, one file each, which enter the registry when they are imported.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchq import recipes
 from torchq.config import QuantConfig
@@ -134,6 +135,10 @@ class Runtime:
         """True if a model for this runtime is quantized in another way than one for none."""
         return self.placement is not None or self.recipe is not recipes.int8
 
+    def opened(self, path: Path) -> Callable[[Mapping[str, Tensor]], list[Tensor]] | None:
+        """Return an ONNX file as a function of its inputs; None where this runtime is not here."""
+        return None
+
     def _settings(self) -> dict[str, Any]:
         """Return the fields that are not what the class says."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -163,11 +168,14 @@ def reference_runtime() -> Runtime:
     return next(runtime for runtime in RUNTIMES.values() if runtime.session is not None)
 
 
-def open_session(path: str | os.PathLike[str], *, optimize: bool) -> Any:
-    """Return a file in the reference, with ``inputs``, ``outputs``, ``feeds`` and ``run``."""
+def open_session(path: str | os.PathLike[str], *, optimize: bool, **options: Any) -> Any:
+    """Return a file in the reference, with ``inputs``, ``outputs``, ``feeds`` and ``run``.
+
+    ``save_optimized=`` is where to write what the reference makes of it.
+    """
     open_file = reference_runtime().session
     assert open_file is not None
-    return open_file(path, optimize=optimize)
+    return open_file(path, optimize=optimize, **options)
 
 
 def targets() -> tuple[str, ...]:

@@ -255,7 +255,6 @@ def test_attention_exports(target: str | None, dynamo: bool, tmp_path: Path) -> 
     )
     proof = torchq.verify_onnx(model, path, [x, torch.randn(2, 9, 16)])
     assert proof.ok, str(proof)
-    assert proof.optimized[0].sqnr_db > 30
     kinds = [node.kind for node in torchq.inspect_onnx(path).integer]
     wanted = {"onnxruntime": 8, "openvino": 5}.get(
         target or "", 3

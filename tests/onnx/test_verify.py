@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ import torchq
 from tests.onnx.exported import Layers, Residual, calibrated, run_file
 from tests.onnx.exported import exported as write
 from torchq.errors import ConfigError, ExportError
-from torchq.onnx.verify.amplified import too_different
 from torchq.runtimes.session import Session
 
 onnx = pytest.importorskip("onnx")
@@ -58,38 +57,61 @@ def test_codes_are_equal_except_ties(exported: tuple[nn.Module, Path]) -> None:
     assert model.training
     # one tensor with two readers is quantized once in the file
     names = {name for name, _ in model.named_modules() if name.endswith("_quantizer")}
+    names |= {name for name, _ in model.named_parameters() if name.endswith("bias")}
     assert names - {layer.name for layer in report.layers} == {"blocks.1.first.input_quantizer"}
-    assert sum(layer.ties for layer in report.layers) <= 1e-4 * sum(
-        layer.elements for layer in report.layers
-    )
+    assert all(layer.differ <= layer.allowed for layer in report.layers)
     assert report.outputs[0].samples == 7
-    assert "agrees" in str(report)
+    assert "agrees with its model" in str(report)
 
 
-def test_end_to_end_figures_are_those_of_the_outputs(exported: tuple[nn.Module, Path]) -> None:
+def test_figures_are_those_of_the_outputs_of_a_usual_session(
+    exported: tuple[nn.Module, Path],
+) -> None:
     model, path = exported
-    edit(path, "head.bias", lambda bias: bias + 1)
+    edit(path, "head.bias", lambda bias: bias + torch.eye(10).numpy()[0])
     x = torch.randn(6, 3, 16, 16)
-    (found,) = torchq.verify_onnx(model, path, [x], layers=False).outputs
-    want, got = model(x).double(), run_file(path, x)[0].double()
+    (found,) = torchq.verify_onnx(model, path, [x]).outputs
+    want, got = model(x).double(), run_file(path, x, optimize=True)[0].double()
     assert found.max_diff == pytest.approx((want - got).abs().max().item(), rel=1e-12)
     assert found.sqnr_db == pytest.approx(
         10 * (want.square().sum() / (want - got).square().sum()).log10().item(), rel=1e-9
     )
     assert found.top1 == (want.argmax(1) == got.argmax(1)).double().mean()
+    assert (found.equal, found.samples) == (0, 6)
 
 
 def test_a_changed_layer_is_named_alone(exported: tuple[nn.Module, Path]) -> None:
-    """A wrong bias shows at the quantizer behind it and nowhere else."""
+    """A wrong bias shows at itself, at the quantizer behind it, and nowhere else."""
     model, path = exported
     edit(path, "blocks.0.first.bias", lambda bias: bias + 0.5)
     report = torchq.verify_onnx(model, path, [torch.randn(4, 3, 16, 16)])
+    wrong = [layer.name for layer in report.layers if not layer.ok]
+    assert wrong == ["blocks.0.first.bias", "blocks.0.second.input_quantizer"]
+    assert report.first is not None and report.first.name == wrong[0]
+    assert "DIFFERS" in str(report) and "first of 2 that differ: blocks.0.first.bias" in str(report)
+    assert len(str(report).splitlines()) < 8
+
+
+@pytest.mark.parametrize("name", ["scale", "bias"])
+def test_the_last_bit_of_a_number_is_seen(name: str, exported: tuple[nn.Module, Path]) -> None:
+    model, path = exported
+    stored = {
+        "scale": "blocks.0.second.input_quantizer/scale",
+        "bias": "blocks.0.second.bias",
+    }[name]
+    edit(path, stored, lambda array: np.nextafter(array, np.float32(9)))
+    report = torchq.verify_onnx(model, path, [torch.randn(4, 3, 16, 16)])
     assert not report.ok
-    assert [layer.name for layer in report.layers if layer.mismatches] == [
-        "blocks.0.second.input_quantizer"
-    ]
-    assert report.layers[0].name == "blocks.0.second.input_quantizer"
-    assert "DIFFERS" in str(report)
+    assert report.first is not None and report.first.name.startswith("blocks.0.second")
+
+
+def test_with_exact_sums_no_code_differs(tmp_path: Path) -> None:
+    x = torch.randn(4, 3, 16, 16)
+    model = write(Residual(), x, tmp_path / "m.onnx", config=torchq.recipes.int8())
+    report = torchq.verify_onnx(model, tmp_path / "m.onnx", [x], exact=True)
+    assert report.ok and "the optimised file in onnxruntime" in str(report)
+    assert sum(layer.differ for layer in report.layers) == 0
+    assert report.outputs[0].equal == 1
 
 
 def test_another_model_is_refused(exported: tuple[nn.Module, Path], tmp_path: Path) -> None:
@@ -220,8 +242,7 @@ def test_activations_of_four_bits_verify_with_every_sign(
     config = torchq.recipes.integer(8, 4, first_last=4)
     write(model, x, tmp_path / "m.onnx", target, config=config, dynamo=dynamo)
     report = torchq.verify_onnx(model, tmp_path / "m.onnx", [x], progress=False)
-    assert report.ok
-    assert report.unaltered[0].sqnr_db > 100  # The grid is that of the model.
+    assert report.ok, str(report)
 
 
 @pytest.mark.eight_bit_products
@@ -256,9 +277,9 @@ def test_fp8_files_verify_with_every_runtime(tmp_path: Path) -> None:
     """ONNX Runtime 1.31 makes an invalid graph of a Gemm of FP8; 1.32 optimises it."""
     model = fp8_file(tmp_path / "m.onnx")
     report = torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(5, 8)])
-    assert report.ok and len(report.layers) == 4
+    assert report.ok and len(report.layers) == 7
     # 1.32 removes a ReLU in front of FP8 codes, which costs all but 2 dB.
-    assert all(output.sqnr_db > 100 for output in report.optimized)
+    assert all(output.sqnr_db > 100 for output in report.outputs)
 
 
 def test_what_the_runtime_cannot_optimise_is_compared_as_it_is(
@@ -276,7 +297,7 @@ def test_what_the_runtime_cannot_optimise_is_compared_as_it_is(
         match=r"verify_onnx: onnxruntime .* cannot run the model.* Compared without optimisations",
     ):
         report = torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(5, 8)])
-    assert report.ok and report.optimized == () and len(report.layers) == 4
+    assert report.ok and "as it is written" in report.session
 
 
 def test_batches_that_do_not_fit_the_file_are_refused(tmp_path: Path) -> None:
@@ -308,14 +329,13 @@ def test_files_above_the_limit_of_protobuf_keep_tensors_beside_them(
 def test_a_float_model_is_no_twin_of_a_quantized_file(exported: tuple[nn.Module, Path]) -> None:
     model, path = exported
     x = torch.randn(2, 3, 16, 16)
-    for layers in (True, False):
-        with pytest.raises(ExportError, match=r"Residual has no active quantizer, but the file is"):
-            torchq.verify_onnx(Residual().eval(), path, [x], layers=layers)
-        with (
-            torchq.disabled(model),
-            pytest.raises(ExportError, match=r"Residual has no active quantizer, but the file is"),
-        ):
-            torchq.verify_onnx(model, path, [x], layers=layers)
+    with pytest.raises(ExportError, match=r"Residual has no active quantizer, but the file is"):
+        torchq.verify_onnx(Residual().eval(), path, [x])
+    with (
+        torchq.disabled(model),
+        pytest.raises(ExportError, match=r"Residual has no active quantizer, but the file is"),
+    ):
+        torchq.verify_onnx(model, path, [x])
 
 
 def test_quantizers_that_are_in_the_file_alone_are_named(exported: tuple[nn.Module, Path]) -> None:
@@ -358,39 +378,3 @@ def test_a_model_that_fails_on_what_fits_the_file_is_another_one(
     message = r"Sequential fails on a batch that fits the file \(RuntimeError: .*; expected the mod"
     with pytest.raises(ExportError, match=message):
         torchq.verify_onnx(other, path, [torch.randn(2, 3, 16, 16)])
-
-
-def steep(feeds: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return a smooth result, and one that small changes of the input turn over."""
-    x = feeds["x"]
-    return [2 * x, torch.sin(1e5 * x.double())]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_only_what_the_inputs_do_not_explain_is_too_different(dtype: torch.dtype) -> None:
-    seen = []
-
-    def run(feeds: Mapping[str, Tensor]) -> list[Tensor]:
-        seen.append({name: value.dtype for name, value in feeds.items()})
-        return steep(feeds)
-
-    feeds = {"x": torch.linspace(1, 2, 100).to(dtype), "words": torch.arange(3)}
-    expected = steep(feeds)
-    found = [expected[0] * 1.5, -expected[1]]
-    assert too_different(found, expected, run, feeds) == [0]
-    assert seen == [{"x": dtype, "words": torch.int64}] * len(seen) != []
-
-
-def test_equal_results_are_not_compared_with_others() -> None:
-    def run(feeds: Mapping[str, Tensor]) -> list[Tensor]:
-        raise AssertionError("never reached")
-
-    infinite = torch.tensor([torch.inf, torch.nan, 1.0])
-    assert too_different([infinite], [infinite.clone()], run, {}) == []
-
-
-def test_another_shape_is_too_different() -> None:
-    def run(feeds: Mapping[str, Tensor]) -> list[Tensor]:
-        return [torch.zeros(2)]
-
-    assert too_different([torch.zeros(3)], [torch.zeros(2)], run, {"x": torch.ones(1)}) == [0]

@@ -99,7 +99,7 @@ def test_a_changed_float_weight_is_named(tmp_path: Path) -> None:
     onnx.save(file, str(path))
     report = torchq.verify_onnx(model, path, [x])
     (found,) = [layer for layer in report.layers if not layer.ok]
-    assert (found.name, found.mismatches) == ("depthwise.weight_quantizer", 1)
+    assert (found.name, found.differ) == ("depthwise.weight_quantizer", 1)
 
 
 def small(dtype: torch.dtype) -> nn.Sequential:
@@ -130,14 +130,15 @@ def test_a_right_file_of_a_half_model_agrees(target: str | None, tmp_path: Path)
     torchq.export_onnx(model, x, tmp_path / "m.onnx", target=target)
     report = torchq.verify_onnx(model, tmp_path / "m.onnx", [x])
     assert report.ok, str(report)
-    assert any(layer.ties for layer in report.layers)
+    assert any(layer.differ for layer in report.layers)
     assert model[0].bias is not None
     with torch.no_grad():
         model[0].bias[3] += 0.1 * model[2].input_quantizer.amax.half()
     changed = torchq.verify_onnx(model, tmp_path / "m.onnx", [x])
     assert not changed.ok
-    (wrong,) = [layer for layer in changed.layers if layer.mismatches]
-    assert wrong.layers == ("0",)
+    wrong = [layer for layer in changed.layers if not layer.ok]
+    assert [layer.name for layer in wrong] == ["0.bias", "2.input_quantizer"]
+    assert wrong[1].layers == ("0",)
 
 
 def test_a_right_file_of_a_model_that_is_half_inside_agrees(tmp_path: Path) -> None:
@@ -156,7 +157,7 @@ def test_types_that_a_runtime_cannot_compute_in_are_refused(
     dtype: torch.dtype, target: str, tmp_path: Path
 ) -> None:
     x = torch.randn(4, 3, 8, 8, dtype=dtype)
-    model, path = calibrated(small(dtype), x), tmp_path / "m.onnx"
+    model, path = calibrated(small(dtype), x, target=target, example=x), tmp_path / "m.onnx"
     if dtype in RUNTIMES[target].file.float_types:
         torchq.export_onnx(model, x, path, target=target)
         assert onnx.load(path).graph.input[0].type.tensor_type.elem_type == 16

@@ -30,6 +30,12 @@ def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] 
     return args[:1] or None
 
 
+def _resized(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """Return the operand of a resizing whose weights are not negative."""
+    mode = args[3] if len(args) > 3 else kwargs.get("mode", "nearest")
+    return args[:1] if mode != "bicubic" else None
+
+
 def _two(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
     return args if len(args) == 2 and not kwargs else None
 
@@ -209,6 +215,7 @@ def _elementwise() -> Iterator[Operator]:
     yield _row("mul", *mul, syntax="Mult", module="Mul", **two)
     yield _row("maximum", torch.maximum, "maximum", module="Maximum", **two)
     yield _row("pad", F.pad, operands=_padded, nonnegative="kept")
+    yield _row("interpolate", F.interpolate, operands=_resized, nonnegative="kept")
     yield _row("sub", operator.sub, operator.isub, torch.sub, "sub", "sub_")
     yield _row("div", operator.truediv, operator.itruediv, torch.div, "div", "div_")
     yield _row("pow", operator.pow, operator.ipow, torch.pow, "pow", "pow_")

@@ -6,7 +6,7 @@ they are used first.
 
 from torchq.onnx.export import export_onnx
 from torchq.onnx.report import ExportReport
-from torchq.onnx.verify.metrics import LayerAgreement, OutputAgreement, VerifyReport
+from torchq.onnx.verify.report import LayerAgreement, OutputAgreement, VerifyReport
 from torchq.onnx.verify.verify import verify_onnx
 
 __all__ = [

@@ -7,6 +7,7 @@ To add one, write a file with a frozen dataclass that derives from :class:`Engin
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,8 +23,10 @@ from torchq.lowering.api import float_copy
 from torchq.lowering.check import ReferenceCheck
 from torchq.runtime import Runtime
 from torchq.runtimes.export import OpenLengths, export_graph, lengths_to_try, probes
-from torchq.runtimes.interface import GraphInterface, Structure, flatten
+from torchq.runtimes.interface import GraphInterface
 from torchq.utils.optional import import_optional
+
+log = logging.getLogger(__name__)
 
 
 class Task:
@@ -60,15 +63,21 @@ class Task:
         """Return the results of the simulation for inputs of other lengths."""
         key = self.lengths.index(lengths)
         if key not in self._probes:
-            examples = probes(self.model, self.example, lengths)
-            self._probes[key] = [ReferenceCheck(self.model, example) for example in examples]
+            self._probes[key] = []
+            for example in probes(self.model, self.example, lengths):
+                try:
+                    self._probes[key].append(ReferenceCheck(self.model, example))
+                except ExportError:
+                    raise
+                except Exception as error:  # a model may refuse a batch in any way it likes
+                    log.debug("the model does not run on other lengths: %s", error)
         return self._probes[key]
 
-    def structures_of_other_lengths(self, lengths: OpenLengths) -> list[Structure]:
-        """Return the structure of the model's results for inputs of other lengths."""
+    def _outcome(self, model: nn.Module) -> Any:
+        if model is self.model:
+            return self.check.outcome
         with torch.no_grad():
-            examples = probes(self.model, self.example, lengths)
-            return [flatten(call_model(self.model, example))[1] for example in examples]
+            return call_model(model, self.example)
 
     def graph(
         self, runtime: Runtime | None, dynamo: bool, lengths: OpenLengths
@@ -80,7 +89,12 @@ class Task:
             model = self.float_model if runtime is None else self.model
             try:
                 self._graphs[key] = export_graph(
-                    model, self.example, target=runtime, dynamo=dynamo, lengths=lengths
+                    model,
+                    self.example,
+                    self._outcome(model),
+                    target=runtime,
+                    dynamo=dynamo,
+                    lengths=lengths,
                 )
             except ExportError as error:
                 self._graphs[key] = error

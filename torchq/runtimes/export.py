@@ -74,7 +74,7 @@ def lengths_to_try(model: nn.Module, example: Any) -> tuple[OpenLengths, ...]:
 
 
 def probes(model: nn.Module, example: Any, lengths: OpenLengths) -> Iterator[Any]:
-    """Yield examples with other lengths where ``lengths`` says open, which the model runs on."""
+    """Yield examples with other lengths where ``lengths`` says open; the model may refuse them."""
     if lengths.others:
         yield _doubled(model, example, lengths.others)
     if lengths.batch:
@@ -82,7 +82,7 @@ def probes(model: nn.Module, example: Any, lengths: OpenLengths) -> Iterator[Any
         # Not one, which exporters take for a constant, and not the length that was traced.
         count = 3 if next(iter(batched.values()), torch.zeros(1, device="cpu")).shape[0] != 3 else 2
         probe = with_rows(model, example, count)
-        if batched and _runs(model, probe):
+        if batched:
             yield probe
 
 
@@ -149,14 +149,17 @@ def _runs(model: nn.Module, example: Any) -> bool:
 def export_graph(
     model: nn.Module,
     example: Any,
+    outcome: Any,
     *,
     target: Runtime | None,
     dynamo: bool,
     lengths: OpenLengths,
 ) -> tuple[Tensor, GraphInterface]:
-    """Return the bytes of an ONNX file of the model, and what the graph takes and returns."""
-    with torch.no_grad():
-        results, structure = flatten(call_model(model, example))
+    """Return the bytes of an ONNX file of the model, and what the graph takes and returns.
+
+    ``outcome`` is what the model returns for the example.
+    """
+    results, structure = flatten(outcome)
     opened = {name: {dim: f"{name}_{dim}" for dim in dims} for name, dims in lengths.others.items()}
     with tempfile.TemporaryDirectory() as folder, _flat_results(model, structure), _quiet():
         path = Path(folder, "model.onnx")

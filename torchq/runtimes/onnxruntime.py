@@ -62,6 +62,7 @@ from torchq.runtimes.session import Session
 from torchq.utils.optional import import_optional
 
 _RESHAPES = ("Flatten", "Reshape", "Squeeze")
+_MOVES = (*_RESHAPES, "Transpose", "Unsqueeze")
 
 
 def store_float_weights(model: Model) -> None:
@@ -89,15 +90,29 @@ def _runs_on_integers(node: Node) -> bool:
     if node.op_type != "Conv" or dequantized(node.inputs[0]) is None:
         return False
     result = node.outputs[0]
-    if leads_only_to_quantizers(result):
+    if _quantizers_behind(result):
         return True
     # Codes that begin at 0 include an activation; others leave it, and the convolution in float.
     while not is_output(result) and (activation := _only_reader_of(result)) is not None:
         if activation.op_type not in ("Relu", "Clip"):
             break
         result = activation.outputs[0]
-    users = readers(result)
-    return leads_only_to_quantizers(result) and all(map(starts_at_zero, users))
+    found = _quantizers_behind(result)
+    return bool(found) and all(map(starts_at_zero, found))
+
+
+def _quantizers_behind(value: Value) -> list[Node]:
+    """Return the QuantizeLinear nodes that alone read a value, also behind moves of elements.
+
+    ONNX Runtime quantizes in front of these. Float weights of such a convolution it would quantize
+    by itself, with one scale.
+    """
+    users = readers(value)
+    while len(users) == 1 and users[0].op_type in _MOVES and not is_output(value):
+        value = users[0].outputs[0]
+        users = readers(value)
+    only = not is_output(value) and all(user.op_type == "QuantizeLinear" for user in users)
+    return users if only else []
 
 
 def _only_reader_of(value: Value) -> Node | None:

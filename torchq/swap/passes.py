@@ -32,8 +32,6 @@ _ACTIVATIONS = frozenset(["silu", "hardswish", "leaky_relu", "elu", "mish"])
 #: Products with, and sums of, stored numbers: exporters fold them into the convolution.
 _AFFINE = frozenset(["mul", "add"])
 _BYTE = 8
-#: What ONNX Runtime's integer kernels are moved across.
-_RESHAPES = frozenset(["flatten", "reshape", "view", "squeeze"])
 _QUANTIZING = frozenset(["quantize", "observe+quantize"])
 _IMAGE_CHANNELS = 4
 #: Results of a stem below which there is no time to save.
@@ -608,7 +606,7 @@ class _Results:
             return self._is_quantized(reader, True, layer)
         # A BatchNorm that is folded later gives its layer a bias.
         is_folded = isinstance(reader.module, _NORMS) and getattr(layer, "bias", None) is None
-        keeps = isinstance(reader.module, _MOVING_MODULES) or _operator(reader) in _RESHAPES
+        keeps = isinstance(reader.module, _MOVING_MODULES) or _has(reader, "move")
         if is_folded or keeps or pads_with_zeros(reader):
             return self._is_quantized(reader, activated, layer)
         return False

@@ -1,0 +1,134 @@
+"""A file that returns the codes of its quantizers, and what computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from torch import Tensor
+
+from torchq.onnx.ir import (
+    Model,
+    Node,
+    Value,
+    add_node,
+    data_type,
+    is_constant,
+    load_model,
+    names,
+    onnx_ir,
+    save_model,
+)
+from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name
+from torchq.runtime import Runtime, open_session, reference_runtime
+
+_LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+_APPROXIMATE = names(
+    "BatchNormalization Div Elu Erf Exp GRU Gelu GridSample GroupNormalization HardSigmoid "
+    "HardSwish InstanceNormalization LSTM LayerNormalization Log LogSoftmax Mish Pow RNN "
+    "Reciprocal ReduceL2 ReduceMean Resize RMSNormalization Sigmoid Softmax Softplus Sqrt Tanh"
+)
+
+
+class ExposedFile:
+    """A file that returns the codes of every quantizer beside its outputs.
+
+    More outputs would change what ONNX Runtime fuses. So it optimises the file as it is; they are
+    added to what it saves, and this runs without further optimisations. Files for another runtime,
+    and those that ONNX Runtime cannot optimise, are exposed as they are written.
+
+    Attributes:
+        session: What runs, in words.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        nodes: Mapping[str, Node],
+        runtime: Runtime | None,
+        *,
+        optimized: bool,
+    ) -> None:
+        wanted = {name: str(node.outputs[0].name) for name, node in nodes.items()}
+        reference = reference_runtime()
+        self.session = f"the file as it is written in {reference.name}"
+        with TemporaryDirectory() as folder:
+            file, model = Path(folder, "exposed.onnx"), load_model(path)
+            if runtime is reference and optimized:
+                # Level EXTENDED: ALL would add layouts of memory, for float kernels.
+                open_session(path, optimize=True, save_optimized=file)
+                saved = load_model(file, check=False)
+                if set(wanted.values()) <= set(_values(saved)):
+                    self.session, model = f"the optimised file in {reference.name}", saved
+            self._count, self._names = len(model.graph.outputs), list(wanted)
+            values = _values(model)
+            for name in wanted.values():
+                _expose(model, values[name])
+            save_model(model, file, check=False)
+            other = runtime if runtime is not reference else None
+            run = None if other is None else other.opened(file)
+            if other is not None and run is not None:
+                self.session = f"the file in {other.name}"
+            self._run = run or open_session(file, optimize=False).run
+
+    def run(self, feeds: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Return the outputs of the file, and the codes of each quantizer in float32."""
+        found = self._run(feeds)
+        return found[: self._count], dict(zip(self._names, found[self._count :], strict=True))
+
+
+def _values(model: Model) -> dict[str, Value]:
+    return {str(value.name): value for node in model.graph for value in node.outputs}
+
+
+def _expose(model: Model, codes: Value) -> None:
+    """Return codes of any type as floats, beside the outputs of the file."""
+    single = onnx_ir.DataType.FLOAT
+    name = f"{codes.name}/float codes"
+    value = add_node(codes.producer(), "Cast", [codes], name, {"to": single.value})
+    value.type = onnx_ir.TensorType(single)
+    model.graph.outputs.append(value)
+
+
+@dataclass(frozen=True)
+class Behind:
+    """What computes a value from the nearest quantized or given values.
+
+    Attributes:
+        layers: The paths of the layers.
+        approximates: True where an operator is among them that each library approximates in a way
+            of its own.
+    """
+
+    layers: tuple[str, ...]
+    approximates: bool
+
+
+def behind(value: Value | None) -> Behind:
+    """Return what computes ``value``."""
+    layers: dict[str, None] = {}
+    approximates, pending, seen = False, [value], {value}
+    while pending:
+        current = pending.pop()
+        node = None if current is None else current.producer()
+        if node is None:
+            continue
+        if node.op_type == "DequantizeLinear":
+            if is_constant(node.inputs[0]):
+                layers[pair_name(node).removesuffix(".weight_quantizer")] = None
+            continue
+        approximates |= node.op_type in _APPROXIMATE
+        if node.op_type in _LAYERS and any(_is_float_weight(v) for v in node.inputs[1:2]):
+            name = str(node.inputs[1].name)
+            quantizer = name.removesuffix(FLOAT_WEIGHT) if name.endswith(FLOAT_WEIGHT) else ""
+            layers[quantizer.removesuffix(".weight_quantizer") or str(node.name)] = None
+        new = [v for v in node.inputs if v is not None and v not in seen]
+        seen.update(new)
+        pending += new
+    return Behind(tuple(layers), approximates)
+
+
+def _is_float_weight(value: Value) -> bool:
+    return is_constant(value) and bool(data_type(value).is_floating_point())

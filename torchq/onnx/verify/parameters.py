@@ -1,0 +1,164 @@
+"""What a file stores against what the model has: scales, zero points, weights and biases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from torchq.formats import IntFormat, integer_format
+from torchq.functional import QParams
+from torchq.functional.onnx_ops import onnx_axis, onnx_type
+from torchq.nn import QuantModule, TensorQuantizer
+from torchq.onnx.ir import Model, Node, Value, computed_by, input_at, is_constant, readers, value_of
+from torchq.onnx.passes.matmuls import TRANSPOSED
+from torchq.onnx.qdq import float_weights, qparams_of, weight_nodes
+from torchq.onnx.verify.report import LayerAgreement
+from torchq.workflow import quantizers
+
+_WEIGHT = "weight_quantizer"
+
+
+def pair_difference(quantizer: TensorQuantizer, quantize: Node) -> str:
+    """Return what is wrong with the parameters of a Q/DQ pair; "" if nothing is."""
+    text = qparams_difference(quantizer.qparams(), qparams_of(quantize))
+    for node in readers(quantize.outputs[0]):
+        for index, what in ((1, "scale"), (2, "zero point")):
+            if node.op_type == "DequantizeLinear" and not _same_input(quantize, node, index):
+                text = text or f"QuantizeLinear and DequantizeLinear have different {what}s"
+    return text
+
+
+def _same_input(one: Node, other: Node, index: int) -> bool:
+    first, second = input_at(one, index), input_at(other, index)
+    if first is second:
+        return True
+    if not (is_constant(first) and is_constant(second)):
+        return False
+    return _same(value_of(first), value_of(second))
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def qparams_difference(own: QParams, found: QParams) -> str:
+    """Return how parameters in a file differ from the model's; "" if they give the same values.
+
+    Codes of fewer bits may be stored in a wider type, and codes of 8 bits and more with the other
+    sign, which moves the zero point by half their number.
+    """
+    stored, _ = onnx_type(own.format)
+    if isinstance(stored, IntFormat) and isinstance(found.format, IntFormat):
+        if stored.width < found.format.width:
+            stored = integer_format(found.format.width, unsigned=not stored.signed)
+        own = replace(own, format=stored).stored(found.format.signed)
+    wanted, there = (
+        (q.format.name, q.scale.detach().float().reshape(-1).cpu(), q.zero_point.reshape(-1).cpu())
+        for q in (own, found)
+    )
+    if wanted[0] == there[0] and _same(wanted[1], there[1]) and _same(*_numbers(wanted, there)):
+        return ""
+    return f"the file has {_text(*there)}; expected {_text(*wanted)}"
+
+
+def _numbers(*parameters: tuple[str, Tensor, Tensor]) -> Iterator[Tensor]:
+    return (zero_point.float() for _, _, zero_point in parameters)
+
+
+def _text(format: str, scale: Tensor, zero_point: Tensor) -> str:
+    more = ", ..." if scale.numel() > 1 else ""
+    return f"{format}, scale {float(scale[0]):.9g}{more}, zero point {float(zero_point[0]):g}"
+
+
+def compare_weights(model: nn.Module, graph: Model) -> Iterator[LayerAgreement]:
+    """Compare stored weights, their codes or the values of these, and biases with the model's."""
+    nodes, floats = weight_nodes(graph), float_weights(graph)
+    paths = {id(quantizer): name for name, quantizer in quantizers(model).items()}
+    biases = {name: bias for name, bias in model.named_parameters() if name.endswith("bias")}
+    modules = [module for module in model.modules() if isinstance(module, QuantModule)]
+    for module in modules:
+        for quantizer, weight in module.quantized_weights():
+            name = paths[id(quantizer)]
+            if not quantizer.quantizing or name not in (*nodes, *floats):
+                continue
+            value = nodes[name].outputs[0] if name in nodes else floats[name]
+            if name in nodes:
+                yield _compare_codes(name, quantizer, weight.detach(), nodes[name])
+            else:
+                own = quantizer.apply_own(weight.detach().float()).detach().cpu()
+                yield compare_stored(name, own, value_of(value))
+            bias = biases.get(name.removesuffix(_WEIGHT) + "bias")
+            if bias is not None:
+                yield from _compare_bias(name.removesuffix(_WEIGHT) + "bias", bias, value)
+
+
+def compare_stored(name: str, own: Tensor, found: Tensor, text: str = "") -> LayerAgreement:
+    """Return the agreement of numbers that have to be equal."""
+    layer = (name.rpartition(".")[0],)
+    if own.shape != found.shape:
+        text = (
+            text or f"has the shape {tuple(found.shape)} in the file; expected {tuple(own.shape)}"
+        )
+        return LayerAgreement(name, own.numel(), 0, 0.0, 0, text, layer)
+    gap = (found.double() - own.double()).abs()
+    largest = float(gap.nan_to_num(torch.inf).max()) if gap.numel() else 0.0
+    return LayerAgreement(name, own.numel(), int((~(gap == 0)).sum()), largest, 0, text, layer)
+
+
+def _compare_codes(
+    name: str, quantizer: TensorQuantizer, weight: Tensor, node: Node
+) -> LayerAgreement:
+    """Compare a weight that is stored as codes; raised channels have the scales of the file."""
+    own, found, stored = quantizer.qparams(), qparams_of(node), value_of(node.inputs[0])
+    codes = quantizer.codes(weight).float().cpu()
+    codes = codes if quantizer.descriptor.symmetric else own.centered(codes)
+    centered, transposed = found.centered(stored), str(node.inputs[0].name).endswith(TRANSPOSED)
+    if transposed:
+        centered = centered.t().reshape(codes.shape)
+    elif node.meta.get("raised"):
+        raised, values = node.meta["raised"], quantizer.apply_own(weight.float()).detach().cpu()
+        codes[raised] = found.round(found.scaled(values))[raised]
+        scales = found.scale.reshape(-1)
+        places = raised if scales.numel() > 1 else [0]
+        raised_scale = _filled(own.scale, scales)
+        raised_scale[places] = scales[places]
+        own = replace(own, scale=raised_scale, zero_point=_filled(own.zero_point, scales))
+    axis, _ = onnx_axis(quantizer.descriptor.granularity, weight.dim())
+    text = qparams_difference(own, found)
+    if axis is not None and found.axis != (1 - axis if transposed else axis):
+        text = text or "has its scales on another axis in the file"
+    return compare_stored(name, codes, centered, text)
+
+
+def _filled(parameters: Tensor, like: Tensor) -> Tensor:
+    """Return a new float32 tensor of one number for each of ``like``."""
+    flat = parameters.detach().float().reshape(-1).cpu()
+    return flat.expand_as(like).clone() if flat.numel() == 1 else flat.clone()
+
+
+def _compare_bias(name: str, bias: Tensor, weight: Value) -> Iterator[LayerAgreement]:
+    """Compare the bias of the layer that reads a weight, where the file stores one for it."""
+    for node in readers(weight):
+        if node.op_type == "Cast":  # half precision
+            yield from _compare_bias(name, bias, node.outputs[0])
+            continue
+        if node.op_type in ("Conv", "ConvTranspose", "Gemm"):
+            found = input_at(node, 2)
+        elif node.op_type == "MatMul" and len(adds := readers(node.outputs[0])) == 1:
+            sources = [computed_by(v, "Unsqueeze", "Reshape") for v in adds[0].inputs]
+            given = [
+                v if n is None else n.inputs[0]
+                for v, n in zip(adds[0].inputs, sources, strict=True)
+            ]
+            found = next((v for v in given if is_constant(v)), None)
+            if adds[0].op_type != "Add" or found is None:
+                continue
+        else:
+            continue
+        if found is None:  # Exporters leave out zeros.
+            yield compare_stored(name, bias.detach().cpu(), torch.zeros(bias.shape))
+        elif is_constant(found):
+            yield compare_stored(name, bias.detach().cpu(), value_of(found).reshape(bias.shape))

@@ -1,0 +1,300 @@
+"""What ``verify_onnx`` found: the agreement of parameters, codes and outputs, and the report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from torchq.errors import ExportError
+from torchq.onnx.verify.exposed import Behind
+from torchq.utils.text import table
+
+#: Agreement of an expected and a found output, both of one batch: a number between 0 and 1, or a
+#: tensor with one number (or truth value) for each sample.
+Measure: TypeAlias = Callable[[Tensor, Tensor], "Tensor | float"]
+#: The share of codes that may be another one where a layer gets the same codes. Float32 sums in
+#: another order turn over about 1.5e-6 of the codes at ties.
+SHARE = 1e-5
+#: The same behind a softmax, a norm, a GELU and the like, which libraries compute by approximations
+#: of their own. They differ in the last bits, by up to 1e-6 of a value: of values of 50 codes, 1e-4
+#: lie so close to a border between two. Measured: 7e-5.
+APPROXIMATE_SHARE = 1e-4
+#: How many more, since a small layer has none or a few.
+MORE = 3
+#: Numbers that are equal but for the order of float sums, as a share of the largest expected one.
+EQUAL = 1e-4
+#: The same for outputs of layers in shorter types: a few units in the last place.
+ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
+#: Sums that are rounded to a shorter type differ by a unit in its last place or two, which is a
+#: part of a code that does not get smaller with the code.
+HALF_SHARES = {torch.float16: 0.05, torch.bfloat16: 0.5}
+_GOOD_SHARE = 0.999
+
+
+@dataclass(frozen=True)
+class OutputAgreement:
+    """One output of the file in the session that users run, against the model.
+
+    Attributes:
+        name: Name in the file.
+        equal: Share of samples whose numbers are all within 1e-4 of the largest expected one.
+        share: Agreement in the sense of the measure, between 0 and 1; None where there is none.
+        sqnr_db: Energy of the expected output over energy of the difference, in dB; infinite where
+            they are equal. It says little: one code at a tie in one sample may cost half of it.
+        max_diff: Largest absolute difference.
+        samples: Number of samples.
+        measure: What ``share`` is: "top-1" for float outputs of shape (batch, classes), the name
+            of the function that was passed, or "" without a measure.
+    """
+
+    name: str
+    equal: float
+    share: float | None
+    sqnr_db: float
+    max_diff: float
+    samples: int
+    measure: str = ""
+
+    @property
+    def top1(self) -> float | None:
+        """Share of samples with the same largest entry; None for outputs that are no logits."""
+        return self.share if self.measure == "top-1" else None
+
+    @property
+    def ok(self) -> bool:
+        """True if 99.9 % of the samples are equal, or agree in the sense of the measure."""
+        return max(self.equal, self.share or 0.0) >= _GOOD_SHARE
+
+    def __str__(self) -> str:
+        agrees = "" if self.share is None else f", {self.share:.2%} {self.measure}"
+        samples = f"{self.equal:.1%} of {self.samples} samples equal"
+        return f"{self.name}: {samples}{agrees}, largest difference {self.max_diff:.3g}"
+
+
+@dataclass(frozen=True)
+class LayerAgreement:
+    """Codes of one quantizer, stored numbers, or an output behind the last codes.
+
+    Attributes:
+        name: Dotted path of the quantizer, of a weight's quantizer or of a bias, or
+            ``output NAME``.
+        elements: Elements compared.
+        differ: Codes that differ, where the layers in front got the same codes; stored numbers
+            that differ; elements of an output beyond float rounding.
+        max_diff: Largest difference, in codes, or in values for an output or a bias.
+        allowed: How many may differ, each by one code: a hundred-thousandth, and three.
+        parameters: What differs in scale, zero point or type; empty where nothing does.
+        layers: The layers of the file that computed the values from the codes before them.
+    """
+
+    name: str
+    elements: int
+    differ: int
+    max_diff: float
+    allowed: int = 0
+    parameters: str = ""
+    layers: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """True if no more differs than is allowed, by one code, and no parameter does."""
+        few = self.differ == 0 or (self.differ <= self.allowed and self.max_diff <= 1)
+        return few and not self.parameters
+
+    def why(self) -> str:
+        """Return what differs, in a sentence."""
+        if self.parameters:
+            return f"{self.name}: {self.parameters}"
+        what = f"{self.differ} of {self.elements} differ, by up to {self.max_diff:g}"
+        behind = f", computed by {', '.join(self.layers)} or behind" if self.layers else ""
+        return f"{self.name}: {what}{behind}"
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What :func:`torchq.verify_onnx` found; ``print`` it, or its :meth:`table`.
+
+    Attributes:
+        path: The file.
+        outputs: Every output in a session with default options, against the model.
+        layers: Scales, weights, biases and the codes of every quantizer, then every output behind
+            the last codes, in the order in which the model calls them; empty where the file has no
+            names of quantizers.
+        session: What ran the layers.
+        hint: What to do where something differs.
+    """
+
+    path: str
+    outputs: tuple[OutputAgreement, ...]
+    layers: tuple[LayerAgreement, ...]
+    session: str = ""
+    hint: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """True if parameters are equal, and layers but for ties.
+
+        Without layers: True if 99.9 % of the samples have equal outputs, or agree.
+        """
+        if self.layers:
+            return self.first is None
+        return all(output.ok for output in self.outputs)
+
+    @property
+    def first(self) -> LayerAgreement | None:
+        """The first layer, in the order of the model, that differs by more than is allowed."""
+        return next((layer for layer in self.layers if not layer.ok), None)
+
+    @property
+    def top1(self) -> float | None:
+        """Top-1 agreement of the first output."""
+        return self.outputs[0].top1 if self.outputs else None
+
+    def __str__(self) -> str:
+        lines = [f"{self.path}: {'agrees with its model' if self.ok else 'DIFFERS'}"]
+        lines += [f"  output {output}" for output in self.outputs]
+        if self.layers:
+            codes = [layer for layer in self.layers if layer.allowed]
+            counts = f"{sum(x.differ for x in codes)} of {sum(x.elements for x in codes)} codes"
+            lines.append(f"  {len(codes)} quantizers, {self.session}: {counts} differ")
+        first, wrong = self.first, sum(not layer.ok for layer in self.layers)
+        if first is not None:
+            lines.append(f"  first of {wrong} that differ: {first.why()}")
+            lines.append(f"  next: {self.hint}; print(report.table()) has all rows")
+        elif not self.layers and not self.ok:
+            lines.append("  next: export with torchq.export_onnx, whose files name every layer")
+        elif any(output.equal < 1 for output in self.outputs):
+            lines.append("  next: exact=True tells ties of float sums from the rest")
+        return "\n".join(lines)
+
+    def table(self) -> str:
+        """Return a row for each scale, weight, bias and quantizer, in the order of the model."""
+        rows = [("what", "elements", "differ", "allowed", "max diff", "parameters", "layers")]
+        for x in self.layers:
+            figures = (str(x.elements), str(x.differ), str(x.allowed), f"{x.max_diff:g}")
+            rows.append((x.name, *figures, x.parameters, ", ".join(x.layers)))
+        return table(rows)
+
+
+class Outputs:
+    """The agreement of the outputs, accumulated over batches."""
+
+    def __init__(self, names: Sequence[str], measure: Measure | None = None) -> None:
+        self.names, self._measure = list(names), measure
+        self._signal, self._noise, self._max, self._same, self._equal = (
+            [0.0] * len(names) for _ in range(5)
+        )
+        self._samples, self._counted = ([0] * len(names) for _ in range(2))
+
+    def add(self, expected: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+        """Add one batch; tensors in the order of the names."""
+        shapes = [[tuple(t.shape) for t in tensors] for tensors in (expected, found)]
+        if shapes[0] != shapes[1]:
+            raise ExportError(
+                f"verify_onnx: the model returns {shapes[0]}, the file {shapes[1]}; "
+                "expected equal shapes. Export again"
+            )
+        for i, (want, got) in enumerate(zip(expected, found, strict=True)):
+            self._count(i, want, got)
+            gap = difference(want, got)
+            self._signal[i] += float(want[want.isfinite()].double().square().sum())
+            self._noise[i] += float(gap.square().sum())
+            self._max[i] = max(self._max[i], float(gap.max()) if want.numel() else 0.0)
+            rows = (gap <= allowed_gap(want, EQUAL)).reshape(len(want) if want.dim() else 1, -1)
+            self._equal[i] += int(rows.all(1).sum())
+            self._samples[i] += len(rows)
+
+    def _count(self, i: int, want: Tensor, got: Tensor) -> None:
+        if self._measure is not None:
+            share = torch.as_tensor(self._measure(want, got)).double()
+            count = share.numel() if share.dim() else max(len(want), 1)
+            self._same[i] += float(share.mean()) * count
+            self._counted[i] += count
+        elif want.dim() == 2 and want.shape[1] > 1 and want.is_floating_point():
+            self._same[i] += int((want.argmax(1) == got.argmax(1)).sum())
+            self._counted[i] += len(want)
+
+    def result(self) -> tuple[OutputAgreement, ...]:
+        """Return the figures over all batches."""
+        name = "top-1"
+        if self._measure is not None:
+            name = getattr(self._measure, "__name__", type(self._measure).__name__)
+        return tuple(
+            OutputAgreement(
+                output,
+                self._equal[i] / max(self._samples[i], 1),
+                self._same[i] / self._counted[i] if self._counted[i] else None,
+                decibels(self._signal[i], self._noise[i]),
+                self._max[i],
+                self._samples[i],
+                name if self._counted[i] else "",
+            )
+            for i, output in enumerate(self.names)
+        )
+
+
+def difference(want: Tensor, got: Tensor) -> Tensor:
+    """Return the sizes of differences; equal infinities and NaNs have none, others are infinite."""
+    want, got = want.double(), got.double()
+    same = (want == got) | (want.isnan() & got.isnan())
+    return torch.where(same, 0.0, (got - want).abs()).nan_to_num(math.inf, posinf=math.inf)
+
+
+def allowed_gap(want: Tensor, share: float) -> float:
+    """Return a share of the largest finite number."""
+    finite = want[want.isfinite()].abs()
+    return share * float(finite.max()) if finite.numel() else 0.0
+
+
+def decibels(signal: float, noise: float) -> float:
+    """Return ``10 log10(signal / noise)``; infinite without noise."""
+    if noise == 0:
+        return math.inf
+    if math.isnan(noise):
+        return -math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+
+
+class Codes:
+    """The agreement of one quantizer's codes, or of an output, accumulated over batches."""
+
+    def __init__(
+        self, name: str, parameters: str, behind: Behind, dtypes: Mapping[str, torch.dtype]
+    ) -> None:
+        self._fixed = (parameters, behind.layers)
+        computed = {dtypes[layer] for layer in behind.layers if layer in dtypes}
+        self._half = next((dtype for dtype in computed if dtype in ROUNDING), None)
+        self.name, self._elements, self._differ, self._max = name, 0, 0, 0.0
+        self._least, self._share = APPROXIMATE_SHARE if behind.approximates else SHARE, 0.0
+
+    def add(self, expected: Tensor, found: Tensor, dtype: torch.dtype) -> None:
+        """Add codes of one batch, of values in a type; the layers may have a shorter one."""
+        if expected.shape != found.shape:
+            raise ExportError(
+                f"{self.name}: the model has shape {tuple(expected.shape)}, "
+                f"the file {tuple(found.shape)}; expected the same"
+            )
+        self._count(difference(expected, found), 0.0)
+        self._share = HALF_SHARES.get(self._half or dtype, self._least)
+
+    def add_output(self, expected: Tensor, found: Tensor) -> None:
+        """Add one batch of an output; elements beyond float rounding differ."""
+        share = ROUNDING.get(self._half or expected.dtype, EQUAL)
+        self._count(difference(expected, found), allowed_gap(expected.double(), share))
+
+    def _count(self, gap: Tensor, least: float) -> None:
+        self._elements += gap.numel()
+        self._differ += int((gap > least).sum())
+        self._max = max(self._max, float(gap.max()) if gap.numel() else 0.0)
+
+    def result(self) -> LayerAgreement:
+        """Return the counts over all batches."""
+        allowed = MORE + int(self._share * self._elements) if self._share else 0
+        return LayerAgreement(
+            self.name, self._elements, self._differ, self._max, allowed, *self._fixed
+        )
