@@ -204,7 +204,6 @@ ARGUMENTS: list[tuple[Any, dict[str, Any], str]] = [
     (torchq.ptq.adaround_, {"steps": 0}, "got steps=0; expected at least 1"),
     (torchq.ptq.smooth_, {"alpha": 2}, "got alpha=2; expected 0 to 1, or 'auto'"),
     (torchq.ptq.correct_bias_, {"method": "magic"}, "got method='magic'; expected 'empirical' or"),
-    (torchq.ptq.equalize_, {"iterations": 0}, "got iterations=0; expected at least 1"),
 ]
 
 

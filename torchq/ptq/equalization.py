@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchq.errors import ConfigError
 from torchq.graph import Call, Flow, is_torch_leaf, record
 from torchq.nn import QuantModule, quantizing_only
 from torchq.ptq.layers import (
@@ -38,8 +37,8 @@ from torchq.utils import evaluating
 from torchq.workflow import quantizers
 from torchq.workflow.layer_matrices import channel_ranges, spread
 
-# The iterations end when no factor differs from 1 by more.
-_CONVERGED = 1e-4
+# The rounds over all pairs end when no factor differs from 1 by more, or after so many.
+_CONVERGED, _ROUNDS = 1e-4, 20
 # What keeps positive factors, element by element.
 _HOMOGENEOUS = (
     *(nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.Identity),
@@ -104,7 +103,6 @@ def equalize_(
     model: nn.Module,
     example: Any,
     *,
-    iterations: int = 20,
     tolerance: float | None = None,
 ) -> EqualizeReport:
     """Equalize the ranges of channels between layers of ``model``, in place.
@@ -118,12 +116,12 @@ def equalize_(
     For each channel i between two layers the factor is ``sqrt(r1[i] * r2[i]) / r2[i]``, where r1
     and r2 are the largest magnitudes of the channel in the first and in the second weight
     (equation 11 of the paper). Afterwards both are equal. Because a layer may be the second of one
-    pair and the first of the next, all pairs are treated repeatedly until nothing changes.
+    pair and the first of the next, all pairs are treated repeatedly until nothing changes,
+    20 times at most.
 
     Args:
         model: the model.
         example: arguments of one call; see :func:`torchq.graph.call_arguments`.
-        iterations: the largest number of rounds over all pairs, at least 1.
         tolerance: the largest relative change of the float output that is accepted; None means
             1e-5 for float32, and 8 units in the last place for dtypes of 16 bits.
 
@@ -131,7 +129,7 @@ def equalize_(
         The report.
 
     Raises:
-        ConfigError: the model is calibrated already, or ``iterations`` is below 1.
+        ConfigError: the model is calibrated already.
         QuantizationError: the float output changed by more than ``tolerance``.
 
     Example:
@@ -141,8 +139,6 @@ def equalize_(
         >>> [pair.second for pair in torchq.ptq.equalize_(model, torch.rand(1, 4)).pairs]
         ['2']
     """
-    if iterations < 1:
-        raise ConfigError(f"equalize_: got iterations={iterations}; expected at least 1")
     check_not_calibrated("equalize_", model)
     with torch.no_grad(), evaluating(model), quantizing_only(quantizers(model).values()):
         flow = record(model, example, lambda m: is_torch_leaf(m) or isinstance(m, QuantModule))
@@ -152,7 +148,7 @@ def equalize_(
         before = [spread(channel_ranges(pair.first)) for pair in pairs]
 
         def change() -> list[EqualizedPair]:
-            for _ in range(iterations):
+            for _ in range(_ROUNDS):
                 if max(map(_equalize, pairs), default=0.0) < _CONVERGED:
                     break
             return [
