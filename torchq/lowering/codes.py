@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any, ClassVar
 
@@ -113,15 +113,12 @@ class CodesModule(nn.Module):
         vars(self)["_runs"] = {}
         return self
 
-    def _bound(self, key: Any, bind: Callable[[], Run]) -> Run:
-        """Return the kernel for ``key``, which ``bind`` makes once."""
-        runs = self._runs
-        found = runs.get(key)
-        if found is None:
-            if len(runs) >= MOST_SHAPES:
-                runs.clear()
-            found = runs[key] = bind()
-        return found
+    def _keep(self, key: Any, run: Run) -> Run:
+        """Keep the kernel that is bound for ``key``, and return it."""
+        if len(self._runs) >= MOST_SHAPES:
+            self._runs.clear()
+        self._runs[key] = run
+        return run
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the quantization parameters as plain numbers, for the state dict."""
@@ -240,7 +237,8 @@ class CodesAvgPool2d(CodesModule):
         """Return the code of each window's average."""
         if not eager(codes):
             return self._float(codes)
-        return self._bound(codes.shape, lambda: self._bind(codes.shape))(codes)
+        shape = codes.shape
+        return (self._runs.get(shape) or self._keep(shape, self._bind(shape)))(codes)
 
     def _float(self, codes: Tensor) -> Tensor:
         return self.output_qparams.quantize(self.pool(self.input_qparams.dequantize(codes)))

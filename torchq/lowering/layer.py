@@ -85,17 +85,19 @@ class DeployedLayer(CodesModule):
             weights = Int8Weights(self.kernel.plain, self.weight_scale, *self._grid())
             return reference(x, weights, self.params, self.epilogue(), residual, torch.float32)
 
-        def bind() -> Run:
-            weights = Int8Weights(self.weight_codes, self.weight_scale, *self._grid())
-            rest = self.params, self.epilogue()
-            if x.numel() and available():
-                return self.kernel.bind(x.shape, weights, *rest, residual)
-            return lambda x, residual=None: reference(x, weights, *rest, residual)
-
         key: Any = x.shape if self.params.stride else x.numel()
         if residual is None:
-            return self._bound(key, bind)(x)
-        return self._bound((key, residual.shape, residual.dtype), bind)(x, residual)
+            return (self._runs.get(key) or self._keep(key, self._bind(x)))(x)
+        key = key, residual.shape, residual.dtype
+        return (self._runs.get(key) or self._keep(key, self._bind(x, residual)))(x, residual)
+
+    def _bind(self, x: Tensor, residual: Tensor | None = None) -> Run:
+        """Return the product as a function of codes, and residuals, like these."""
+        weights = Int8Weights(self.weight_codes, self.weight_scale, *self._grid())
+        rest = self.params, self.epilogue()
+        if x.numel() and available():
+            return self.kernel.bind(x.shape, weights, *rest, residual)
+        return lambda x, residual=None: reference(x, weights, *rest, residual)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if keep_vars:  # for the tensors of the model themselves, such as an exporter wants them
@@ -188,15 +190,11 @@ class Int8Layer(DeployedLayer):
             TypeError: ``x`` has another dtype than the layer; the simulation refuses it too.
             QuantizationError: ``x`` holds NaN.
         """
-        if x.dtype is torch.uint8 and self.reads_codes:
-            return self._compute(x, residual)
-        require_numbers(x, self.dtype, type(self).__name__)
-        if self.pre_quant_scale is not None:
-            x = x * self.pre_quant_scale.to(x.dtype)
-        return self._compute(self.input_qparams.quantize(x), residual)
-
-    def _compute(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return the result for codes."""
+        if not (x.dtype is torch.uint8 and self.reads_codes):
+            require_numbers(x, self.dtype, type(self).__name__)
+            if self.pre_quant_scale is not None:
+                x = x * self.pre_quant_scale.to(x.dtype)
+            x = self.input_qparams.quantize(x)
         y = self._product(x, residual)
         is_done = self.dtype is torch.float32 or self.output_qparams is not None
         return y if is_done else y.to(self.dtype)
@@ -272,10 +270,10 @@ class Int8Conv(Int8Layer):
         single = all(size == 1 for size in (*self.kernel.shape[2:], *params.stride, params.groups))
         return single and not any(params.padding)
 
-    def _compute(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def _product(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if x.dim() == len(self.params.stride) + 1:
-            return super()._compute(x.unsqueeze(0), residual).squeeze(0)
-        return super()._compute(x, residual)
+            return super()._product(x.unsqueeze(0), residual).squeeze(0)
+        return super()._product(x, residual)
 
 
 class DynamicInt8Linear(DeployedLayer):
