@@ -18,6 +18,8 @@ from torchq.utils import table
 
 #: The classes whose products happen in the forward of the module around them.
 _PRODUCTS = frozenset(["MatMul", "ScaledDotProductAttention"])
+#: The operators whose operands have slots of their own.
+_SEVERAL = frozenset(["Add", "Mul", "Maximum", "Cat", *_PRODUCTS])
 #: The start of the note about a layer whose weight alone is quantized, because of the target.
 FLOAT_INPUT = "its input stays float"
 #: The reasons that are the user's own choice.
@@ -104,11 +106,14 @@ class Decision:
     def __str__(self) -> str:
         if self.reason:
             return f"SKIPPED: {self.reason}"
-        text = ", ".join(f"{slot} {value}" for slot, value in self.descriptors.items())
+        found, unsigned = self.descriptors, self.unsigned
+        if unsigned == ("input",) and self.class_name not in _SEVERAL:
+            found["input"], unsigned = found["input"].replace(unsigned=True), ()
+        text = ", ".join(f"{slot} {value}" for slot, value in found.items())
         if self.ranges > 1:
             text += f" ({self.ranges} ranges)"
-        if self.unsigned:
-            text += f", unsigned {' and '.join(self.unsigned)}"
+        if unsigned:
+            text += f", unsigned {' and '.join(unsigned)}"
         if self.bias:
             text += f", bias {self.bias}"
         if self.calls:
