@@ -17,6 +17,7 @@ import torchq
 from tests.models import Conv1D, ConvNet, Projection, SamePadConv2d, StagedNet
 from torchq.nn import TensorQuantizer
 from torchq.swap import Plan, apply_, plan_of
+from torchq.swap.apply import quantizer_slots
 
 
 class Stem(nn.Module):
@@ -98,6 +99,15 @@ SMALL = [
 LARGE = [pytest.param(name, "onnxruntime", True, id=name) for name in ZOO]
 
 
+def check_grids(model: nn.Module, plan: Plan) -> None:
+    """Check that quantizers and layers have the codes and biases that a plan names."""
+    slots = {f"{n}.{s}_quantizer" for d in plan.replaced for n in d.names for s in d.unsigned}
+    found = {p for p, q in quantizer_slots(model) if q.keeps_sign}
+    assert found == slots and all(model.get_submodule(p).descriptor.unsigned is True for p in slots)
+    for decision in plan.replaced:
+        assert getattr(model.get_submodule(decision.name), "bias_format", "") == decision.bias
+
+
 @pytest.mark.filterwarnings("ignore:.*only .* quantized")
 @pytest.mark.parametrize(("name", "target", "has_example"), [*SMALL, *LARGE])
 def test_plan_report_copy_file_and_loaded_model_agree(
@@ -114,6 +124,8 @@ def test_plan_report_copy_file_and_loaded_model_agree(
     assert planned == report == plan_of(model)
     assert planned == Plan.from_dict(json.loads(json.dumps(planned.to_dict())))
     assert planned == pickle.loads(pickle.dumps(planned)) == plan_of(copy.deepcopy(model))
+    if target is not None and has_example:
+        check_grids(model, report)
     torchq.save(model, tmp_path / "m.pt")
     loaded = torchq.load(copy.deepcopy(fresh), tmp_path / "m.pt")
     assert plan_of(loaded) == report
@@ -131,6 +143,8 @@ def test_the_networks_show_every_kind_of_decision() -> None:
     model, x = made("stem")
     plan = torchq.plan(model, target="onnxruntime", example=x)
     assert plan.decision("first").by == "float start" and plan.decision("last").output is not None
+    assert plan.decision("quant_cat").unsigned == ("input",)  # the one behind a ReLU
+    assert {d.name for d in plan.replaced if d.bias} == {"left", "inner.0", "last"}
     assert plan.decision("quant_cat").ranges == 2 and plan.shared
     assert plan.decision("again").names == ("right", "again") and plan.operators[""].sites
     assert {d.name for d in plan.replaced} >= {"inner.1"} and "act" not in plan.modes
