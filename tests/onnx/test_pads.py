@@ -116,7 +116,7 @@ def test_zeros_become_pads(target: str | None, dynamo: bool, tmp_path: Path) -> 
     model = exported(model, x, path, target, dynamo=dynamo)
     assert pads(path) == [[1] * 4, [3, 1, 4, 2]]
     found = torchq.verify_onnx(model, path, [x, images(1, 16, 12, 10)])
-    assert found.ok and len(found.layers) == 5
+    assert found.ok, str(found)
     onnx.checker.check_model(path, full_check=True)
     assert sqnr(run_file(path, x)[0], model(x)) > 35  # Behind a ReLU the file's grid is finer.
 

@@ -441,6 +441,8 @@ class OpenVino(GraphEngine):
         settings = {
             # A thread that is bound to one core waits where another program uses that core.
             "ENABLE_CPU_PINNING": False,
+            # Products with weights of 4 bits would quantize their inputs once more.
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
             "INFERENCE_NUM_THREADS": threads,
             "INFERENCE_PRECISION_HINT": self.precision,
             "NUM_STREAMS": 1,

@@ -121,6 +121,7 @@ def behind(value: Value | None) -> Behind:
             continue
         approximates |= node.op_type in _APPROXIMATE
         if node.op_type in _LAYERS and any(_is_float_weight(v) for v in node.inputs[1:2]):
+            approximates = True  # a float kernel
             name = str(node.inputs[1].name)
             quantizer = name.removesuffix(FLOAT_WEIGHT) if name.endswith(FLOAT_WEIGHT) else ""
             layers[quantizer.removesuffix(".weight_quantizer") or str(node.name)] = None
