@@ -22,7 +22,7 @@ Measure: TypeAlias = Callable[[Tensor, Tensor], "Tensor | float"]
 SHARE = 1e-5
 #: The same behind a softmax, a norm, a GELU and the like, which libraries compute by approximations
 #: of their own, and behind convolutions that run in float. They differ in the last bits, by up to
-#: 1e-6 of a value: of values of 50 codes, 1e-4 lie so close to a border between two. Measured: 7e-5.
+#: 1e-6 of a value: of values of 50 codes, 1e-4 lie so close to a border of two. Measured: 7e-5.
 APPROXIMATE_SHARE = 1e-4
 #: How many more, since a small layer has none or a few.
 MORE = 3

@@ -18,7 +18,7 @@ from torchq.nn import TensorQuantizer, exact_sums
 from torchq.nn.integer_bias import rounded_biases
 from torchq.onnx.export import undo_export, unwrap
 from torchq.onnx.interface import input_names_of, named_calls, nested_tensors
-from torchq.onnx.ir import first_line, load_model, named_errors
+from torchq.onnx.ir import Model, first_line, load_model, named_errors
 from torchq.onnx.passes.convolutions import without_pads
 from torchq.onnx.qdq import (
     float_weights,
@@ -92,9 +92,10 @@ def verify_onnx(
     """
     model, path = unwrap(model), Path(path)
     check_batches("verify_onnx", batches, num_batches)
+    graph = load_model(path)
     session, optimized = _default_session(path)
     with named_errors(path):
-        file = _File(model, path, optimized)
+        file = _File(model, path, graph, optimized)
         run = file.usual_run() or session.run
     outputs, count = Outputs(session.outputs, measure), 0
     shown = progress_bar(batches, description="verify", most=num_batches, enabled=progress)
@@ -147,8 +148,7 @@ def _file_inputs(model: nn.Module, batch: Any) -> dict[str, Tensor]:
 class _File:
     """A file beside its model: what it stores, and its codes for one batch after the other."""
 
-    def __init__(self, model: nn.Module, path: Path, optimized: bool) -> None:
-        graph = load_model(path)
+    def __init__(self, model: nn.Module, path: Path, graph: Model, optimized: bool) -> None:
         record = read_record(graph)
         self._path, self._runtime = path, RUNTIMES.get(str(record.get("target")))
         # What a target added to layers is taken away: the rest must be the model's own.
@@ -226,8 +226,10 @@ class _File:
         own, pads, found = quantizer.codes(x).float(), self._pads[in_file], self._qparams[in_file]
         if not quantizer.descriptor.symmetric:
             own = quantizer.qparams().centered(own)
-        codes = found.centered(self._found[in_file])
-        self._codes[in_file].add(without_pads(own, pads).cpu(), codes, x.dtype)
+        codes, own = found.centered(self._found[in_file]), without_pads(own, pads).cpu()
+        if in_file != name and own.shape != codes.shape:
+            return out  # Of two that became one, the model pads in front of one alone.
+        self._codes[in_file].add(own, codes, x.dtype)
         values = out.clone()  # The zeros that only the model pads with stay.
         without_pads(values, pads).copy_(found.dequantize(codes))
         return values
