@@ -106,10 +106,10 @@ class Behind:
     approximates: bool
 
 
-def behind(value: Value | None) -> Behind:
-    """Return what computes ``value``."""
+def behind(value: Value | None, approximates: bool = False) -> Behind:
+    """Return what computes ``value``, for a runtime that does not round sums of codes once."""
     layers: dict[str, None] = {}
-    approximates, pending, seen = False, [value], {value}
+    pending, seen = [value], {value}
     while pending:
         current = pending.pop()
         node = None if current is None else current.producer()
