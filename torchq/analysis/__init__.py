@@ -1,6 +1,7 @@
 """Seeing what quantization does to a model, and deciding what to do about it."""
 
 from torchq.analysis.checks import CHECKS, Finding
+from torchq.analysis.detections import Detected, DetectionAgreement, Detections
 from torchq.analysis.doctor import DoctorReport, doctor
 from torchq.analysis.layer_errors import LayerError, LayerErrors, QuantizerRow, layer_errors
 from torchq.analysis.mixed_precision import (
@@ -14,6 +15,9 @@ from torchq.analysis.sensitivity import SensitivityReport, SensitivityRow, sensi
 
 __all__ = [
     "CHECKS",
+    "Detected",
+    "DetectionAgreement",
+    "Detections",
     "DoctorReport",
     "Finding",
     "FrontPoint",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchq.analysis.detections import Detections
 from torchq.errors import ConfigError
 from torchq.graph import tensors_in
 
@@ -201,18 +202,22 @@ class Evaluation(_OfUser):
             return float(self.function(model))
 
 
-def find_metric(where: str, metric: str | Evaluate) -> Sqnr | Score | Evaluation:
+def find_metric(
+    where: str, metric: str | Evaluate | Detections
+) -> Sqnr | Score | Detections | Evaluation:
     """Return the metric that a user asked for; ``where`` is the function that was called."""
     if metric == "sqnr":
         return Sqnr()
+    if metric == "detections" or isinstance(metric, Detections):
+        return Detections() if isinstance(metric, str) else metric
     if callable(metric):
         count = _positional_count(metric)
         if count in (1, 2):
             return Evaluation(metric) if count == 1 else Score(metric)
     raise ConfigError(
         f"{where}: got metric {metric!r}; expected 'sqnr', 'fisher' (for the divergence of class "
-        "probabilities), a function metric(output, batch) or a function metric(model), which "
-        "return a number that is larger for a better model"
+        "probabilities), 'detections', a function metric(output, batch) or a function "
+        "metric(model), which return a number that is larger for a better model"
     )
 
 

@@ -363,7 +363,9 @@ def _candidate(
     quantized = copy_module(model)
     example = None if forward is not None else batches[0]
     report = quantize_(quantized, config, exclude=exclude, example=example, progress=False)
-    calibrate(quantized, batches, forward=forward, on_unseen="dynamic", progress=False)
+    calibrate(
+        quantized, batches, forward=forward, on_unseen="dynamic", correct=False, progress=False
+    )
     decisions = {d.name: d for d in report.replaced if d.input or d.weight}
     shared = [[path.rpartition(".")[0] for path in g] for g in shared_groups(quantized)]
     return _Candidate(quantized, decisions, shared)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from torchq.analysis.detections import Detections
 from torchq.analysis.fisher import Disturbance, fisher_costs
 from torchq.analysis.layers import (
     QuantizedLayer,
@@ -146,7 +147,7 @@ class SensitivityReport:
 def sensitivity(
     model: nn.Module,
     batches: Iterable[Any],
-    metric: str | Evaluate = "sqnr",
+    metric: str | Evaluate | Detections = "sqnr",
     *,
     scope: Scope = "layer",
     forward: Forward | None = None,
@@ -164,9 +165,11 @@ def sensitivity(
             :func:`torchq.graph.call_arguments`. A function ``metric(output, batch)`` gets them
             whole.
         metric: what is compared with the float model: ``"sqnr"`` (signal to noise ratio of the
-            outputs), or ``"fisher"`` (an estimate of the divergence of class probabilities from
-            gradients). Or a function that returns a number which is larger for a better model:
-            ``metric(output, batch)``, or ``metric(model)``, which runs the model itself.
+            outputs), ``"fisher"`` (an estimate of the divergence of class probabilities from
+            gradients), or ``"detections"`` (the share of boxes that both models have), also as a
+            :class:`torchq.analysis.Detections` with settings. Or a function that returns a number
+            which is larger for a better model: ``metric(output, batch)``, or ``metric(model)``,
+            which runs the model itself.
         scope: ``"layer"`` switches the quantizers of a layer together, ``"input"`` and
             ``"weight"`` a part of them; a list of patterns, or a mapping of names to patterns,
             makes each a group.
@@ -259,7 +262,7 @@ class _Run:
     progress: bool
 
     def compare(
-        self, metric: Sqnr | Score, batches: Iterable[Any], most: int | None
+        self, metric: Sqnr | Score | Detections, batches: Iterable[Any], most: int | None
     ) -> dict[str, float]:
         """Measure the outputs of each group, batch by batch."""
         known, cases, reached = active_quantizers(self.model), self._cases(), set[str]()
@@ -280,6 +283,8 @@ class _Run:
                     output = self.call(batch)
                 expected = output if name == _NOTHING else expected
                 add_sums(sums, name, metric.sums(output, expected, batch))
+        if isinstance(metric, Detections):
+            metric.warn_of_few(_required(sums)[_EVERYTHING])
         reached |= {_EVERYTHING, _NOTHING}
         return {name: metric.value(row) for name, row in _required(sums).items() if name in reached}
 
@@ -347,7 +352,7 @@ def _report(
     values: dict[str, float],
     groups: list[_Group],
     scope: Scope,
-    metric: Sqnr | Score | Evaluation | None,
+    metric: Sqnr | Score | Detections | Evaluation | None,
 ) -> SensitivityReport:
     """Return the ranking of measured values, or of an estimate, which has no metric."""
     rising = metric is not None

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from torchq.analysis.detections import Detections
 from torchq.analysis.mixed_precision import mixed_precision
 from torchq.calib import methods
 from torchq.config import QuantConfig, Rule
@@ -293,7 +294,7 @@ STEPS: Mapping[str, Step] = {
 def tune(
     model: nn.Module,
     batches: Iterable[Any],
-    metric: Metric,
+    metric: Metric | Detections | Literal["detections"],
     *,
     max_drop: float,
     recipe: QuantConfig | None = None,
@@ -314,6 +315,8 @@ def tune(
         batches: for calibration and the algorithms, without labels or with them; see
             :func:`torchq.graph.call_arguments`. Keep them apart from the data of the metric.
         metric: called with each quantized model in eval mode; returns a number, larger is better.
+            ``"detections"``, or a :class:`torchq.analysis.Detections`, compares the boxes on
+            ``batches`` with those of the float model.
         max_drop: the largest loss of the metric, in its own unit, >= 0.
         recipe: the widths that are wanted; default :func:`torchq.recipes.int8`.
         time_limit: seconds after which no trial is started; the best one so far is returned.
@@ -339,6 +342,9 @@ def tune(
         (True, 1)
     """
     kept = kept_batches("tune", batches)
+    if metric == "detections" or isinstance(metric, Detections):
+        chosen = metric if isinstance(metric, Detections) else Detections()
+        metric = chosen.against(model, kept)
     _check_metric(metric)
     quantized = next(iter(quantizers(model)), None)
     if quantized is not None:
@@ -361,6 +367,8 @@ def tune(
 
 def _check_metric(metric: Any) -> None:
     """Raise ConfigError unless ``metric`` can be called with a model."""
+    if isinstance(metric, str):
+        raise ConfigError(f'tune: got metric {metric!r}; expected "detections", or metric(model)')
     try:
         inspect.signature(metric).bind(None)
     except TypeError as error:

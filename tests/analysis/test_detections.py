@@ -1,0 +1,160 @@
+"""The metric of detections: matched by hand, in all layouts, and damaged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from torchq.analysis.detections import Detected, Detections, detections_in
+from torchq.errors import ConfigError
+
+BOXES = torch.tensor([[0.0, 0, 10, 10], [20, 20, 40, 30], [50, 0, 60, 40], [70, 70, 90, 90]])
+SCORES = torch.tensor([0.9, 0.6, 0.4, 0.28])
+LABELS = torch.tensor([0, 1, 1, 2])
+
+
+def image(
+    boxes: Tensor = BOXES, scores: Tensor = SCORES, labels: Tensor = LABELS
+) -> list[dict[str, Tensor]]:
+    return [{"boxes": boxes, "scores": scores, "labels": labels}]
+
+
+def class_scores() -> Tensor:
+    return torch.nn.functional.one_hot(LABELS, 3) * SCORES[:, None]
+
+
+def centres() -> Tensor:
+    return torch.cat([(BOXES[:, :2] + BOXES[:, 2:]) / 2, BOXES[:, 2:] - BOXES[:, :2]], 1)
+
+
+def head() -> Tensor:
+    """A head of YOLO (1, 4 + C, A); more boxes than channels, those behind without a score."""
+    rows = torch.cat([centres(), class_scores()], 1)
+    return torch.cat([rows, torch.zeros(8, 7)])[None].transpose(1, 2)
+
+
+def head_with_objects() -> Tensor:
+    rows = torch.cat([centres(), torch.ones(4, 1), class_scores()], 1)
+    return torch.cat([rows, torch.zeros(8, 8)])[None]
+
+
+LAYOUTS: dict[str, Any] = {
+    "dicts": image(),
+    "boxes and scores": (BOXES[None], class_scores()[None]),
+    "scores and boxes": {"scores": class_scores()[None], "boxes": BOXES[None]},
+    "end to end": torch.cat([BOXES, SCORES[:, None], LABELS[:, None]], 1)[None],
+    "head": (head(), [torch.zeros(1, 8, 2, 2)]),
+    "head with objects": head_with_objects(),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_same_detections(layout: str) -> None:
+    (found,) = detections_in(LAYOUTS[layout])
+    found = found.above(0.1)
+    torch.testing.assert_close(found.boxes, BOXES)
+    torch.testing.assert_close(found.scores, SCORES)
+    assert found.labels.tolist() == LABELS.tolist()
+    assert Detections().agreement(LAYOUTS[layout], image()).value == 1
+
+
+def test_a_callable_reads_any_other_layout() -> None:
+    def layout(output: Tensor) -> list[Detected]:
+        return [Detected(output[:, 1:], output[:, 0], torch.zeros(len(output)))]
+
+    rows = torch.cat([SCORES[:, None], BOXES], 1)
+    assert Detections(layout).agreement(rows, rows).count == 4
+    with pytest.raises(ConfigError, match=r"Pass torchq\.analysis\.Detections\(layout=function\)"):
+        detections_in(torch.zeros(2, 10))
+
+
+def test_figures_are_those_counted_by_hand() -> None:
+    # The first score falls, the second box is gone, the third one moved away, the last one fell
+    # below the threshold within the slack, and one is new.
+    boxes = torch.cat([BOXES[[0, 2, 3]], torch.tensor([[5.0, 80, 25, 95]])])
+    boxes[1] += 30
+    quantized = image(boxes, torch.tensor([0.8, 0.4, 0.22, 0.5]), torch.tensor([0, 1, 2, 0]))
+    found = Detections().agreement(quantized, image())
+    assert found.count == 4
+    assert (found.precision, found.recall) == (pytest.approx(1 / 3), pytest.approx(1 / 4))
+    assert found.precision_with_slack == pytest.approx(1 / 3)
+    assert found.recall_with_slack == pytest.approx(2 / 4)
+    assert found.score_change == pytest.approx((-0.1 - 0.06) / 2)
+    assert found.value == pytest.approx(2 / (3 + 2))
+
+
+@pytest.mark.parametrize("damage", ["label", "place", "score", "twice"])
+def test_it_says_no_to_each_kind_of_damage(damage: str) -> None:
+    boxes, scores, labels = BOXES.clone(), SCORES.clone(), LABELS.clone()
+    if damage == "label":
+        labels[0] = 5
+    elif damage == "place":
+        boxes[0] += 6
+    elif damage == "score":
+        scores[1] = 0.15
+    else:
+        boxes, scores, labels = (torch.cat([t, t[:1]]) for t in (boxes, scores, labels))
+    assert Detections().agreement(image(boxes, scores, labels), image()).value < 0.95
+
+
+def test_masks_count_by_their_overlap() -> None:
+    masks = torch.zeros(4, 1, 8, 8)
+    masks[:, :, :4] = 1
+    shifted = torch.zeros(4, 1, 8, 8)
+    shifted[:, :, 2:6] = 1
+    found = Detections().agreement(
+        [{**image()[0], "masks": shifted}], [{**image()[0], "masks": masks}]
+    )
+    assert found.mask_overlap == pytest.approx(1 / 3)
+    assert found.value == pytest.approx(3 / (1 + 1 + 3))
+
+
+def test_few_detections_are_a_warning_and_none_at_all_no_error() -> None:
+    metric = Detections()
+    empty = image(BOXES[:0], SCORES[:0], LABELS[:0])
+    assert metric.value(metric.sums(empty, empty)) == 1
+    assert metric.value(metric.sums(empty, image())) == 0
+    with pytest.warns(UserWarning, match="the float model detects 4 objects in these batches"):
+        metric.warn_of_few(metric.sums(empty, image()))
+    metric.warn_of_few(metric.sums(6 * empty, 6 * image()))
+
+
+class Fixed(nn.Module):
+    """A layer whose result is a head of YOLO: twelve boxes, four with a score."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(7, 7)
+        nn.init.eye_(self.layer.weight)
+        nn.init.zeros_(self.layer.bias)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.layer(rows).transpose(1, 2)
+
+
+def test_sensitivity_and_tune_take_it_by_name() -> None:
+    rows = head().transpose(1, 2).expand(6, -1, -1)
+    model = Fixed().eval()
+    torchq.quantize_(model, torchq.recipes.int8())
+    torchq.calibrate(model, [rows], correct=False, progress=False)
+    report = torchq.sensitivity(model, [rows], "detections", progress=False)
+    assert report.metric == "detections" and report.reference == 1
+    assert report.baseline == Detections().agreement(model(rows), head().expand(6, -1, -1)).value
+    with pytest.warns(UserWarning, match="detects 4 objects"):
+        torchq.sensitivity(model, [rows[:1]], Detections(), progress=False)
+    result = torchq.tune(Fixed().eval(), [rows], "detections", max_drop=0.2, progress=False)
+    assert result.float_metric == 1 and result.kept and result.metric > 0.8
+    wrong = "got metric 'sqn'; expected \"detections\""
+    with pytest.raises(ConfigError, match=wrong):
+        torchq.tune(Fixed(), [rows], "sqn", max_drop=0.2, progress=False)  # type: ignore[arg-type]
+
+
+def test_wrong_arguments_and_other_batches_are_errors() -> None:
+    with pytest.raises(ConfigError, match=r"Detections: got threshold=0\.1, slack=0\.2"):
+        Detections(threshold=0.1, slack=0.2)
+    with pytest.raises(ConfigError, match="got 1 images in the output and 2 in the reference"):
+        Detections().agreement(image(), 2 * image())

@@ -1,0 +1,323 @@
+"""Detections of a quantized model beside those of the float model: a metric that needs no labels.
+
+The squared error of a detector's output counts every position alike, and nearly all are
+background. Here boxes are matched instead: the float model's detections are the truth.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq.errors import ConfigError
+from torchq.graph import call_model, tensors_in
+from torchq.utils import device_of, short_repr, untouched
+
+#: Boxes of an image that are looked at, those with the largest scores.
+_MOST = 300
+#: Detections of all batches below which a figure says little.
+_FEW = 20
+
+
+@dataclass(frozen=True)
+class Detected:
+    """What was detected in one image.
+
+    Attributes:
+        boxes: (n, 4), two opposite corners (x1, y1, x2, y2), in any unit.
+        scores: (n,), between 0 and 1.
+        labels: (n,), whole numbers.
+        masks: (n, H, W), between 0 and 1; None for boxes alone.
+    """
+
+    boxes: Tensor
+    scores: Tensor
+    labels: Tensor
+    masks: Tensor | None = None
+
+    def above(self, threshold: float) -> Detected:
+        """Return those with at least this score, the best ones first."""
+        order = self.scores.argsort(descending=True, stable=True)
+        order = order[self.scores[order] >= threshold][:_MOST]
+        masks = None if self.masks is None else self.masks[order]
+        return Detected(self.boxes[order], self.scores[order], self.labels[order], masks)
+
+
+#: From an output of a model to what it detects in each image of the batch.
+Layout = Callable[[Any], Sequence[Detected]]
+
+
+@dataclass(frozen=True)
+class DetectionAgreement:
+    """How far two models detect the same.
+
+    Attributes:
+        precision: the share of the quantized model's detections that the float model has too.
+        recall: the share of the float model's detections that the quantized model has too.
+        precision_with_slack, recall_with_slack: the same where a box may have a score a little
+            below the threshold in the other model, which crossing it by chance makes common.
+        score_change: the mean change of the scores of boxes that both models have.
+        mask_overlap: the mean intersection over union of their masks; NaN without masks.
+        count: detections of the float model.
+    """
+
+    precision: float
+    recall: float
+    precision_with_slack: float
+    recall_with_slack: float
+    score_change: float
+    mask_overlap: float
+    count: int
+
+    @property
+    def value(self) -> float:
+        """The harmonic mean of precision and recall with slack, and of the overlap of masks."""
+        parts = [self.precision_with_slack, self.recall_with_slack]
+        if not math.isnan(self.mask_overlap):
+            parts.append(self.mask_overlap)
+        if any(math.isnan(part) for part in parts):
+            return math.nan
+        return len(parts) / sum(1 / part for part in parts) if all(parts) else 0.0
+
+    def __str__(self) -> str:
+        masks = "" if math.isnan(self.mask_overlap) else f", masks {self.mask_overlap:.3f}"
+        return (
+            f"precision {self.precision:.3f}, recall {self.recall:.3f} (with slack "
+            f"{self.precision_with_slack:.3f}, {self.recall_with_slack:.3f}), scores "
+            f"{self.score_change:+.3f}{masks}, {self.count} detections"
+        )
+
+
+class Detections:
+    """The metric "detections": boxes of a quantized model matched with those of the float model.
+
+    Two boxes match where their labels are equal and they overlap by ``iou``; each is matched once,
+    those with the largest scores first.
+
+    Args:
+        layout: from an output to a :class:`Detected` for each image. None finds out: lists of
+            dicts with "boxes", "scores" and "labels" (torchvision); boxes (N, A, 4) and scores
+            (N, A, C) beside each other; (N, K, 6) with corners, score and label; heads of YOLO as
+            (N, 4 + C, A), or (N, A, 5 + C) with a score for objects, of centres and sizes.
+        threshold: scores from which on a box counts.
+        slack: how far below it a box of the other model may be, to be no error.
+        iou: the least overlap, over the union.
+
+    Raises:
+        ConfigError: the layout of an output is none of these.
+
+    Example:
+        >>> boxes = torch.tensor([[0.0, 0.0, 4.0, 4.0], [5.0, 5.0, 9.0, 9.0]])
+        >>> labels = torch.tensor([1, 2])
+        >>> of_float = [{"boxes": boxes, "scores": torch.tensor([0.9, 0.27]), "labels": labels}]
+        >>> quantized = [{"boxes": boxes, "scores": torch.tensor([0.8, 0.22]), "labels": labels}]
+        >>> print(Detections().agreement(quantized, of_float))
+        precision 1.000, recall 0.500 (with slack 1.000, 1.000), scores -0.075, 2 detections
+    """
+
+    name, unit = "detections", ""
+
+    def __init__(
+        self,
+        layout: Layout | None = None,
+        *,
+        threshold: float = 0.25,
+        slack: float = 0.05,
+        iou: float = 0.5,
+    ) -> None:
+        if not (0 <= slack < threshold < 1 and 0 < iou < 1):
+            raise ConfigError(
+                f"Detections: got threshold={threshold}, slack={slack}, iou={iou}; expected "
+                "0 <= slack < threshold < 1 and 0 < iou < 1"
+            )
+        self.layout, self.threshold, self.slack, self.iou = layout, threshold, slack, iou
+
+    def sums(self, output: Any, reference: Any, batch: Any = None) -> list[float]:
+        """Return the counts and sums of one batch, which add up over batches."""
+        read = self.layout or detections_in
+        found, expected = read(output), read(reference)
+        if len(found) != len(expected):
+            raise ConfigError(
+                f"Detections: got {len(found)} images in the output and {len(expected)} in the "
+                "reference; expected the same batch"
+            )
+        rows = [self._of_image(q, f) for q, f in zip(found, expected, strict=True)]
+        return [sum(column) for column in zip(*rows, strict=True)] if rows else [0.0] * 9
+
+    def _of_image(self, quantized: Detected, of_float: Detected) -> list[float]:
+        least = self.threshold - self.slack
+        q, f = quantized.above(least), of_float.above(least)
+        pairs = _matches(q, f, self.iou)
+        strong_q, strong_f = q.scores >= self.threshold, f.scores >= self.threshold
+        both = [(i, j) for i, j in pairs if strong_q[i] and strong_f[j]]
+        change = [float(q.scores[i] - f.scores[j]) for i, j in pairs if strong_f[j]]
+        overlaps = []
+        if q.masks is not None and f.masks is not None:
+            overlaps = [_mask_iou(q.masks[i], f.masks[j]) for i, j in both]
+        return [
+            float(strong_q.sum()),
+            float(strong_f.sum()),
+            float(len(both)),
+            float(sum(bool(strong_q[i]) for i, _ in pairs)),
+            float(sum(bool(strong_f[j]) for _, j in pairs)),
+            sum(change),
+            float(len(change)),
+            sum(overlaps),
+            float(len(overlaps)),
+        ]
+
+    def of_sums(self, sums: Sequence[float]) -> DetectionAgreement:
+        """Return the agreement for sums over all batches."""
+        found, expected, both, near_q, near_f, change, changed, overlap, masks = sums
+        return DetectionAgreement(
+            _share(both, found, expected),
+            _share(both, expected, found),
+            _share(near_q, found, expected),
+            _share(near_f, expected, found),
+            change / changed if changed else 0.0,
+            overlap / masks if masks else math.nan,
+            int(expected),
+        )
+
+    def value(self, sums: Sequence[float]) -> float:
+        """Return :attr:`DetectionAgreement.value` for sums over all batches."""
+        return self.of_sums(sums).value
+
+    def warn_of_few(self, sums: Sequence[float]) -> None:
+        """Warn where there is hardly any detection in all batches."""
+        count = self.of_sums(sums).count
+        if count < _FEW:
+            warnings.warn(
+                f"Detections: the float model detects {count} objects in these batches; expected "
+                f"{_FEW} or more for a figure that says something. Pass images of the task, or a "
+                "lower threshold",
+                stacklevel=3,
+            )
+
+    def against(self, model: nn.Module, batches: Sequence[Any]) -> Callable[[nn.Module], float]:
+        """Return a metric of quantized models: how far they detect what ``model`` does.
+
+        Args:
+            model: the float model; it runs now, on all batches.
+            batches: each holds the arguments of one call; see :func:`torchq.graph.call_arguments`.
+        """
+        expected = _outputs(model, batches)
+        whole = [sum(row) for row in zip(*map(self.sums, expected, expected), strict=True)]
+        self.warn_of_few(whole)
+
+        def detections(quantized: nn.Module) -> float:
+            found = _outputs(quantized, batches)
+            rows = list(map(self.sums, found, expected))
+            return self.value([sum(column) for column in zip(*rows, strict=True)])
+
+        return detections
+
+    def agreement(self, output: Any, reference: Any) -> DetectionAgreement:
+        """Compare two outputs for one batch, of a quantized model and of the float one."""
+        return self.of_sums(self.sums(output, reference))
+
+
+def _outputs(model: nn.Module, batches: Sequence[Any]) -> list[Any]:
+    with untouched(model):
+        return [call_model(model, batch, device=device_of(model)) for batch in batches]
+
+
+def _share(part: float, whole: float, other: float) -> float:
+    """Return a share; 1 where neither model detects anything, 0 where only the other one does."""
+    return part / whole if whole else float(not other)
+
+
+def _matches(q: Detected, f: Detected, least: float) -> list[tuple[int, int]]:
+    """Return pairs of boxes, each box in one pair at most, the best boxes of ``f`` first."""
+    if not len(q.scores) or not len(f.scores):
+        return []
+    overlap = box_iou(q.boxes, f.boxes)
+    overlap[q.labels[:, None] != f.labels[None]] = 0
+    pairs = []
+    for j in range(overlap.shape[1]):
+        best = int(overlap[:, j].argmax())
+        if overlap[best, j] >= least:
+            pairs.append((best, j))
+            overlap[best] = 0
+    return pairs
+
+
+def box_iou(a: Tensor, b: Tensor) -> Tensor:
+    """Return the overlap of boxes (n, 4) and (m, 4), corners, over their union: (n, m)."""
+    low = torch.maximum(a[:, None, :2], b[None, :, :2])
+    high = torch.minimum(a[:, None, 2:], b[None, :, 2:])
+    common = (high - low).clamp(min=0).prod(2)
+    sizes = [(boxes[:, 2:] - boxes[:, :2]).clamp(min=0).prod(1) for boxes in (a, b)]
+    return common / (sizes[0][:, None] + sizes[1][None] - common).clamp(min=1e-12)
+
+
+def _mask_iou(a: Tensor, b: Tensor) -> float:
+    one, other = a > 0.5, b > 0.5
+    union = float((one | other).sum())
+    return float((one & other).sum()) / union if union else 1.0
+
+
+def detections_in(output: Any) -> list[Detected]:
+    """Return what an output of a usual layout detects; see :class:`Detections`."""
+    if isinstance(output, Sequence) and output and all(map(_is_image, output)):
+        return [_of_dict(image) for image in output]
+    tensors = [t.detach().float().cpu() for t in tensors_in(output) if t.is_floating_point()]
+    threes = [t for t in tensors if t.dim() == 3]
+    boxes = next((t for t in threes if t.shape[-1] == 4), None)
+    if boxes is not None:
+        same = [t for t in threes if t is not boxes and t.shape[:2] == boxes.shape[:2]]
+        if same:
+            return [_of_scores(b, s) for b, s in zip(boxes, same[0], strict=True)]
+    if threes and threes[0].shape[-1] == 6:
+        return [Detected(rows[:, :4], rows[:, 4], rows[:, 5].round()) for rows in threes[0]]
+    if threes and min(threes[0].shape[1:]) > 4:
+        return [_of_head(rows) for rows in threes[0]]
+    raise ConfigError(
+        f"Detections: got the output {short_repr(output)} with tensors of shapes "
+        f"{[tuple(t.shape) for t in tensors]}; expected dicts with boxes, scores and labels, boxes "
+        "(N, A, 4) with scores (N, A, C), (N, K, 6), or a head of YOLO. Pass "
+        "torchq.analysis.Detections(layout=function), which returns a Detected for each image"
+    )
+
+
+def _is_image(value: Any) -> bool:
+    return isinstance(value, Mapping) and {"boxes", "scores", "labels"} <= set(value)
+
+
+def _of_dict(image: Mapping[str, Any]) -> Detected:
+    boxes, scores, labels = (image[name].detach().cpu() for name in ("boxes", "scores", "labels"))
+    masks = image.get("masks")
+    if masks is not None:
+        masks = masks.detach().float().cpu().reshape(len(masks), *masks.shape[-2:])
+    return Detected(boxes.float(), scores.float(), labels, masks)
+
+
+def _of_scores(boxes: Tensor, scores: Tensor) -> Detected:
+    """Return the boxes (A, 4) that no better one of their label overlaps, by scores (A, C)."""
+    best, labels = scores.max(1)
+    order = best.argsort(descending=True, stable=True)[:_MOST]
+    boxes, best, labels = boxes[order], best[order], labels[order]
+    overlap = box_iou(boxes, boxes)
+    covered = (overlap > 0.5) & (labels[:, None] == labels[None])
+    keep = torch.ones(len(best), dtype=torch.bool)
+    for i in range(len(best)):
+        if keep[i]:
+            keep[i + 1 :] &= ~covered[i, i + 1 :]
+    return Detected(boxes[keep], best[keep], labels[keep])
+
+
+def _of_head(rows: Tensor) -> Detected:
+    """Return the detections of a head of YOLO, (4 + C, A), or (A, 5 + C) with objectness."""
+    if rows.shape[0] < rows.shape[1]:
+        rows = rows.T
+        scores = rows[:, 4:]
+    else:
+        scores = rows[:, 5:] * rows[:, 4:5]
+    middle, half = rows[:, :2], rows[:, 2:4] / 2
+    return _of_scores(torch.cat([middle - half, middle + half], 1), scores)
