@@ -18,6 +18,7 @@ from tests.contracts.recurrent_reference import recurrent_by_hand
 from torchq import QuantDescriptor
 from torchq.functional import fake_quantize, reduce_amax
 from torchq.nn import QUANTIZED, QuantModule, TensorQuantizer, convert_
+from torchq.nn.correction import CORRECTIONS
 
 __all__ = ["CASES", "Case", "by_hand", "convert", "set_modes", "snapshot"]
 
@@ -217,12 +218,13 @@ def by_hand(case: Case, plain: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
 def snapshot(module: nn.Module) -> dict[str, Any]:
     """Return what a conversion must leave alone.
 
-    These are all attributes, by identity, and the entries of torch's registries.
+    These are all attributes, by identity, and the entries of torch's registries, but for the
+    buffers that hold the correction of a quantized layer.
     """
     out: dict[str, Any] = {"class": type(module)}
     for key, value in vars(module).items():
         out[key] = (
-            {name: id(entry) for name, entry in value.items()}
+            {name: id(entry) for name, entry in value.items() if name not in CORRECTIONS}
             if isinstance(value, dict)
             else id(value)
         )

@@ -81,7 +81,8 @@ def test_none_leaves_a_tensor_alone(generator: torch.Generator) -> None:
     x, plain = torch.randn(3, 4, generator=generator), nn.Linear(4, 2)
     module = convert_(copy.deepcopy(plain), weight=ROWS)
     assert type(module.input_quantizer) is nn.Identity
-    assert list(module.state_dict()) == ["weight", "bias", "weight_quantizer.amax"]
+    keys = ["weight", "bias", "output_gain", "output_shift", "weight_quantizer.amax"]
+    assert list(module.state_dict()) == keys
     rows = fake_quantize(
         plain.weight, reduce_amax(plain.weight, ROWS.granularity), granularity=ROWS.granularity
     )

@@ -75,7 +75,7 @@ def test_the_first_trial_that_keeps_the_metric_ends_the_search() -> None:
 
 def test_trials_build_on_the_best_before_them() -> None:
     metric = Metric()
-    result = search(metric, 0.09, torchq.recipes.integer(3, 8, weight_method="max"))
+    result = search(metric, 0.02, torchq.recipes.integer(3, 8, weight_method="max"))
     changes = [trial.change for trial in result.table]
     assert result.kept and changes[:2] == ["recipe w3a8", "calibration mse"]
     assert "first and last layer 8 bits" in changes

@@ -25,7 +25,7 @@ def test_it_equals_the_single_calls() -> None:
     by_hand = copy.deepcopy(model)
     recipe = torchq.recipes.w4a4()
     torchq.quantize_(by_hand, recipe)
-    torchq.calibrate(by_hand, labelled(), num_batches=3, progress=False)
+    torchq.calibrate(by_hand, labelled(), num_batches=3, correct=False, progress=False)
     batches = iter(labelled())
     prepared = prepare(model, batches, recipe, lr=0.1, num_batches=3, progress=False)
     assert prepared.model is model and model.training

@@ -75,7 +75,8 @@ def test_own_forward_takes_any_batch(data: list[Tensor]) -> None:
         seen.append(batch)
         model(batch["deep"][0].float(), scale=3.0)
 
-    torchq.calibrate(model, ({"deep": [x]} for x in data), forward=forward, progress=False)
+    batches = ({"deep": [x]} for x in data)
+    torchq.calibrate(model, batches, forward=forward, correct=False, progress=False)
     assert len(seen) == 3
     assert model.fc.input_quantizer.amax.item() == 3 * max(x.abs().max() for x in data)
 
@@ -91,7 +92,7 @@ def test_number_of_batches(given: int | None, count: int, data: list[Tensor]) ->
             yield x
 
     model = net()
-    torchq.calibrate(model, stream(), num_batches=given, progress=False)
+    torchq.calibrate(model, stream(), num_batches=given, correct=False, progress=False)
     assert len(taken) == count
     assert model[0].input_quantizer.amax.item() == max(x.abs().max() for x in data[:count]).item()
 
@@ -137,7 +138,7 @@ def test_the_model_is_in_eval_mode_without_gradients(data: list[Tensor]) -> None
     model, seen = net(), []
     model[1].register_forward_hook(lambda m, a, y: seen.append((m.training, y.requires_grad)))
     torchq.calibrate(model.train(), data[:1], progress=False)
-    assert seen == [(False, False)]
+    assert seen == 2 * [(False, False)]  # for the ranges, and for the correction
 
 
 def test_weights_need_no_data(data: list[Tensor]) -> None:
@@ -249,7 +250,6 @@ class Unread(list[Tensor]):
         ({"method": "moving_average", "momentum": "x"}, "got options"),
         ({"method": "mse", "timeout": 1}, r"'mse': got options \['timeout'\]; expected none"),
         ({"method": "auto"}, "calibrate: got method='auto'; expected one of: max, "),
-        ({"weights": "magic"}, "calibrate: got weights='magic'; expected one of: max, "),
         ({"on_unseen": "ignore"}, "got on_unseen='ignore'; expected 'error', 'disable' or"),
         ({"percentile": 9}, r"got options \['percentile'\]"),
         ({"method": "activation"}, "calibrate: got method='activation'; expected one of: max, "),
@@ -367,7 +367,7 @@ def test_an_interruption_leaves_everything_as_it_was(
 
     monkeypatch.setattr(TensorQuantizer, "finish_calibration", finish)
     with pytest.raises(error):
-        torchq.calibrate(model, stream(), force=True, progress=False)
+        torchq.calibrate(model, stream(), force=True, correct=False, progress=False)
     assert same(model.state_dict(), before)
     found = quantizers(model).values()
     assert [(q.mode, str(q.descriptor), q.training) for q in found] == states

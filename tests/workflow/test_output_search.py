@@ -86,8 +86,8 @@ def test_weights_by_activation_have_less_error_than_other_methods() -> None:
     errors = {}
     for method in ("max", "mse", "activation"):
         model = net()
-        torchq.quantize_(model, torchq.recipes.integer(3, None))
-        torchq.calibrate(model, batches(), weights=method, progress=False)
+        torchq.quantize_(model, torchq.recipes.integer(3, None, weight_method=method))
+        torchq.calibrate(model, batches(), correct=False, progress=False)
         with torch.no_grad():
             x = batches()[0]
             errors[method] = (model[0](x) - net()[0](x)).square().sum().item()
@@ -99,8 +99,8 @@ def test_recipes_of_few_bits_search_and_others_do_not() -> None:
         models = []
         for weights in (None, "activation" if searched else "max"):
             model = net()
-            torchq.quantize_(model, torchq.recipes.integer(bits, 8))
-            torchq.calibrate(model, batches(), weights=weights, progress=False)
+            torchq.quantize_(model, torchq.recipes.integer(bits, 8, weight_method=weights))
+            torchq.calibrate(model, batches(), progress=False)
             models.append(model.state_dict())
         assert all(torch.equal(t, models[1][name]) for name, t in models[0].items())
 
@@ -109,7 +109,7 @@ def test_without_batches_weights_take_their_largest_magnitude() -> None:
     models = []
     for weights in ("max", "activation"):
         model = net()
-        torchq.quantize_(model, torchq.recipes.integer(4, None))
-        torchq.calibrate(model, weights=weights)
+        torchq.quantize_(model, torchq.recipes.integer(4, None, weight_method=weights))
+        torchq.calibrate(model)
         models.append(model.state_dict())
     assert all(torch.equal(t, models[1][name]) for name, t in models[0].items())

@@ -25,6 +25,7 @@ from torchq.lowering.qparams import SIGNED_ZERO_POINT
 from torchq.lowering.traced import TracedModel, copy_plain_attributes, rows_of
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.nn.calls.modules import RoutedModule
+from torchq.nn.correction import fold_corrections_
 from torchq.swap import restore_
 from torchq.utils import (
     copy_module,
@@ -57,7 +58,7 @@ def lower_model(
 ) -> nn.Module:
     """Return a model on integer kernels that computes what ``simulated`` does."""
     with progress_stages("deploy", _STAGES, enabled=progress) as next_stage:
-        result = _replace_layers(copy_module(simulated), example, reduce_range)
+        result = _replace_layers(fold_corrections_(copy_module(simulated)), example, reduce_range)
         next_stage()
         if fuse:
             result = fuse_layers(result, example is None or not _gives_options(result, example))

@@ -31,7 +31,7 @@ def kernel_bias(layer: Any, bias: Tensor | None) -> Tensor | None:
         return bias
     with torch.no_grad():
         exact = bias.detach().to(torch.float32)
-        step = of_input.scale.reshape(()) * of_weight.scale.flatten()
+        step = of_input.scale.reshape(()) * layer.corrected_weight(of_weight.scale).flatten()
         step = torch.maximum(step, (exact.abs() * _LEAST_STEP).clamp_min(1e-38))
         change = (torch.round(exact / step) * step).to(bias.dtype) - bias.detach()
     return bias + change  # exact, as the change is no larger than the bias or the rounded one

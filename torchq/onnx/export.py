@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torchq.errors import ExportError
 from torchq.nn import TensorQuantizer
+from torchq.nn.correction import folded_corrections
 from torchq.nn.integer_bias import rounded_biases
 from torchq.onnx.interface import ExampleCall, fixes_batch
 from torchq.onnx.ir import (
@@ -130,7 +131,8 @@ def export_onnx(
     names = (dynamic_shapes, input_names, output_names)
     batches = (True, False) if dynamic_batch and not fixes_batch(model) else (False,)
     calls = [ExampleCall(model, example, is_open, *names) for is_open in batches]
-    with progress_stages("export", _STAGES, enabled=progress) as next_stage:
+    stages = progress_stages("export", _STAGES, enabled=progress)
+    with folded_corrections(model), stages as next_stage:
         graph = _first_that_traces(calls, version, modern, active)
         next_stage()
         set_opset(graph, version)

@@ -5,7 +5,7 @@ and what it could not. May import workflow and below.
 """
 
 from torchq.ptq.adaround import AdaRoundBlock, AdaRoundReport, adaround_
-from torchq.ptq.bias_correction import BiasReport, correct_bias_
+from torchq.ptq.bias_correction import correct_bias_
 from torchq.ptq.equalization import EqualizedPair, EqualizeReport, equalize_
 from torchq.ptq.gptq import GPTQLayer, GPTQReport, gptq_
 from torchq.ptq.smoothing import SmoothedGroup, SmoothReport, smooth_
@@ -14,7 +14,6 @@ from torchq.ptq.tuning import TunedConfig, TuneResult, TuneTrial, tune
 __all__ = [
     "AdaRoundBlock",
     "AdaRoundReport",
-    "BiasReport",
     "EqualizeReport",
     "EqualizedPair",
     "GPTQLayer",

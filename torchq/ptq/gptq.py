@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torchq.errors import ConfigError
 from torchq.graph import Forward
+from torchq.nn.correction import forget_corrections
 from torchq.ptq.layers import (
     check_finite,
     check_on_grid,
@@ -250,6 +251,7 @@ class BlockRounding:
             )
             after = error(weight_matrix(layer, weight), old_bias if bias is None else bias)
         layer.weight.copy_(weight)
+        forget_corrections(layer)  # They were fitted to the weight before.
         if bias is not None:
             layer.bias.copy_(bias)
         return GPTQLayer(before, after, used, repairs_shortcut), wanted

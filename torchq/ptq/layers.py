@@ -16,6 +16,7 @@ from torchq.functional.scale import divisor
 from torchq.fusion.modules import CONVOLUTIONS, TRANSPOSED
 from torchq.graph import Flow, Forward, call_model, tensors_in
 from torchq.nn import QuantModule, TensorQuantizer
+from torchq.nn.correction import forget_corrections
 from torchq.utils import device_of, table, undone_on_error
 from torchq.workflow import quantizers, weight_quantizers
 from torchq.workflow.layer_matrices import weight_channels, weight_matrix
@@ -242,6 +243,8 @@ def change_checked(
     before = outputs()
     with undone_on_error(*layers, written=own_tensors(layers)):
         result = change()
+        for layer in layers:
+            forget_corrections(layer)  # They were fitted to the weights before.
         pairs = zip(outputs(), before, strict=True)
         errors = [(f - e).norm() / e.norm().clamp(min=1e-30) for f, e in pairs]
         error = torch.stack(errors).max().item() if errors else 0.0

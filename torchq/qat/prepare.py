@@ -202,7 +202,9 @@ def prepare(
         quantized = quantize_(
             model, recipe, exclude=exclude, target=target, example=used, progress=progress
         )
-        calibrated = calibrate(model, batches, **{"num_batches": _BATCHES, **calibration})
+        # Training takes back itself what a correction of results would.
+        settings = {"num_batches": _BATCHES, "correct": False, **calibration}
+        calibrated = calibrate(model, batches, **settings)
     groups = param_groups(
         model, lr=rate, weight_decay=weight_decay, range_lr=range_lr, input_range_lr=input_range_lr
     )

@@ -4,6 +4,7 @@ The package may import swap, nn and below.
 """
 
 from torchq.workflow.calibrate import CalibrationReport, calibrate, calibrate_weights
+from torchq.workflow.correction import Correction
 from torchq.workflow.foreign_files import embed_record_
 from torchq.workflow.modes import (
     disabled,
@@ -18,6 +19,7 @@ from torchq.workflow.summary import LayerRow, Summary, SummaryRow, summary
 
 __all__ = [
     "CalibrationReport",
+    "Correction",
     "LayerRow",
     "Summary",
     "SummaryRow",

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from torchq.calib import methods, sync
 from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward, call_model
 from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
+from torchq.nn.correction import forget_corrections
 from torchq.utils import (
     check_batches,
     device_of,
@@ -26,6 +28,8 @@ from torchq.utils import (
     undone_on_error,
     unwrapped,
 )
+from torchq.workflow.correction import Correction, needs_gains
+from torchq.workflow.correction import correct as correct_results
 from torchq.workflow.modes import quantizers, weight_quantizers
 from torchq.workflow.output_search import OutputSamples, set_range_by_output
 
@@ -37,6 +41,10 @@ OnUnseen = Literal["error", "disable", "dynamic"]
 _BY_OUTPUT = "activation"
 # A loader with more batches than this is offered a bound in the progress bar.
 _MANY = 64
+_READ_ONCE = (
+    "got batches that can be read only once; expected a list or a loader, which the correction of "
+    "results reads again. Pass one, or correct=False"
+)
 _ALL = " (all batches; num_batches=N stops earlier)"
 
 
@@ -52,6 +60,7 @@ class CalibrationReport:
         unseen: paths of the quantizers that no batch reached.
         signs: path of each quantizer that chose the sign of its codes (``unsigned="auto"``) ->
             ``"unsigned"`` or ``"signed"``.
+        correction: of which layers the results are corrected; None for none.
     """
 
     batches: int
@@ -59,6 +68,7 @@ class CalibrationReport:
     kept: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
     signs: Mapping[str, str] = field(default_factory=dict)
+    correction: Correction | None = None
 
     def __str__(self) -> str:
         rows = [("quantizer", "amax")]
@@ -71,6 +81,8 @@ class CalibrationReport:
         end = f"{len(self.ranges)} ranges from {batches}"
         if self.kept:
             end += f", {len(self.kept)} kept from before"
+        if self.correction is not None:
+            end += f"; {self.correction.line}"
         return table(rows, end)
 
 
@@ -79,11 +91,11 @@ def calibrate(
     batches: Iterable[Any] | None = None,
     *,
     method: str | None = None,
-    weights: str | None = None,
     forward: Forward | None = None,
     num_batches: int | None = None,
     on_unseen: OnUnseen = "error",
     force: bool = False,
+    correct: bool = True,
     group: dist.ProcessGroup | None = None,
     progress: bool = True,
     **options: Any,
@@ -101,14 +113,17 @@ def calibrate(
             calibrates weights alone.
         method: how activations are calibrated, a name in :func:`torchq.calib.methods`. None
             takes the method of each descriptor.
-        weights: the same for weights. ``"activation"`` searches the ranges of Linear and Conv
-            layers for the least error of their outputs on the batches, and takes "max" elsewhere.
         forward: called as ``forward(model, batch)`` instead of the model itself.
         num_batches: the number of batches to stop after; None reads all of them.
         on_unseen: what happens to activation quantizers that no batch reached: ``"error"`` names
             them all, ``"disable"`` turns them off, ``"dynamic"`` lets them take the range of
             each call.
         force: replace ranges that are known already. Without it they are kept, with one warning.
+        correct: take back what quantization does to the results of convolutions and linear layers:
+            the mean error that each adds, or with 4 bits and fewer a gain and a mean error of each
+            output channel, fitted in the order in which layers run. A third of the batches is read
+            once more for it. Weights and biases stay as they are:
+            see :mod:`torchq.nn.correction`.
         group: join the statistics of these processes (``torch.distributed.group.WORLD``), each
             with its own ``batches``: every rank gets the bits that one process would get from
             rank 0's batches, then rank 1's, and so on. Ranks may have different numbers of
@@ -125,7 +140,8 @@ def calibrate(
             values, or there was no batch; the text names each quantizer, and the ranges of the
             others are set. Or a rank of the group did not arrive within ten minutes after the
             last batch of another.
-        ConfigError: The model has no quantizers, or an argument is invalid.
+        ConfigError: The model has no quantizers, or an argument is invalid; or the batches of a
+            model with 4 bits and fewer can be read only once.
 
     Anything else that ends the call, such as Ctrl-C or an error of the model, leaves every range
     as it was.
@@ -136,32 +152,69 @@ def calibrate(
         >>> print(torchq.calibrate(model, [torch.ones(2, 4)], progress=False).batches)
         1
     """
-    _check_arguments(batches, forward, on_unseen, method, weights, num_batches)
+    _check_arguments(batches, forward, on_unseen, method, num_batches)
     # Wrappers would exchange buffers in their first forward, and wait for a rank without a batch.
     todo, kept = _pending(model := unwrapped(model), force)
     _warn_of_other_ranks(batches, group)
     of_weights, pending = weight_quantizers(model), {id(q) for q in todo.values()}
     activations = {name: q for name, q in todo.items() if id(q) not in of_weights}
-    samples = None if batches is None else _samples(model, todo, weights)
-    count, unseen = 0, list[str]()
-    buffers = [buffer for quantizer in todo.values() for buffer in quantizer.buffers()]
+    samples = None if batches is None else _samples(model, todo)
+    _check_readable(model, batches if correct and todo else None)
+    count, unseen, shows = 0, list[str](), progress and _is_first(group)
+    buffers = [b for quantizer in todo.values() for b in quantizer.buffers()]
     with undone_on_error(*todo.values(), written=buffers, but=CalibrationError), torch.no_grad():
-        try:
+        with _weights_after_errors(model, pending):
             if batches is not None and (activations or group or samples):
-                show = progress and (group is None or dist.get_rank(group) == 0)
                 observing = _observing(model, activations, method, options)
                 with evaluating(model), observing, samples or nullcontext():
                     if activations or samples:
-                        count = _run(model, batches, forward, num_batches, show)
+                        count = _run(model, batches, forward, num_batches, shows)
                     _join(activations, group, count)
                     unseen = _set_ranges(activations)
                 _treat_unseen({n: activations[n] for n in unseen}, on_unseen, count)
-        except CalibrationError:
-            calibrate_weights(model, only=pending, method=weights)
-            raise
         # Weights come last: weight_norm and its like compute the weight in a forward pass.
-        calibrate_weights(model, only=pending, method=weights, samples=samples, group=group)
-    return CalibrationReport(count, _bounds(todo), kept, tuple(unseen), _signs(todo))
+        calibrate_weights(model, only=pending, samples=samples, group=group)
+        most = count // 3 if correct else None
+        done = _corrected(model, batches, most, forward, group) if todo else None
+    return CalibrationReport(count, _bounds(todo), kept, tuple(unseen), _signs(todo), done)
+
+
+@contextmanager
+def _weights_after_errors(model: nn.Module, pending: set[int]) -> Iterator[None]:
+    """Set the ranges of weights also where those of inputs cannot be."""
+    try:
+        yield
+    except CalibrationError:
+        calibrate_weights(model, only=pending)
+        raise
+
+
+def _is_first(group: dist.ProcessGroup | None) -> bool:
+    return group is None or dist.get_rank(group) == 0
+
+
+def _check_readable(model: nn.Module, batches: Iterable[Any] | None) -> None:
+    """Raise ConfigError for batches that are read once, where 4 bits want them twice."""
+    if isinstance(batches, Iterator) and needs_gains(model):
+        raise ConfigError(f"calibrate: {_READ_ONCE}")
+
+
+def _corrected(
+    model: nn.Module,
+    batches: Iterable[Any] | None,
+    most: int | None,
+    forward: Forward | None,
+    group: dist.ProcessGroup | None,
+) -> Correction | None:
+    """Forget corrections, and fit new ones on the first batches; None for no new ones."""
+    forget_corrections(model)
+    if batches is None or most is None:
+        return None
+    if isinstance(batches, Iterator):
+        warnings.warn(f"calibrate: {_READ_ONCE}", stacklevel=3)
+        return None
+    few, some = needs_gains(model), islice(batches, max(1, most))
+    return correct_results(model, some, gains=few, in_order=few, forward=forward, group=group)
 
 
 def _signs(chosen: Mapping[str, TensorQuantizer]) -> dict[str, str]:
@@ -218,19 +271,16 @@ def _check_arguments(
     forward: Forward | None,
     on_unseen: str,
     method: str | None,
-    weights: str | None,
     num_batches: int | None,
 ) -> None:
     if forward is not None and not callable(forward):
         raise ConfigError(
             f"calibrate: got forward={forward!r}; expected a function of the model and a batch"
         )
-    known = {"method": (method, methods()), "weights": (weights, (*methods(), _BY_OUTPUT))}
-    for argument, (given, names) in known.items():
-        if given is not None and given not in names:
-            raise ConfigError(
-                f"calibrate: got {argument}={given!r}; expected one of: {', '.join(names)}"
-            )
+    if method is not None and method not in methods():
+        raise ConfigError(
+            f"calibrate: got method={method!r}; expected one of: {', '.join(methods())}"
+        )
     if on_unseen not in ("error", "disable", "dynamic"):
         raise ConfigError(
             f"calibrate: got on_unseen={on_unseen!r}; expected 'error', 'disable' or 'dynamic'"
@@ -283,12 +333,10 @@ def _pending(model: nn.Module, force: bool) -> tuple[dict[str, TensorQuantizer],
     return {n: q for n, q in live.items() if n not in keep}, tuple(n for n in live if n in keep)
 
 
-def _samples(
-    model: nn.Module, chosen: Mapping[str, TensorQuantizer], weights: str | None
-) -> OutputSamples | None:
+def _samples(model: nn.Module, chosen: Mapping[str, TensorQuantizer]) -> OutputSamples | None:
     """Return what keeps inputs of layers, or None if no method of weights needs them."""
-    own = weights is None and any(q.descriptor.calib_method == _BY_OUTPUT for q in chosen.values())
-    return OutputSamples(model) if own or weights == _BY_OUTPUT else None
+    needed = any(q.descriptor.calib_method == _BY_OUTPUT for q in chosen.values())
+    return OutputSamples(model) if needed else None
 
 
 def _run(

@@ -15,6 +15,7 @@ from torchq.errors import ConfigError, QuantizationError
 from torchq.formats import PerTensor
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.nn.convert import unchanged_on_error
+from torchq.nn.correction import CORRECTIONS
 from torchq.swap import schema
 from torchq.swap.apply import apply_, name_quantizers, plan_of, public_path
 from torchq.swap.plan import Plan
@@ -251,7 +252,8 @@ def _add_tied(model: nn.Module, state: dict[str, Any]) -> None:
 def _check_tensors(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Compare names, shapes and kinds of tensors with those of ``model``."""
     own = model.state_dict()
-    problems = [f"{key} is missing" for key in own if key not in state]
+    names = {key: key.rpartition(".")[2] for key in own}
+    problems = [f"{k} is missing" for k in own if k not in state and names[k] not in CORRECTIONS]
     adopted = {f"{name}.{buffer}" for name in quantizers(model) for buffer in _ADOPTED}
     problems += [f"{key} is not expected" for key in state if key not in own and key not in adopted]
     empty = [k for k in own.keys() & state.keys() if _is_meta(own[k]) and not _is_meta(state[k])]
@@ -264,8 +266,8 @@ def _check_tensors(model: nn.Module, state: Mapping[str, Any]) -> None:
     factors = {key: value for key, value in state.items() if key in adopted}
     for key in own.keys() & state.keys() | factors.keys():
         problem = _difference(own.get(key, _ANY), state[key])
-        is_range = key.rpartition(".")[2] in _RANGE_KEYS
-        if problem and not (is_range and problem.startswith("has shape")):
+        may_grow = key.rpartition(".")[2] in (*_RANGE_KEYS, *CORRECTIONS)
+        if problem and not (may_grow and problem.startswith("has shape")):
             problems.append(f"{key} {problem}")
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""

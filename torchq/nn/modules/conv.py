@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,12 +11,13 @@ from torchq.descriptor import QuantDescriptor
 from torchq.errors import QuantizationError
 from torchq.nn.batchnorm_folding import OutputScaling
 from torchq.nn.convert import NO_OUTPUT, QuantModule, register
+from torchq.nn.correction import Corrected
 from torchq.nn.integer_bias import kernel_bias
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.utils import constant_while_tracing, qualified_name
 
 
-class _QuantConv(OutputScaling, QuantModule):
+class _QuantConv(Corrected, OutputScaling, QuantModule):
     """Base of the convolutions: ``conv(input_quantizer(x), weight_quantizer(weight)) + bias``.
 
     Only ``_conv_forward`` is overridden, so ``padding_mode``, padding ``"same"``, groups and
@@ -35,13 +36,17 @@ class _QuantConv(OutputScaling, QuantModule):
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         input, weight = self.input_quantizer(input), self.weight_quantizer(weight)
-        bias = kernel_bias(self, bias)
+        weight, bias = self.corrected_weight(weight), kernel_bias(self, self.corrected_bias(bias))
         result: Tensor = super()._conv_forward(input, weight, bias)  # type: ignore[misc]
         quantizer = getattr(self, "output_quantizer", None)
-        if quantizer is None:
-            return result
-        # An unsigned range stands for the ReLU that reads the result.
-        return quantizer(result.relu() if quantizer.descriptor.unsigned is True else result)
+        return result if quantizer is None else self.quantized_result(result, quantizer)
+
+    @staticmethod
+    def quantized_result(result: Tensor, quantizer: Any) -> Tensor:
+        """Return the quantized result; an unsigned range stands for the ReLU that reads it."""
+        is_unsigned = quantizer.descriptor.unsigned is True
+        quantized: Tensor = quantizer(result.relu() if is_unsigned else result)
+        return quantized
 
 
 @register(nn.Conv1d)
@@ -59,7 +64,7 @@ class QuantConv3d(_QuantConv, nn.Conv3d):
     """Quantized :class:`torch.nn.Conv3d`; input (N, C, D, H, W) or (C, D, H, W)."""
 
 
-class _QuantConvTranspose(OutputScaling, QuantModule):
+class _QuantConvTranspose(Corrected, OutputScaling, QuantModule):
     """Base of the transposed convolutions; their weight is (in, out / groups, ...).
 
     The output channels are on axis 1. The bias stays float.
@@ -85,7 +90,7 @@ class _QuantConvTranspose(OutputScaling, QuantModule):
         return type(self).convolve(
             x,
             weight,
-            self.bias,
+            self.corrected_bias(cast(Tensor | None, self.bias)),
             self.stride,
             self.padding,
             output_padding,

@@ -7,11 +7,12 @@ from torch import Tensor, nn
 
 from torchq.nn.batchnorm_folding import OutputScaling
 from torchq.nn.convert import QuantModule, register
+from torchq.nn.correction import Corrected
 from torchq.nn.integer_bias import kernel_bias
 
 
 @register(nn.Linear)
-class QuantLinear(OutputScaling, QuantModule, nn.Linear):
+class QuantLinear(Corrected, OutputScaling, QuantModule, nn.Linear):
     """Quantized :class:`torch.nn.Linear`; input (..., in_features).
 
     The bias stays float, or is rounded as a kernel of the target does.
@@ -20,7 +21,8 @@ class QuantLinear(OutputScaling, QuantModule, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return the product of quantized input and quantized weight, with the bias."""
         x, weight = self.input_quantizer(input), self.weight_quantizer(self.weight)
-        return F.linear(x, weight, kernel_bias(self, self.bias))
+        bias = kernel_bias(self, self.corrected_bias(self.bias))
+        return F.linear(x, self.corrected_weight(weight), bias)
 
 
 @register(nn.Bilinear)

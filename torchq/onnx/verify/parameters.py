@@ -103,7 +103,7 @@ def compare_stored(name: str, own: Tensor, found: Tensor, text: str = "") -> Lay
             text or f"has the shape {tuple(found.shape)} in the file; expected {tuple(own.shape)}"
         )
         return LayerAgreement(name, own.numel(), 0, 0.0, 0, text, layer)
-    gap = (found.double() - own.double()).abs()
+    gap = (found.double() - own.detach().double()).abs()
     largest = float(gap.nan_to_num(torch.inf).max()) if gap.numel() else 0.0
     return LayerAgreement(name, own.numel(), int((~(gap == 0)).sum()), largest, 0, text, layer)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchq.errors import ExportError, TorchqError
 from torchq.graph import call_arguments, call_model, tensors_in
 from torchq.nn import TensorQuantizer, exact_sums
+from torchq.nn.correction import folded_corrections
 from torchq.nn.integer_bias import rounded_biases
 from torchq.onnx.export import undo_export, unwrap
 from torchq.onnx.interface import input_names_of, named_calls, nested_tensors
@@ -94,7 +95,7 @@ def verify_onnx(
     check_batches("verify_onnx", batches, num_batches)
     graph = load_model(path)
     session, optimized = _default_session(path)
-    with named_errors(path):
+    with folded_corrections(model), named_errors(path):
         file = _File(model, path, graph, optimized)
         run = file.usual_run() or session.run
     outputs, count = Outputs(session.outputs, measure), 0
@@ -102,6 +103,7 @@ def verify_onnx(
     with (
         torch.no_grad(),
         evaluating(model),
+        folded_corrections(model),
         named_calls(model, file.known, file.note),
         exact_sums(model) if exact else nullcontext(),
     ):

@@ -1,0 +1,174 @@
+"""What calibration adds to the results of a layer, to take back what quantization does to them.
+
+``result = gain * (x @ weight) + bias + shift``, with one number for each output channel. Both are
+buffers beside the weights, empty from construction on, so that parameters, optimizers and the keys
+of a state dict never change, and :func:`torchq.restore_` gives the float bits back. A file and a
+kernel have the gain in the scale of the weight and the shift in the bias: no code changes.
+
+Reference: Nagel et al., Data-Free Quantization Through Weight Equalization and Bias Correction
+(ICCV 2019), section 4.2; the gain is the least-squares fit beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from torchq.descriptor import QuantDescriptor
+from torchq.utils import constant_while_tracing, state_kept
+
+#: The names of the buffers.
+CORRECTIONS = ("output_gain", "output_shift")
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Corrected(nn.Module):
+    """Mixin of quantized layers with a weight and a bias, whose results can be corrected.
+
+    Where both quantizers are off, results are those of the float layer.
+
+    Attributes:
+        output_gain: what the products of each output channel are multiplied by, (channels,); empty
+            for 1.
+        output_shift: what is added to the bias, (channels,); empty for 0.
+    """
+
+    output_gain: Tensor
+    output_shift: Tensor
+
+    def attach_quantizers(self, **descriptors: QuantDescriptor | None) -> None:
+        """Add the quantizers, and the buffers of the correction."""
+        super().attach_quantizers(**descriptors)  # type: ignore[misc]
+        self.forget_correction()
+
+    def detach_quantizers(self) -> None:
+        """Remove the quantizers and the correction."""
+        super().detach_quantizers()  # type: ignore[misc]
+        for name in CORRECTIONS:
+            delattr(self, name)
+
+    @property
+    def is_corrected(self) -> bool:
+        """True if results have a shift, and perhaps a gain."""
+        # The layers of another library's names have no correction.
+        return "output_shift" in self._buffers and _holds(self.output_shift)
+
+    @property
+    def _corrects(self) -> bool:
+        known: Any = (self.weight_quantizer, self.input_quantizer)
+        return self.is_corrected and any(getattr(q, "quantizing", False) for q in known)
+
+    def correct_output_(self, gain: Tensor | None, shift: Tensor) -> None:
+        """Set the correction of results; see the attributes."""
+        weight: Any = self.weight
+        self.forget_correction()
+        with torch.inference_mode(False):  # training reads what was found in inference mode
+            if gain is not None:
+                self.output_gain = gain.detach().clone().to(weight)
+            self.output_shift = shift.detach().clone().to(weight)
+
+    def forget_correction(self) -> None:
+        """Let results be what the quantized weight gives."""
+        weight: Any = self.weight
+        with torch.inference_mode(False):
+            for name in CORRECTIONS:
+                empty = torch.empty(0, dtype=weight.dtype, device=weight.device)
+                self.register_buffer(name, empty)
+
+    def corrected_weight(self, weight: Tensor) -> Tensor:
+        """Return the quantized weight, or its scales, times the gain of each output channel."""
+        if not (self._corrects and _holds(self.output_gain)):
+            return weight
+        return weight * self.output_gain.to(weight).view(-1, *[1] * (weight.dim() - 1))
+
+    def corrected_bias(self, bias: Tensor | None) -> Tensor | None:
+        """Return the bias with the shift."""
+        return bias if bias is None or not self._corrects else bias + self.output_shift
+
+    def fold_correction_(self) -> None:
+        """Put gain and shift into the scale of the weight and the bias, for good.
+
+        The weight becomes what it is quantized to, so that the same codes come of it.
+        """
+        if not self._corrects:
+            return
+        weight, bias = cast(nn.Parameter, self.weight), cast(nn.Parameter, self.bias)
+        quantizer, gain = cast(Any, self.weight_quantizer), self.output_gain
+        with torch.no_grad():
+            bias.data = bias + self.output_shift
+            if _holds(gain):
+                values = self.corrected_weight(quantizer(weight))
+                if "held_scale" in dict(quantizer.named_buffers()):
+                    quantizer.set_qparams(_times(quantizer.scale, gain))
+                else:
+                    quantizer.range = quantizer.range.map(lambda end: _times(end.detach(), gain))
+                weight.data = values
+        self.forget_correction()
+
+    def rescale_output_(self, scale: Tensor) -> None:
+        """Multiply the shift too; see :class:`torchq.nn.batchnorm_folding.OutputScaling`."""
+        super().rescale_output_(scale)  # type: ignore[misc]
+        if self.is_corrected:
+            self.output_shift = self.output_shift * scale.to(self.output_shift)
+
+    def _channels(self) -> tuple[int, ...]:
+        bias: Any = self.bias
+        return (0,) if bias is None else tuple(bias.shape)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        has_ranges = f"{prefix}weight_quantizer.amax" in state_dict
+        known = [prefix + name in state_dict for name in CORRECTIONS]
+        for name in CORRECTIONS if has_ranges or any(known) else ():
+            # A loaded correction brings its shape; a checkpoint without one has none.
+            buffer: Tensor = getattr(self, name)
+            found = state_dict.get(prefix + name, buffer.new_empty(0))
+            if isinstance(found, Tensor) and found.shape in ((0,), self._channels()):
+                self.register_buffer(name, buffer.new_empty(found.shape))
+        missing: list[str] = args[2]
+        before = len(missing)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        added = missing[before:]
+        missing[before:] = [key for key in added if key.removeprefix(prefix) not in CORRECTIONS]
+
+
+def _holds(numbers: Tensor) -> bool:
+    with constant_while_tracing():
+        return bool(numbers.numel())
+
+
+def _times(numbers: Tensor, gain: Tensor) -> Tensor:
+    """Return numbers of output channels, with any dimensions of size 1, times their gain."""
+    return numbers * gain.to(numbers).view(numbers.shape)
+
+
+def fold_corrections_(model: M) -> M:
+    """Put the corrections of all layers into their parameters, for good; return the model."""
+    for module in model.modules():
+        if isinstance(module, Corrected):
+            module.fold_correction_()
+    return model
+
+
+@contextmanager
+def folded_corrections(model: nn.Module) -> Iterator[None]:
+    """Let the parameters of a model be those of kernels and files, inside a ``with`` block."""
+    layers = [m for m in model.modules() if isinstance(m, Corrected) and m.is_corrected]
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(state_kept(layer))
+            for parameter in layer.parameters():
+                stack.callback(setattr, parameter, "data", parameter.data)
+            layer.fold_correction_()
+        yield
+
+
+def forget_corrections(model: nn.Module) -> None:
+    """Let all layers of a model compute without a correction."""
+    for module in model.modules():
+        if isinstance(module, Corrected) and module.is_corrected:
+            module.forget_correction()
