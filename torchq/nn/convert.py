@@ -77,6 +77,8 @@ class QuantModule(nn.Module):
     channel_axis: ClassVar[int] = 0
     #: "int32" where the forward rounds the bias as integer kernels do; "" leaves it float.
     bias_format: str = ""
+    #: The path in the model of the quantizer that such a kernel rounds the result for.
+    rounded_by: str = ""
     #: True if only a descendant is quantized: the module calls it instead of a fused kernel.
     is_container: ClassVar[bool] = False
     #: True for a module that computes nothing: it is reported only where a rule names it.
@@ -358,7 +360,8 @@ def convert_(
 def revert_(module: QuantModule) -> nn.Module:
     """Make a quantized module float again, in place, and return it: the inverse of ``convert_``."""
     module.detach_quantizers()
-    vars(module).pop("bias_format", None)
+    for name in ("bias_format", "rounded_by"):
+        vars(module).pop(name, None)
     change_class(module, type(module).float_class)
     return module
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchq.graph import operator_of
 from torchq.nn.convert import QuantModule
+from torchq.nn.integer_bias import is_fixed
 
 _SHORTER = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -25,8 +26,9 @@ def exact_sums(model: nn.Module) -> Iterator[None]:
     for that image. In the block convolutions, transposed ones, linear layers, projections of
     attention and matrix products, in quantized modules and in calls with a quantized weight,
     multiply and add the same dequantized numbers in float64, and round each result once to the
-    type of the input. What is not quantized computes as before, and so does the model outside the
-    block. Blocks may be nested, and gradients pass.
+    type of the input. A layer whose bias the target rounds gives what the codes of its kernel stand
+    for: sums times one float32 number, rounded. What is not quantized computes as before, and so
+    does the model outside the block. Blocks may be nested, and gradients pass.
 
     Args:
         model: The quantized model.
@@ -40,20 +42,24 @@ def exact_sums(model: nn.Module) -> Iterator[None]:
         ...     model(x).dtype
         torch.float32
     """
+    known = dict(model.named_modules())
     with ExitStack() as handles:
         for module in model.modules():
             if isinstance(module, QuantModule):
-                handles.enter_context(_adds_exactly(module))
+                handles.enter_context(_adds_exactly(module, known.get(module.rounded_by)))
         yield
 
 
 @contextmanager
-def _adds_exactly(module: nn.Module) -> Iterator[None]:
-    """Let the calls of one module run inside the mode, also those that fail."""
+def _adds_exactly(module: QuantModule, behind_it: nn.Module | None) -> Iterator[None]:
+    """Let the calls of one module run inside the mode, also those that fail.
+
+    ``behind_it`` is the quantizer that a kernel rounds its result for, as far as that is known.
+    """
     running: list[_Float64Products] = []
 
     def start(*_: Any) -> None:
-        running.append(_Float64Products())
+        running.append(_Float64Products(module, behind_it))
         running[-1].__enter__()
 
     def end(*_: Any) -> None:
@@ -73,7 +79,14 @@ def _adds_exactly(module: nn.Module) -> Iterator[None]:
 
 
 class _Float64Products(TorchFunctionMode):
-    """Computes products of layers and matrices in float64."""
+    """Computes products of layers and matrices in float64, and rounds as integer kernels do."""
+
+    def __init__(self, layer: Any, behind_it: Any) -> None:
+        super().__init__()
+        self._layer, self._behind_it = layer, None
+        if layer.rounded_by:
+            known = (layer.input_quantizer, layer.weight_quantizer, behind_it)
+            self._behind_it = behind_it if all(map(is_fixed, known)) else None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -85,7 +98,24 @@ class _Float64Products(TorchFunctionMode):
         if not tensors or any(t.dtype not in _SHORTER for t in tensors):
             return func(*args, **kwargs)
         doubled = {name: _double(value) for name, value in kwargs.items()}
-        return func(*map(_double, args), **doubled).to(tensors[0].dtype)
+        result = func(*map(_double, args), **doubled)
+        if self._behind_it is not None and not torch.is_grad_enabled():
+            return self._rounded(result)
+        return result.to(tensors[0].dtype)
+
+    def _rounded(self, result: Tensor) -> Tensor:
+        """Return what the codes stand for that a kernel makes of its sums, with one product each.
+
+        ``code = rint(sum * (input scale * weight scale / scale of the result))`` in float32.
+        """
+        layer, to = self._layer, cast(Any, self._behind_it).scale.reshape(())
+        scale = layer.corrected_weight(layer.weight_quantizer.scale).flatten()
+        is_linear = isinstance(layer, nn.Linear)
+        shape = [1] * result.dim()
+        shape[-1 if is_linear else result.dim() - layer.weight.dim() + 1] = -1
+        step = (layer.input_quantizer.scale.reshape(()) * scale).view(shape)
+        sums = (result / step.double()).round().float()
+        return torch.round(sums * (step / to)) * to
 
 
 def _double(value: Any) -> Any:

@@ -27,7 +27,7 @@ def kernel_bias(layer: Any, bias: Tensor | None) -> Tensor | None:
     if bias is None or not layer.bias_format:
         return bias
     of_input, of_weight = layer.input_quantizer, layer.weight_quantizer
-    if not (_is_fixed(of_input) and _is_fixed(of_weight)):
+    if not (is_fixed(of_input) and is_fixed(of_weight)):
         return bias
     with torch.no_grad():
         exact = bias.detach().to(torch.float32)
@@ -37,7 +37,8 @@ def kernel_bias(layer: Any, bias: Tensor | None) -> Tensor | None:
     return bias + change  # exact, as the change is no larger than the bias or the rounded one
 
 
-def _is_fixed(quantizer: Any) -> bool:
+def is_fixed(quantizer: Any) -> bool:
+    """Return True for a quantizer that is on and whose range does not depend on the input."""
     if not isinstance(quantizer, TensorQuantizer) or not quantizer.quantizing:
         return False
     return quantizer.calibrated and not quantizer.descriptor.dynamic

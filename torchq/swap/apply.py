@@ -122,6 +122,7 @@ def as_it_is(model: nn.Module) -> Plan:
                     ranges=ranges,
                     unsigned=_unsigned_slots(module),
                     bias=module.bias_format,
+                    rounded_by=module.rounded_by,
                 )
             )
     placed, modes = {}, {}
@@ -296,7 +297,7 @@ def convert_as(
             )
         quantizer.keep_unsigned()
     if decision.bias and isinstance(module, QuantModule):
-        module.bias_format = decision.bias
+        module.bias_format, module.rounded_by = decision.bias, decision.rounded_by
 
 
 def device_around(model: nn.Module, name: str) -> torch.device | None:

@@ -561,10 +561,12 @@ def integer_biases(plan: Plan, facts: Facts) -> Plan:
     for call in view.flow.calls:
         if isinstance(call.module, _LAYERS) and not call.functional and view.is_quantized(call):
             calls.setdefault(call.name, []).append(call)
-    rows = (
-        replace(d, bias="int32") if results.all_on_integers(d, calls.get(d.name, [])) else d
-        for d in plan.decisions
-    )
+    rows = []
+    for d in plan.decisions:
+        own = calls.get(d.name, [])
+        if results.all_on_integers(d, own):
+            d = replace(d, bias="int32", rounded_by=results.rounded_by(d, own[0]))
+        rows.append(d)
     return replace(plan, decisions=tuple(rows))
 
 
@@ -590,6 +592,15 @@ class _Results:
             (not is_linear or call.ndim == 2) and self._is_quantized(call, False, call.module)
             for call in calls
         )
+
+    def rounded_by(self, decision: Decision, call: Call) -> str:
+        """Return the path of the quantizer behind a call of a layer that runs on integers."""
+        if decision.output is not None:
+            return f"{decision.name}.output_quantizer"
+        reader = self._view.flow.consumers(call)[0]
+        while not self._view.quantizes(reader):
+            call, reader = reader, self._view.flow.consumers(reader)[0]
+        return self._slots(reader, call)[0]
 
     def _is_quantized(self, call: Call, activated: bool, layer: nn.Module | None) -> bool:
         """Return True if bytes are all that the result of a call becomes."""

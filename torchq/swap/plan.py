@@ -49,6 +49,8 @@ class Decision:
         unsigned: the slots whose codes are unsigned whatever calibration sees, as no value there
             can be negative. Others with ``unsigned="auto"`` are settled by calibration.
         bias: "int32" if the target adds its bias as an integer, so that the forward rounds it.
+        rounded_by: the path of the quantizer that its kernel rounds the result for, with such a
+            bias.
         reason: why it stays float; empty where it is quantized.
         by: the pattern of the rule, or the step of planning, that decided; empty for none.
         note: what else there is to know about it.
@@ -63,6 +65,7 @@ class Decision:
     ranges: int = 1
     unsigned: tuple[str, ...] = ()
     bias: str = ""
+    rounded_by: str = ""
     reason: str = ""
     by: str = ""
     note: str = ""
@@ -97,7 +100,8 @@ class Decision:
     def outcome(self) -> tuple[Any, ...]:
         """The part that changes a model, without who decided it and why."""
         slots = (self.input, self.weight, self.output)
-        return (self.name, self.cls, *slots, self.calls, self.ranges, self.unsigned, self.bias)
+        rounding = (self.unsigned, self.bias, self.rounded_by)
+        return (self.name, self.cls, *slots, self.calls, self.ranges, *rounding)
 
     def in_float(self, reason: str, by: str) -> Decision:
         """Return the decision to leave the module float."""
@@ -433,7 +437,7 @@ def _reason(decision: Decision | None) -> str:
 
 VERSION = 3
 _SLOTS = ("input", "weight", "output")
-_TEXTS = ("bias", "reason", "by", "note")
+_TEXTS = ("bias", "rounded_by", "reason", "by", "note")
 
 
 def _decision_data(decision: Decision) -> dict[str, Any]:
