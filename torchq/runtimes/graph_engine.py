@@ -153,7 +153,7 @@ class GraphEngine(Engine):
         """Warn about results that differ by more than is allowed, or raise an error."""
         text = f"deploy: target {self.label!r}: {found}"
         if not self.quantized or not _file_agrees(module, task):
-            raise ExportError(f"{text}. Use another target")
+            raise ExportError(f"{text}. {_advice()}")
         if not runs_as_written(module, task.model, task.example):
             raise ExportError(
                 f"{text}, while the file agrees where it is run node by node: the engine computes "

@@ -45,11 +45,13 @@ class Correction:
             results.
         skipped: path of each other quantized layer -> why its results are not corrected.
         gains: True if each output channel has a gain too.
+        batches: how many were read.
     """
 
     layers: Mapping[str, float] = field(default_factory=dict)
     skipped: Mapping[str, str] = field(default_factory=dict)
     gains: bool = False
+    batches: int = 0
 
     @property
     def line(self) -> str:
@@ -119,17 +121,17 @@ def correct(
         _results_shown(fits.values()),
     ):
         forget_corrections(model)
-        device = device_of(model)
+        device, count = device_of(model), 0
 
         def call(batch: Any) -> None:
             call_model(model, batch, forward=forward, device=device)
 
-        run(model, fits, _batches_of_ranks(batches, group, device), call, group)
+        count = run(model, fits, _batches_of_ranks(batches, group, device), call, group)
         for name, fit in fits.items():
             fit.check(name)
         skipped |= {name: "no batch reached it" for name, fit in fits.items() if fit.sums is None}
         changes = {name: fit.apply() for name, fit in fits.items() if fit.sums is not None}
-    return Correction(changes, skipped, gains)
+    return Correction(changes, skipped, gains, count)
 
 
 def _candidates(
@@ -256,22 +258,25 @@ def _results_shown(fits: Iterable[_Fit]) -> Iterator[None]:
 
 
 @contextmanager
-def _hooks(fits: Mapping[str, _Fit], see: Callable[[_Fit, Any, Tensor], Any]) -> Iterator[None]:
+def _hooks(
+    fits: Mapping[str, _Fit], see: Callable[[_Fit, Any, Any, Tensor], Any]
+) -> Iterator[None]:
     """Show the first call of each layer in a run; what ``see`` returns replaces the result."""
     seen: set[int] = set()
 
     def hook_of(fit: _Fit) -> Any:
-        def hook(layer: nn.Module, args: Any, out: Tensor) -> Any:
+        def hook(layer: nn.Module, args: Any, kwargs: Any, out: Tensor) -> Any:
             if id(layer) in seen:
                 return None
             seen.add(id(layer))
-            return see(fit, args, out)
+            return see(fit, args, kwargs, out)
 
         return hook
 
     with ExitStack() as stack:
         for fit in fits.values():
-            stack.callback(fit.layer.register_forward_hook(hook_of(fit)).remove)
+            handle = fit.layer.register_forward_hook(hook_of(fit), with_kwargs=True)
+            stack.callback(handle.remove)
         yield
 
 
@@ -281,23 +286,26 @@ def _correct_own_errors(
     batches: Iterator[Any],
     call: Callable[[Any], None],
     group: dist.ProcessGroup | None,
-) -> None:
+) -> int:
     """Fit the shift of each layer from its own error, on what it reads in float."""
     known = list(quantizers(model).values())
 
-    def see(fit: _Fit, args: Any, out: Tensor) -> None:
+    def see(fit: _Fit, args: Any, kwargs: Any, out: Tensor) -> None:
         layer = fit.layer
         with quantizing_only(known, _on[id(layer)]):
-            quantized = type(layer).forward(layer, *args)
+            quantized = type(layer).forward(layer, *args, **kwargs)
         fit.add(_rows(layer, out), _rows(layer, quantized))
 
     _on = {id(fit.layer): _quantizers_of(fit.layer) for fit in fits.values()}
+    count = 0
     with quantizing_only(known):
         for batch in batches:
             if batch is not _NONE:
+                count += 1
                 with _hooks(fits, see):
                     call(batch)
     _join(fits, group)
+    return count
 
 
 def _correct_in_order(
@@ -306,13 +314,13 @@ def _correct_in_order(
     batches: Iterator[Any],
     call: Callable[[Any], None],
     group: dist.ProcessGroup | None,
-) -> None:
+) -> int:
     """Fit gains and shifts, each layer behind the corrected ones before it; two runs a batch."""
 
-    def keep(fit: _Fit, args: Any, out: Tensor) -> None:
+    def keep(fit: _Fit, args: Any, kwargs: Any, out: Tensor) -> None:
         fit.rows = _rows(fit.layer, out, _POSITIONS)
 
-    def correct_result(fit: _Fit, args: Any, out: Tensor) -> Any:
+    def correct_result(fit: _Fit, args: Any, kwargs: Any, out: Tensor) -> Any:
         layer = fit.layer
         if fit.rows is None:
             return None
@@ -326,14 +334,16 @@ def _correct_in_order(
         out = out + shift.to(out).view(shape)
         return out if fit.of_results is None else layer.quantized_result(out, fit.of_results)
 
-    known = quantizers(model)
+    known, count = quantizers(model), 0
     for batch in batches:
         if batch is not _NONE:
+            count += 1
             with quantizing_only(known.values()), _hooks(fits, keep):
                 call(batch)
             with _hooks(fits, correct_result):
                 call(batch)
         _join(fits, group)
+    return count
 
 
 #: What stands for a batch on a rank that has none left, while others do.

@@ -401,7 +401,7 @@ def _load_tensors(model: nn.Module, state: dict[str, Any]) -> None:
     """Copy all tensors; an interruption brings the old numbers back."""
     tensors = model.state_dict(keep_vars=True).values()
     try:
-        with undone_on_error(written=[t for t in tensors if isinstance(t, Tensor)]):
+        with undone_on_error(model, written=[t for t in tensors if isinstance(t, Tensor)]):
             model.load_state_dict(state, strict=True)
     except RuntimeError as error:
         raise QuantizationError(f"load: {error}") from None

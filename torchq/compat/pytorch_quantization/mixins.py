@@ -17,6 +17,7 @@ from torchq.compat.pytorch_quantization.tensor_quant import (
 from torchq.compat.pytorch_quantization.tensor_quantizer import TensorQuantizer
 from torchq.errors import ConfigError
 from torchq.nn import QuantModule
+from torchq.nn.correction import CORRECTIONS
 
 
 class QuantizerList(nn.ModuleList):
@@ -161,6 +162,12 @@ class LegacyLayer(QuantModule):
             new = f"{prefix}{slot}_quantizer."
             for key in [key for key in state_dict if key.startswith(new)]:
                 state_dict[f"{prefix}_{slot}_quantizer.{key[len(new) :]}"] = state_dict.pop(key)
+        stored = [prefix + name for name in CORRECTIONS if prefix + name in state_dict]
+        if any([state_dict.pop(key).numel() for key in stored]):  # all of them go
+            args[4].append(
+                f"{prefix}output_shift: corrects a result, which layers of pytorch_quantization "
+                "cannot; expected none. Calibrate with correct=False before saving"
+            )
         super(QuantModule, self)._load_from_state_dict(state_dict, prefix, *args)
 
 
