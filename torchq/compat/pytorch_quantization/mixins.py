@@ -163,7 +163,8 @@ class LegacyLayer(QuantModule):
             for key in [key for key in state_dict if key.startswith(new)]:
                 state_dict[f"{prefix}_{slot}_quantizer.{key[len(new) :]}"] = state_dict.pop(key)
         stored = [prefix + name for name in CORRECTIONS if prefix + name in state_dict]
-        if any([state_dict.pop(key).numel() for key in stored]):  # all of them go
+        sizes = [state_dict.pop(key).numel() for key in stored]
+        if any(sizes):
             args[4].append(
                 f"{prefix}output_shift: corrects a result, which layers of pytorch_quantization "
                 "cannot; expected none. Calibrate with correct=False before saving"
