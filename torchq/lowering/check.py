@@ -6,6 +6,7 @@ every layer the inputs that it has in the simulation tells that from a wrong lay
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 from functools import cached_property, partial
 from typing import Any
@@ -79,6 +80,17 @@ class ReferenceCheck:
                     "0.1 and what quantization itself makes"
                 )
         return ""
+
+    def found(self, model: nn.Module) -> str:
+        """Return in a line how far the results of ``model`` agree with those of the simulation."""
+        texts = []
+        pairs = zip(_results(model, self._example), self._expected, strict=True)
+        for number, (got, expected) in enumerate(pairs):
+            error, size = _distance(got, expected), _norm(expected)
+            level = f"{20 * math.log10(size / error):.1f} dB" if error and size else "equal"
+            texts.append(f"result {number} {level if not error or size else 'differs'}")
+        shown = ", ".join(texts[:4]) + (", ..." if len(texts) > 4 else "")
+        return f"compared with the simulation on the example: {shown or 'no tensor'}"
 
 
 def _ratio(error: float, expected: Tensor) -> str:

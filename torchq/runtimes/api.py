@@ -19,6 +19,8 @@ from torchq.utils import uncompiled
 
 #: Instead of the name of a runtime: the fastest one.
 _FASTEST = "fastest"
+#: What the summary says of a model that was deployed without an example.
+_UNCHECKED = "not compared with the simulation: pass an example to deploy"
 
 
 def deploy(
@@ -94,7 +96,8 @@ def deploy(
     with uncompiled():
         if target == _FASTEST:
             _check_options(_FASTEST, example, reduce_range, fuse)
-            result, report = build_fastest(Task(simulated_copy(model), example, sizes, progress))
+            task = Task(simulated_copy(model), example, sizes, progress)
+            result, report = build_fastest(task)
             result.report = report  # type: ignore[assignment]
             name = report.candidates[0].engine.name
         else:
@@ -107,6 +110,8 @@ def deploy(
             chosen.check()
             task = Task(simulated_copy(model), example, sizes, progress)
             result, name = chosen.build(task), chosen.name
+        is_checked = example is not None
+        result.checked = task.check.found(result) if is_checked else _UNCHECKED  # type: ignore[assignment]
     if not isinstance(result, EngineModule):
         result.target = name  # type: ignore[assignment]
     return result

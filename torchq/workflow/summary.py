@@ -61,11 +61,13 @@ class Summary:
         rows: one for each quantizer.
         float_modules: paths of the modules with weights that stay float.
         layers: one for each layer that :func:`torchq.deploy` has treated.
+        checked: how far a deployed model agrees with its simulation.
     """
 
     rows: tuple[SummaryRow, ...]
     float_modules: tuple[str, ...]
     layers: tuple[LayerRow, ...] = ()
+    checked: str = ""
 
     def __str__(self) -> str:
         return self._deployed_text() if self.layers else self._simulated_text()
@@ -85,7 +87,8 @@ class Summary:
         if self.float_modules:
             lines.append(wrap(f"float: {', '.join(self.float_modules)}", indent="  "))
         total = sum(r.bytes for r in self.layers)
-        return "\n".join([*lines, f"{total:,} bytes in {len(self.layers)} layers"])
+        lines.append(f"{total:,} bytes in {len(self.layers)} layers")
+        return "\n".join([*lines, wrap(self.checked)] if self.checked else lines)
 
 
 def summary(model: nn.Module) -> Summary:
@@ -114,7 +117,8 @@ def summary(model: nn.Module) -> Summary:
             layers.append(_layer_row(name or "(root)", module, describe, note))
         elif not isinstance(module, QuantModule) and _has_weight(module):
             float_modules.append(name or "(root)")
-    return Summary(tuple(rows), tuple(float_modules), tuple(layers))
+    checked = str(getattr(model, "checked", "")) if layers else ""
+    return Summary(tuple(rows), tuple(float_modules), tuple(layers), checked)
 
 
 def _layer_row(
