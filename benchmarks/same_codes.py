@@ -1,9 +1,9 @@
 """Does a file compute the codes of its model, in the runtime that it is for?
 
 For networks x recipes x runtimes: ``torchq.verify_onnx`` compares scales, weights and biases, the
-codes of every quantizer, and the outputs, with the model as it is and with exact sums. ResNet-20
-and the small RepVGG have trained weights where ``--data`` has them; the others random ones, which
-amplify a code at a tie more than trained ones do.
+codes of every quantizer where each layer adds exactly, and the outputs, with the model as it is and
+with exact sums. ResNet-20 and the small RepVGG have trained weights where ``--data`` has them; the
+others random ones, which amplify a code at a tie more than trained ones do.
 """
 
 from __future__ import annotations
@@ -138,7 +138,6 @@ def compared(
         "parameters": all(layer.ok for layer in plain.layers if not layer.allowed),
         "codes": sum(layer.elements for layer in codes),
         "differ": sum(layer.differ for layer in codes),
-        "differ_exact": sum(layer.differ for layer in exact.layers if layer.allowed),
         "by": max(layer.max_diff for layer in codes),
         "worst": f"{worst.differ} of {worst.elements} at {worst.name}",
         "ok": plain.ok,

@@ -17,13 +17,6 @@ from torchq.utils.text import table
 #: Agreement of an expected and a found output, both of one batch: a number between 0 and 1, or a
 #: tensor with one number (or truth value) for each sample.
 Measure: TypeAlias = Callable[[Tensor, Tensor], "Tensor | float"]
-#: The share of codes that may be another one where a layer gets the same codes. Float32 sums in
-#: another order turn over about 1.5e-6 of the codes at ties.
-SHARE = 1e-5
-#: The same behind a softmax, a norm, a GELU and the like, which libraries compute by approximations
-#: of their own, and behind convolutions that run in float. They differ in the last bits, by up to
-#: 1e-6 of a value: of values of 50 codes, 1e-4 lie so close to a border of two. Measured: 7e-5.
-APPROXIMATE_SHARE = 1e-4
 #: How many more, since a small layer has none or a few.
 MORE = 3
 #: Numbers that are equal but for the order of float sums, as a share of the largest expected one.
@@ -87,7 +80,8 @@ class LayerAgreement:
         differ: Codes that differ, where the layers in front got the same codes; stored numbers
             that differ; elements of an output beyond float rounding.
         max_diff: Largest difference, in codes, or in values for an output or a bias.
-        allowed: How many may differ, each by one code: a hundred-thousandth, and three.
+        allowed: How many may differ, each by one code: a hundred-thousandth of the codes of integer
+            layers, more where a float kernel or another runtime computes, and three.
         parameters: What differs in scale, zero point or type; empty where nothing does.
         layers: The layers of the file that computed the values from the codes before them.
     """
@@ -270,7 +264,7 @@ class Codes:
         computed = {dtypes[layer] for layer in behind.layers if layer in dtypes}
         self._half = next((dtype for dtype in computed if dtype in ROUNDING), None)
         self.name, self._elements, self._differ, self._max = name, 0, 0, 0.0
-        self._least, self._share = APPROXIMATE_SHARE if behind.approximates else SHARE, 0.0
+        self._least, self._share = behind.share, 0.0
 
     def add(self, expected: Tensor, found: Tensor, dtype: torch.dtype) -> None:
         """Add codes of one batch, of values in a type; the layers may have a shorter one."""

@@ -29,7 +29,13 @@ from torchq.onnx.qdq import (
     read_record,
     weight_nodes,
 )
-from torchq.onnx.verify.exposed import ExposedFile, behind
+from torchq.onnx.verify.exposed import (
+    OTHER_SHARE,
+    OTHER_SHARE_OF_FEW_BITS,
+    SHARE,
+    ExposedFile,
+    behind,
+)
 from torchq.onnx.verify.parameters import compare_weights, pair_difference
 from torchq.onnx.verify.report import (
     Codes,
@@ -41,6 +47,8 @@ from torchq.onnx.verify.report import (
 from torchq.runtime import RUNTIMES, Runtime, open_session, planned_target, reference_runtime
 from torchq.utils import check_batches, evaluating, progress_bar
 from torchq.workflow import quantizers
+
+_FEW_BITS = 4
 
 
 def verify_onnx(
@@ -62,9 +70,9 @@ def verify_onnx(
 
     *Layers*: the file runs once and returns the codes of every quantizer, in a file for ONNX
     Runtime from the integer kernels that a session with default options has. Each layer of the
-    model gets the file's own codes, so that a difference is the doing of that layer. One code in
-    100,000, and three more, may be another one, by one: float32 sums that fall on the other side of
-    a tie.
+    model gets the file's own codes and adds exactly, so that a difference is the doing of that
+    layer. One code in 100,000, and three more, may be another one, by one: values beside a tie.
+    Behind float kernels, averages and in another runtime it may be more: see ``allowed``.
 
     *Outputs*: a session with default options, against the model. A deep network turns one code at a
     tie into other outputs for that image, so these are figures and no verdict.
@@ -74,7 +82,8 @@ def verify_onnx(
         path: The file.
         batches: Batches as for :func:`torchq.calibrate`; see :func:`torchq.graph.call_model`.
         num_batches: The number of batches to stop after.
-        exact: Let the model add in float64; see :func:`torchq.exact_sums`. Hardly a tie is left.
+        exact: Let the model add exactly for the outputs too; see :func:`torchq.exact_sums`. Hardly
+            a tie is left.
         measure: The agreement of an output, as ``measure(expected, found)`` that returns numbers
             between 0 and 1; default top-1 for float outputs of shape (batch, classes).
         progress: Show a bar where it takes longer than a second.
@@ -110,7 +119,7 @@ def verify_onnx(
         for batch in shown:
             feeds = session.feeds(_file_inputs(model, batch))
             outputs.add(_results(model, batch), run(feeds))
-            with named_errors(path):
+            with named_errors(path), exact_sums(model):
                 file.compare(model, batch, feeds)
             count += 1
     if not count:
@@ -167,21 +176,19 @@ class _File:
         self._named = bool(nodes or in_file & set(self.known))
         with rounded_biases(model):
             self._stored = [*compare_weights(model, graph)]
-        # OpenVINO multiplies by scales in several steps: measured 3 in 100,000.
-        other = self._runtime not in (None, reference_runtime())
         weights = model.named_parameters(remove_duplicate=False)
         dtypes = {name.removesuffix(".weight"): weight.dtype for name, weight in weights}
         self._codes = {
             name: Codes(
                 name,
                 pair_difference(self.known[path_of(name)], node),
-                behind(node.inputs[0], other),
+                behind(node.inputs[0], self._share(self.known[path_of(name)])),
                 dtypes,
             )
             for name, node in nodes.items()
         }
         self._outputs = [
-            Codes(f"output {value.name}", "", behind(value, other), dtypes)
+            Codes(f"output {value.name}", "", behind(value), dtypes)
             for value in graph.graph.outputs
         ]
         self._exposed = ExposedFile(path, nodes, self._runtime, optimized=optimized)
@@ -192,8 +199,18 @@ class _File:
 
     def usual_run(self) -> Callable[[Mapping[str, Tensor]], list[Tensor]] | None:
         """Return the file in the other runtime that it is for; None where that is not here."""
-        other = self._runtime not in (None, reference_runtime())
-        return self._runtime.opened(self._path) if other and self._runtime else None
+        return self._runtime.opened(self._path) if self._is_other and self._runtime else None
+
+    @property
+    def _is_other(self) -> bool:
+        return self._runtime not in (None, reference_runtime())
+
+    def _share(self, quantizer: TensorQuantizer) -> float:
+        """Return the share of codes that the runtime may have others of."""
+        if not self._is_other:
+            return SHARE
+        few = quantizer.descriptor.format.bits <= _FEW_BITS
+        return OTHER_SHARE_OF_FEW_BITS if few else OTHER_SHARE
 
     def compare(self, model: nn.Module, batch: Any, feeds: Mapping[str, Tensor]) -> None:
         """Compare the codes of one batch, and the outputs behind the last of them."""
