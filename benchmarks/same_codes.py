@@ -1,8 +1,9 @@
 """Does a file compute the codes of its model, in the runtime that it is for?
 
-For networks x recipes x runtimes: ``torchq.verify_onnx`` compares scales, weights and biases, the
-codes of every quantizer where each layer adds exactly, and the outputs, with the model as it is and
-with exact sums. ResNet-20 and the small RepVGG have trained weights where ``--data`` has them; the
+For networks x recipes x runtimes: the plan, the report of ``quantize_`` and a loaded file are
+compared, and ``torchq.verify_onnx`` compares scales, weights and biases, the codes of every
+quantizer where each layer adds exactly, and the outputs, with the model as it is and with exact
+sums. ResNet-20 and the small RepVGG have trained weights where ``--data`` has them; the
 others random ones, which amplify a code at a tie more than trained ones do.
 """
 
@@ -23,6 +24,7 @@ import torchq
 from benchmarks.cifar import read_split, repvgg_cifar, resnet20
 from benchmarks.harness import Reporter, parse, parser
 from benchmarks.zoo_models import build
+from torchq.swap import plan_of
 from torchq.utils.text import table
 
 RECIPES: dict[str, Callable[[], torchq.QuantConfig]] = {
@@ -121,11 +123,16 @@ def compared(
 ) -> dict[str, Any]:
     """Return the figures of one network, recipe and runtime."""
     calibration, test = data
-    config = RECIPES[recipe]()
-    torchq.quantize_(model, config, target=target, example=calibration[0][:2])
+    config, fresh = RECIPES[recipe](), copy.deepcopy(model)
+    settings: dict[str, Any] = {"target": target, "example": calibration[0][:2]}
+    plan = torchq.plan(model, config, **settings)
+    report = torchq.quantize_(model, config, **settings)
     torchq.calibrate(model, calibration, progress=False)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "model.onnx")
+        path, saved = Path(folder, "model.onnx"), Path(folder, "model.pt")
+        torchq.save(model, saved)
+        loaded = torchq.load(fresh, saved)
+        plans = [p.outcome() for p in (plan, report, plan_of(model), plan_of(loaded))]
         options: dict[str, Any] = {"target": target, "dynamo": False, "progress": False}
         torchq.export_onnx(model, calibration[0][:2], path, **options)
         plain, exact = (
@@ -135,6 +142,7 @@ def compared(
     codes = [layer for layer in plain.layers if layer.allowed]
     worst = max(codes, key=lambda layer: layer.differ / max(layer.elements, 1))
     return {
+        "same_plan": all(p == plans[0] for p in plans),
         "parameters": all(layer.ok for layer in plain.layers if not layer.allowed),
         "codes": sum(layer.elements for layer in codes),
         "differ": sum(layer.differ for layer in codes),

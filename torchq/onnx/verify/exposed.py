@@ -33,8 +33,8 @@ SHARE = 1e-5
 #: 1e-6 of a value: of values of 50 codes, 1e-4 lie so close to a border of two. Measured: 7e-5.
 APPROXIMATE_SHARE = 1e-4
 #: The same in OpenVINO, which merges scales of neighbours and multiplies by reciprocals. Where two
-#: scales are a simple ratio apart, values lie at ties exactly. Measured: 4e-4; with codes of 4
-#: bits, which are clipped to their ends, 1e-2.
+#: scales are a simple ratio apart, values lie at ties exactly. Measured: 4e-4; in networks with 4
+#: bits, where one of 16 values at a tie is many codes, 1e-2.
 OTHER_SHARE, OTHER_SHARE_OF_FEW_BITS = 1e-3, 2e-2
 #: The same behind averages: the mean of four codes of one scale is a tie in one case of four.
 #: Measured: 2e-2.

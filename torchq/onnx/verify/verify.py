@@ -178,11 +178,12 @@ class _File:
             self._stored = [*compare_weights(model, graph)]
         weights = model.named_parameters(remove_duplicate=False)
         dtypes = {name.removesuffix(".weight"): weight.dtype for name, weight in weights}
+        share = self._share()
         self._codes = {
             name: Codes(
                 name,
                 pair_difference(self.known[path_of(name)], node),
-                behind(node.inputs[0], self._share(self.known[path_of(name)])),
+                behind(node.inputs[0], share),
                 dtypes,
             )
             for name, node in nodes.items()
@@ -205,12 +206,12 @@ class _File:
     def _is_other(self) -> bool:
         return self._runtime not in (None, reference_runtime())
 
-    def _share(self, quantizer: TensorQuantizer) -> float:
+    def _share(self) -> float:
         """Return the share of codes that the runtime may have others of."""
         if not self._is_other:
             return SHARE
-        few = quantizer.descriptor.format.bits <= _FEW_BITS
-        return OTHER_SHARE_OF_FEW_BITS if few else OTHER_SHARE
+        widths = [q.descriptor.format.bits for q in self.known.values() if q.quantizing]
+        return OTHER_SHARE_OF_FEW_BITS if min(widths, default=8) <= _FEW_BITS else OTHER_SHARE
 
     def compare(self, model: nn.Module, batch: Any, feeds: Mapping[str, Tensor]) -> None:
         """Compare the codes of one batch, and the outputs behind the last of them."""
