@@ -35,7 +35,7 @@ RECIPES: dict[str, Callable[[], torchq.QuantConfig]] = {
 TARGETS = ("onnxruntime", "openvino")
 TORCHVISION = """
 resnet18 mobilenet_v3_small squeezenet1_1 shufflenet_v2_x0_5 mobilenet_v2 efficientnet_b0 googlenet
-densenet121 regnet_x_400mf regnet_y_400mf mnasnet0_5 vgg11_bn vit_b_32 convnext_tiny
+densenet121 regnet_x_400mf regnet_y_400mf mnasnet0_5 mobilenet_v3_large vit_b_32 convnext_tiny
 lraspp_mobilenet_v3_large
 """
 

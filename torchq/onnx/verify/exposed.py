@@ -29,8 +29,10 @@ _LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 #: exactly here, as integer kernels do; single roundings in another order turn over 3e-7 of them.
 SHARE = 1e-5
 #: The same behind a softmax, a norm, a GELU and the like, which libraries compute by approximations
-#: of their own, and behind convolutions that run in float. They differ in the last bits, by up to
-#: 1e-6 of a value: of values of 50 codes, 1e-4 lie so close to a border of two. Measured: 7e-5.
+#: of their own, behind sums and products of two tensors, whose scales kernels merge, and behind
+#: convolutions that run in float, as they do in front of codes of 4 bits. They differ in the last
+#: bits, by up to 1e-6 of a value: of values of 50 codes, 1e-4 lie so close to a border of two.
+#: Measured: 7e-5.
 APPROXIMATE_SHARE = 1e-4
 #: The same in OpenVINO, which merges scales of neighbours and multiplies by reciprocals. Where two
 #: scales are a simple ratio apart, values lie at ties exactly. Measured: 4e-4; in networks with 4
@@ -41,8 +43,8 @@ OTHER_SHARE, OTHER_SHARE_OF_FEW_BITS = 1e-3, 2e-2
 AVERAGE_SHARE = 5e-2
 _AVERAGES = ("AveragePool", "GlobalAveragePool", "ReduceMean")
 _APPROXIMATE = names(
-    "BatchNormalization Div Elu Erf Exp GRU Gelu GridSample GroupNormalization HardSigmoid "
-    "HardSwish InstanceNormalization LSTM LayerNormalization Log LogSoftmax Mish Pow RNN "
+    "Add BatchNormalization Div Elu Erf Exp GRU Gelu GridSample GroupNormalization HardSigmoid "
+    "HardSwish InstanceNormalization LSTM LayerNormalization Log LogSoftmax Mish Mul Pow RNN "
     "Reciprocal ReduceL2 Resize RMSNormalization Sigmoid Softmax Softplus Sqrt Tanh"
 )
 

@@ -30,6 +30,7 @@ from torchq.onnx.qdq import (
     weight_nodes,
 )
 from torchq.onnx.verify.exposed import (
+    APPROXIMATE_SHARE,
     OTHER_SHARE,
     OTHER_SHARE_OF_FEW_BITS,
     SHARE,
@@ -208,10 +209,11 @@ class _File:
 
     def _share(self) -> float:
         """Return the share of codes that the runtime may have others of."""
-        if not self._is_other:
-            return SHARE
         widths = [q.descriptor.format.bits for q in self.known.values() if q.quantizing]
-        return OTHER_SHARE_OF_FEW_BITS if min(widths, default=8) <= _FEW_BITS else OTHER_SHARE
+        few = min(widths, default=8) <= _FEW_BITS
+        if self._is_other:
+            return OTHER_SHARE_OF_FEW_BITS if few else OTHER_SHARE
+        return APPROXIMATE_SHARE if few else SHARE
 
     def compare(self, model: nn.Module, batch: Any, feeds: Mapping[str, Tensor]) -> None:
         """Compare the codes of one batch, and the outputs behind the last of them."""
