@@ -164,7 +164,9 @@ def _run_call(
     owner: nn.Module, call: CallSite, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Make a call with a weight on the operands that the quantizers of its holder give."""
-    holder: Any = owner.get_submodule(call.holder)
+    holder: Any = owner
+    for name in call.holder.split(".") if call.holder else ():
+        holder = getattr(holder, name)  # the Dynamo of torch 2.9 follows no get_submodule
     if call.kind == "attention":
         return holder(*args, **kwargs)
     if isinstance(holder, ComputedCall):
