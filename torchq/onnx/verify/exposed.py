@@ -29,11 +29,14 @@ _LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 #: exactly here, as integer kernels do; single roundings in another order turn over 3e-7 of them.
 SHARE = 1e-5
 #: The same behind a softmax, a norm, a GELU and the like, which libraries compute by approximations
-#: of their own, behind sums and products of two tensors, whose scales kernels merge, and behind
-#: convolutions that run in float, as they do in front of codes of 4 bits. They differ in the last
-#: bits, by up to 1e-6 of a value: of values of 50 codes, 1e-4 lie so close to a border of two.
-#: Measured: 7e-5.
+#: of their own, and behind convolutions that run in float, as they do in front of codes of 4 bits.
+#: They differ in the last bits, by up to 1e-6 of a value: of values of 50 codes, 1e-4 lie so close
+#: to a border of two. Measured: 7e-5.
 APPROXIMATE_SHARE = 1e-4
+#: The same behind sums and products of two tensors, whose scales kernels merge. Where two of them
+#: are a simple ratio apart, values lie at ties exactly. Measured: 3e-4.
+MERGED_SHARE = 1e-3
+_MERGED = ("Add", "Mul")
 #: The same in OpenVINO, which merges scales of neighbours and multiplies by reciprocals. Where two
 #: scales are a simple ratio apart, values lie at ties exactly. Measured: 4e-4; in networks with 4
 #: bits, where one of 16 values at a tie is many codes, 1e-2.
@@ -43,8 +46,8 @@ OTHER_SHARE, OTHER_SHARE_OF_FEW_BITS = 1e-3, 2e-2
 AVERAGE_SHARE = 5e-2
 _AVERAGES = ("AveragePool", "GlobalAveragePool", "ReduceMean")
 _APPROXIMATE = names(
-    "Add BatchNormalization Div Elu Erf Exp GRU Gelu GridSample GroupNormalization HardSigmoid "
-    "HardSwish InstanceNormalization LSTM LayerNormalization Log LogSoftmax Mish Mul Pow RNN "
+    "BatchNormalization Div Elu Erf Exp GRU Gelu GridSample GroupNormalization HardSigmoid "
+    "HardSwish InstanceNormalization LSTM LayerNormalization Log LogSoftmax Mish Pow RNN "
     "Reciprocal ReduceL2 Resize RMSNormalization Sigmoid Softmax Softplus Sqrt Tanh"
 )
 
@@ -137,6 +140,8 @@ def behind(value: Value | None, share: float = SHARE) -> Behind:
             continue
         if node.op_type in _AVERAGES:
             share = max(share, AVERAGE_SHARE)
+        elif node.op_type in _MERGED:
+            share = max(share, MERGED_SHARE)
         elif node.op_type in _APPROXIMATE:
             share = max(share, APPROXIMATE_SHARE)
         if node.op_type in _LAYERS and any(_is_float_weight(v) for v in node.inputs[1:2]):
