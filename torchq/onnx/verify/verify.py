@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torchq.nn.correction import folded_corrections
 from torchq.nn.integer_bias import rounded_biases
 from torchq.onnx.export import undo_export, unwrap
 from torchq.onnx.interface import input_names_of, named_calls, nested_tensors
-from torchq.onnx.ir import Model, first_line, load_model, named_errors
+from torchq.onnx.ir import Model, Value, first_line, load_model, named_errors
 from torchq.onnx.passes.convolutions import without_pads
 from torchq.onnx.qdq import (
     float_weights,
@@ -34,6 +35,7 @@ from torchq.onnx.verify.exposed import (
     OTHER_SHARE,
     OTHER_SHARE_OF_FEW_BITS,
     SHARE,
+    Behind,
     ExposedFile,
     behind,
 )
@@ -179,12 +181,11 @@ class _File:
             self._stored = [*compare_weights(model, graph)]
         weights = model.named_parameters(remove_duplicate=False)
         dtypes = {name.removesuffix(".weight"): weight.dtype for name, weight in weights}
-        share = self._share()
         self._codes = {
             name: Codes(
                 name,
                 pair_difference(self.known[path_of(name)], node),
-                behind(node.inputs[0], share),
+                self._behind(model, node.inputs[0]),
                 dtypes,
             )
             for name, node in nodes.items()
@@ -206,6 +207,15 @@ class _File:
     @property
     def _is_other(self) -> bool:
         return self._runtime not in (None, reference_runtime())
+
+    def _behind(self, model: nn.Module, value: Value | None) -> Behind:
+        """Return what computes a value; layers that the plan knows in float have their share."""
+        found, modules = behind(value, self._share()), dict(model.named_modules())
+        forms = {name: getattr(module, "bias_format", "int32") for name, module in modules.items()}
+        plans = any(getattr(module, "bias_format", "") for module in modules.values())
+        if plans and not all(forms.get(name, "int32") for name in found.layers):
+            found = replace(found, share=max(found.share, APPROXIMATE_SHARE))
+        return found
 
     def _share(self) -> float:
         """Return the share of codes that the runtime may have others of."""
