@@ -123,8 +123,6 @@ class Corrected(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         has_ranges = f"{prefix}weight_quantizer.amax" in state_dict
         known = [prefix + name in state_dict for name in CORRECTIONS]
-        if CORRECTIONS[1] not in self._buffers and any(known):
-            self.forget_correction()  # A layer of another library's names gets one where needed.
         is_there = CORRECTIONS[1] in self._buffers and (has_ranges or any(known))
         for name in CORRECTIONS if is_there else ():
             # A loaded correction brings its shape; a checkpoint without one has none.

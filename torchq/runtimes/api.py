@@ -110,8 +110,8 @@ def deploy(
             chosen.check()
             task = Task(simulated_copy(model), example, sizes, progress)
             result, name = chosen.build(task), chosen.name
-        is_checked = example is not None
-        result.checked = task.check.found(result) if is_checked else _UNCHECKED  # type: ignore[assignment]
+        found = _UNCHECKED if example is None else task.check.found(result)
+        result.checked = found  # type: ignore[assignment]
     if not isinstance(result, EngineModule):
         result.target = name  # type: ignore[assignment]
     return result

@@ -55,7 +55,7 @@ class Correction:
 
     @property
     def line(self) -> str:
-        """What was done, in one line."""
+        """Say in one line what was done."""
         what = "gain and bias" if self.gains else "bias"
         rest = f", {len(self.skipped)} not" if self.skipped else ""
         return f"corrected {what} of {len(self.layers)} layers{rest}"
@@ -70,7 +70,7 @@ class Correction:
 def needs_gains(model: nn.Module) -> bool:
     """Return True if a layer has weights or inputs of 4 bits or fewer."""
     return any(
-        _bits(quantizer) <= _FEW_BITS
+        quantizer.descriptor.format.bits <= _FEW_BITS
         for module in model.modules()
         if isinstance(module, Corrected)
         for quantizer in _quantizers_of(module)
@@ -80,10 +80,6 @@ def needs_gains(model: nn.Module) -> bool:
 def _quantizers_of(layer: Any) -> list[TensorQuantizer]:
     found = (layer.input_quantizer, layer.weight_quantizer)
     return [q for q in found if isinstance(q, TensorQuantizer) and q.quantizing]
-
-
-def _bits(quantizer: TensorQuantizer) -> int:
-    return quantizer.descriptor.format.bits
 
 
 def correct(
@@ -121,7 +117,7 @@ def correct(
         _results_shown(fits.values()),
     ):
         forget_corrections(model)
-        device, count = device_of(model), 0
+        device = device_of(model)
 
         def call(batch: Any) -> None:
             call_model(model, batch, forward=forward, device=device)
