@@ -6,7 +6,8 @@ the pages in ``FRESH``. ``STAND_INS`` says which names a page may use without de
 in ``COMPLETE`` define everything themselves, as they are to be copied into an empty folder.
 
 A ``text`` block right behind a Python block is what the latter prints; tests/printed.py compares.
-The sections of docs/howto.md are tested one by one, as each needs a library of its own.
+The sections of docs/howto.md and docs/platforms.md are tested one by one, as each needs a library
+or a runtime of its own.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md"]
 PAGES += [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))]
 HOW_TO = "docs/howto.md"
-PAGES.remove(HOW_TO)
-PAGES += [
-    f"{HOW_TO}#{title}" for title in re.findall(r"^## (.*)$", (ROOT / HOW_TO).read_text(), re.M)
-]
+for parted in (HOW_TO, "docs/platforms.md"):
+    PAGES.remove(parted)
+    PAGES += [
+        f"{parted}#{title}" for title in re.findall(r"^## (.*)$", (ROOT / parted).read_text(), re.M)
+    ]
 BLOCK = re.compile(
     r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<shown>.*?)^```)?", re.MULTILINE | re.DOTALL
 )
@@ -142,7 +144,9 @@ def registries_and_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def need_packages(code: str) -> None:
     """Skip the test if an optional package that the code imports is missing."""
-    for name in IMPORTED.findall(code):
+    named = {r.name: r.packages for r in torchq.runtimes.RUNTIMES.values()}
+    targets = re.findall(r'target="(\w+)"', code)
+    for name in IMPORTED.findall(code) + [package for t in targets for package in named.get(t, ())]:
         pytest.importorskip(name, reason=f"the page is about {name}")
     if "onnx" in code:
         pytest.importorskip("onnxscript")

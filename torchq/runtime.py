@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchq import recipes
 from torchq.config import QuantConfig
 from torchq.errors import ConfigError
-from torchq.utils import Registry, short_repr
+from torchq.utils import Registry, short_repr, table
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,10 @@ class Runtime:
         file: How ONNX files for it look; None leaves them plain.
         limits: Sentences about what it does not do, which nothing can see in a file.
         versions: What the figures and the rules were found with.
+        proved: How far it is proved that this runtime computes the simulation. ``"equal codes"``:
+            in whole networks, under :func:`torchq.nn.exact_sums`. ``"per layer"``: of layers that
+            are given equal inputs. ``"structure alone"``: files keep its rules, and it was not run.
+            ``"numbers alone"``: there are no files for it.
         packages: Those that it needs beside torch.
         session: Opens an ONNX file as ``session(path, optimize=...)``, to run it tensor by tensor:
             :func:`torchq.verify_onnx` compares files of all runtimes so.
@@ -120,6 +124,8 @@ class Runtime:
         Runtime(name='qnn')
     """
 
+    #: What ``pip install torchq[...]`` installs its packages.
+    extra: ClassVar[str] = ""
     name: str
     recipe: Callable[[], QuantConfig] = recipes.int8
     placement: Placement | None = None
@@ -127,6 +133,7 @@ class Runtime:
     file: FileRules | None = None
     limits: tuple[str, ...] = ()
     versions: str = ""
+    proved: str = "numbers alone"
     packages: tuple[str, ...] = ()
     session: Callable[..., Any] | None = None
 
@@ -134,6 +141,11 @@ class Runtime:
     def plans(self) -> bool:
         """True if a model for this runtime is quantized in another way than one for none."""
         return self.placement is not None or self.recipe is not recipes.int8
+
+    @property
+    def here(self) -> bool:
+        """True if its kernels can run models on this machine now."""
+        return False
 
     def opened(self, path: Path) -> Callable[[Mapping[str, Tensor]], list[Tensor]] | None:
         """Return an ONNX file as a function of its inputs; None where this runtime is not here."""
@@ -178,14 +190,52 @@ def open_session(path: str | os.PathLike[str], *, optimize: bool, **options: Any
     return open_file(path, optimize=optimize, **options)
 
 
-def targets() -> tuple[str, ...]:
-    """Return the names of the runtimes that ``target=`` of several functions accepts.
+class Targets(tuple[str, ...]):
+    """The names of the runtimes, in order; printed, a table of what is known of each."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        heading = ("target", "tried with", "formats", "grid", "proved", "extra", "here")
+        note = "formats and grid: activations x weights, where no configuration is given"
+        return table([heading, *(_row(RUNTIMES[name]) for name in self)], note)
+
+
+def _row(runtime: Runtime) -> tuple[str, ...]:
+    """Return what the table of targets says of a runtime, by its first rule."""
+    first = runtime.recipe().rules[0]
+    input, weight = first.input, first.weight
+    assert input is not None and weight is not None
+    types = [str(d.format).removesuffix("_narrow") for d in (input, weight)]
+    chosen = runtime.codes is not None and runtime.codes.unsigned and input.symmetric
+    if (chosen and not input.unsigned) or input.unsigned == "auto":
+        types[0] += f"/u{types[0]}"
+    grid = {
+        "zero points": not input.symmetric,
+        "powers of two": input.power_of_two,
+        "from -127": input.narrow_range,
+        "per channel": weight.axis is not None,
+        input.rounding.replace("_", " "): input.rounding != "half_even",
+    }
+    return (
+        runtime.name,
+        runtime.versions,
+        " x ".join(types),
+        ", ".join(name for name, on in grid.items() if on),
+        runtime.proved,
+        runtime.extra if runtime.packages else "",
+        "yes" if runtime.here else "no",
+    )
+
+
+def targets() -> Targets:
+    """Return the names of the runtimes that ``target=`` accepts; printed, what each one is.
 
     Example:
         >>> "openvino" in torchq.targets()
         True
     """
-    return tuple(sorted(RUNTIMES))
+    return Targets(sorted(RUNTIMES))
 
 
 def runtime_of(target: str | Runtime | None) -> Runtime | None:

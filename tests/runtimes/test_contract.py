@@ -74,6 +74,19 @@ def test_every_target_has_a_row() -> None:
     assert set(CASES) == {name for name in torchq.targets() if RUNTIMES[name].file is not None}
 
 
+def test_the_page_shows_the_table_of_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but what is installed here. To update the page, print it 100 columns wide."""
+    monkeypatch.setenv("COLUMNS", "100")
+    lines = str(torchq.targets()).splitlines()
+    assert max(map(len, lines)) <= 100
+    last = lines[0].index("here")
+    assert {line[last:] for line in lines[1:-1]} <= {"yes", "no", ""}
+    assert lines[-2].endswith("yes")  # torch
+    shown = "\n".join([line[:last].rstrip() for line in lines[:-1]] + lines[-1:])
+    page = (Path(__file__).parents[2] / "docs" / "platforms.md").read_text(encoding="utf-8")
+    assert f"```text\n{shown}\n```" in page
+
+
 @pytest.mark.parametrize("runtime", RUNTIMES.values(), ids=lambda runtime: runtime.name)
 def test_the_plan_of_a_runtime_is_stable_and_no_other_one_takes_it(runtime: Runtime) -> None:
     """The default recipe is that of the runtime; the object says the same as its name."""

@@ -43,6 +43,5 @@ _ROWS = (
     ("fpga", _SHIFT, _SHIFT, False),
 )
 CHIPS = tuple(
-    Runtime(name=row[0], recipe=partial(layers, *row), versions="PPQ 0.6.6; no device")
-    for row in _ROWS
+    Runtime(name=row[0], recipe=partial(layers, *row), versions="PPQ 0.6.6") for row in _ROWS
 )

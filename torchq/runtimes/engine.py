@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from torchq.errors import ExportError
+from torchq.errors import ExportError, TorchqError
 from torchq.graph import call_model
 from torchq.lowering.api import float_copy
 from torchq.lowering.check import ReferenceCheck
@@ -114,7 +114,6 @@ class Engine(Runtime, ABC):
 
     #: Whether ``deploy(target="fastest")`` measures it.
     measured: ClassVar[bool] = True
-    #: What ``pip install torchq[...]`` installs its packages.
     extra: ClassVar[str] = "export"
     quantized: bool = True
 
@@ -136,6 +135,15 @@ class Engine(Runtime, ABC):
         """
         for package in self.packages:
             import_optional(package, self._needed_by, self.extra)
+
+    @property
+    def here(self) -> bool:
+        """See :attr:`torchq.runtime.Runtime.here`."""
+        try:
+            self.check()
+        except TorchqError:
+            return False
+        return True
 
     @abstractmethod
     def build(self, task: Task) -> nn.Module:

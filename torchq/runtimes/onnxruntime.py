@@ -307,6 +307,7 @@ class OnnxRuntime(GraphEngine):
         "AMX; use torchq.recipes.int8(reduce_range=True) there.",
     )
     versions: str = "1.31 and 1.32"
+    proved: str = "equal codes"
     packages: tuple[str, ...] = ("onnxruntime", "onnx", "onnx_ir")
     session: Callable[..., Any] | None = Session
     provider: str = "cpu"

@@ -378,6 +378,7 @@ class OpenVino(GraphEngine):
         'set INFERENCE_PRECISION_HINT="f32" to compare with float32.',
     )
     versions: str = "2026.4"
+    proved: str = "per layer"
     packages: tuple[str, ...] = ("openvino", "onnx", "onnx_ir")
     extra: ClassVar[str] = "openvino"
     precision: str = "f32"

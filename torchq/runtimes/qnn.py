@@ -108,5 +108,6 @@ QNN = Runtime(
         ),
     ),
     limits=("Biases stay float; the provider rounds them to int32.",),
-    versions="the documentation of ONNX Runtime's provider; no device",
+    versions="its provider's documents",
+    proved="structure alone",
 )

@@ -165,5 +165,6 @@ class TensorRt(OnnxRuntime):
         "FP8 needs strongly typed networks.",
         "FP8 convolutions were reported missing for some shapes (issues 3987 and 4560).",
     )
-    versions: str = "the documents of TensorRT 10.1; no device"
+    versions: str = "documents of 10.1"
+    proved: str = "structure alone"
     provider: str = "tensorrt"

@@ -37,6 +37,8 @@ class Torch(Engine):
     """
 
     name: str = "torch"
+    versions: str = "2.9 to 2.14"
+    proved: str = "per layer"
     reduce_range: bool = False
     fuse: bool = True
 
