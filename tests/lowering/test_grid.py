@@ -35,12 +35,12 @@ def grid_of(
 
 
 @pytest.mark.parametrize("descriptor", DESCRIPTORS, ids=str)
-@pytest.mark.parametrize("amax", [1.0, 0.37, 250.0, 2.0**-24])
+@pytest.mark.parametrize("amax", [1.0, 0.37, 3.515625, 250.0, 2.0**-24])
 def test_codes_are_those_of_the_simulation(descriptor: torchq.QuantDescriptor, amax: float) -> None:
     qparams, quantizer = grid_of(descriptor, amax)
-    # Between the ties: at a tie x / scale and x * (1 / scale) may round to different sides.
+    # Sums of codes lie at ties: there x / scale and x * (1 / scale) round to different sides.
     codes = torch.arange(-300, 301).float()
-    x = torch.cat([(codes + offset) * qparams.scale for offset in (0.0, 0.3, -0.3, 0.49)])
+    x = torch.cat([(codes + offset) * qparams.scale for offset in (0.0, 0.3, -0.3, 0.5)])
     if amax > 2.0**-24:
         x = torch.cat([x, torch.tensor([-torch.inf, torch.inf])])
     assert torch.equal(qparams.dequantize(qparams.quantize(x)), quantizer(x))

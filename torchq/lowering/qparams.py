@@ -16,8 +16,8 @@ from torchq.utils import calls_are_recorded
 SIGNED_ZERO_POINT = 128
 
 # Adding 1.5 * 2**23 to a float32 of magnitude below 2**22 rounds it to an integer, ties to even,
-# and leaves that integer in the low bits of the mantissa: one pass over memory instead of the three
-# of multiplying, rounding and a (slow) conversion to uint8.
+# and leaves that integer in the low bits of the mantissa: one pass over memory instead of the two
+# of rounding and a (slow) conversion to uint8.
 _ROUND = 1.5 * 2.0**23
 # Zero points are added with it, but for the last bit: an odd one would turn ties to odd codes.
 _OFFSETS = {
@@ -105,7 +105,10 @@ class ByteQParams:
         return self.zero_point + round(min(max(value / self.scale, low), high))
 
     def quantize(self, x: Tensor) -> Tensor:
-        """Return the codes of a floating-point tensor.
+        """Return the codes of a floating-point tensor, divided by the scale as simulations are.
+
+        A product with ``1 / scale`` would differ where sums of codes lie at ties, which is common:
+        ranges that a histogram gave are short binary fractions.
 
         Args:
             x: any shape and floating dtype; NaN becomes an arbitrary code.
@@ -118,14 +121,14 @@ class ByteQParams:
         x = torch.clamp(x.to(torch.float32), low, high)
         if calls_are_recorded():
             # Compilers fuse this, and reinterpreting bits would stand in the way.
-            return torch.round(x * (1.0 / self.scale)).add(self.zero_point).to(torch.uint8)
+            return torch.round(x / self.scale).add(self.zero_point).to(torch.uint8)
         return self._rounded_(x).to(torch.uint8)
 
     def _rounded_(self, x: Tensor) -> Tensor:
         """Return integers whose low bytes are the codes, in the memory of clamped float32."""
         odd = self.zero_point % 2
         offset = _OFFSETS[self.zero_point - odd]
-        rounded = torch.add(offset, x, alpha=1.0 / self.scale, out=x).view(torch.int32)
+        rounded = x.div_(self.scale).add_(offset).view(torch.int32)
         return rounded.add_(1) if odd else rounded
 
     def dequantize(self, codes: Tensor) -> Tensor:
