@@ -84,6 +84,27 @@ def test_gains_and_shifts_are_least_squares_behind_corrected_layers() -> None:
     assert error[1] < 0.9 * error[0]
 
 
+@torch.no_grad()
+def test_the_report_says_which_error_is_left_and_what_helps() -> None:
+    """Errors are those of the model on the batch read; a gain cannot mend those of 2 bits."""
+    floats, x, lines = net(), batches()[0], {}
+    for bits in (2, 4, 8):
+        model = net()
+        torchq.quantize_(model, torchq.recipes.integer(bits, bits))
+        report = torchq.calibrate(model, batches(), progress=False)
+        assert report.correction is not None
+        lines[bits] = report.correction.line
+        assert lines[bits] in str(report)
+        for i in LAYERS if bits < 8 else ():
+            y, found = rows(floats[: i + 1](x)), rows(model[: i + 1](x))
+            deviation = (y - y.mean(1, keepdim=True)).square().sum()
+            left = ((y - found).square().sum() / deviation).sqrt().item()
+            assert report.correction.errors[str(i)] == pytest.approx(left, rel=1e-4)
+            assert (str(i) in report.correction.weak) == (left > 0.5)
+    assert "gptq_(model, batches)" in lines[2]
+    assert all("gptq_" not in lines[bits] for bits in (4, 8))
+
+
 def test_weights_biases_and_parameters_stay() -> None:
     floats, model = net(), calibrated(W3)
     assert dict(model.named_parameters()).keys() == dict(floats.named_parameters()).keys()

@@ -34,6 +34,8 @@ _WHOLE = frozenset(["max", "moving_average"])
 _POSITIONS = 4096
 #: Limits of a gain; a least-squares fit beyond them has seen too little.
 _GAINS = (0.5, 2.0)
+#: The error beside the deviation of results from which on better rounding is advised.
+_LARGE = 0.5
 
 
 @dataclass(frozen=True)
@@ -46,24 +48,40 @@ class Correction:
         skipped: path of each other quantized layer -> why its results are not corrected.
         gains: True if each output channel has a gain too.
         batches: how many were read.
+        errors: path of each corrected layer -> the root mean square of the error that is left in
+            its results over their deviation. With gains it holds the errors of earlier layers too.
     """
 
     layers: Mapping[str, float] = field(default_factory=dict)
     skipped: Mapping[str, str] = field(default_factory=dict)
     gains: bool = False
     batches: int = 0
+    errors: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def weak(self) -> tuple[str, ...]:
+        """Paths of layers with few bits whose results are wrong beyond gain and bias."""
+        return tuple(n for n, error in self.errors.items() if self.gains and error > _LARGE)
 
     @property
     def line(self) -> str:
-        """Say in one line what was done."""
+        """Say in one line what was done, and what helps where that is not enough."""
         what = "gain and bias" if self.gains else "bias"
         rest = f", {len(self.skipped)} not" if self.skipped else ""
-        return f"corrected {what} of {len(self.layers)} layers{rest}"
+        text = f"corrected {what} of {len(self.layers)} layers{rest}"
+        if not self.weak:
+            return text
+        error, worst = max((self.errors[name], name) for name in self.weak)
+        return (
+            f"{text}; errors of {len(self.weak)} are still large ({worst}: {error:.0%} of its "
+            "deviation), which torchq.ptq.gptq_(model, batches) makes smaller"
+        )
 
     def __str__(self) -> str:
-        rows = [("layer", "change beside the size of its results")]
-        rows += [(name, f"{change:.2%}") for name, change in self.layers.items()]
-        rows += [(name, reason) for name, reason in self.skipped.items()]
+        rows = [("layer", "change beside the size of its results", "error that is left")]
+        for name, change in self.layers.items():
+            rows.append((name, f"{change:.2%}", f"{self.errors.get(name, 0.0):.0%}"))
+        rows += [(name, reason, "") for name, reason in self.skipped.items()]
         return table(rows, self.line)
 
 
@@ -127,7 +145,7 @@ def correct(
             fit.check(name)
         skipped |= {name: "no batch reached it" for name, fit in fits.items() if fit.sums is None}
         changes = {name: fit.apply() for name, fit in fits.items() if fit.sums is not None}
-    return Correction(changes, skipped, gains, count)
+    return Correction(changes, skipped, gains, count, {n: fits[n].error() for n in changes})
 
 
 def _candidates(
@@ -179,7 +197,7 @@ class _Fit:
     def __init__(self, layer: Any, gains: bool) -> None:
         self.layer, self.gains = layer, gains
         self.count = 0.0
-        #: Sums of y, r, y*r and r*r, (4, channels): y in float, r quantized and not corrected.
+        #: Sums of y, r, y*r, r*r and y*y, (5, channels): y in float, r not corrected.
         self.sums: Tensor | None = None
         #: What ranks joined already, of which nothing is sent again.
         self.known: tuple[float, Tensor | None] = (0.0, None)
@@ -190,14 +208,14 @@ class _Fit:
     def add(self, y: Tensor, r: Tensor) -> None:
         """Add results (channels, positions)."""
         y, r = y.double(), r.double()
-        new = torch.stack([y.sum(1), r.sum(1), (y * r).sum(1), (r * r).sum(1)])
+        new = torch.stack([y.sum(1), r.sum(1), (y * r).sum(1), (r * r).sum(1), (y * y).sum(1)])
         self.sums = new if self.sums is None else self.sums + new
         self.count += y.shape[1]
 
     def solve(self) -> tuple[Tensor | None, Tensor]:
         """Return gain and shift for the sums so far."""
         assert self.sums is not None
-        mean_y, mean_r, mean_yr, mean_rr = self.sums / self.count
+        mean_y, mean_r, mean_yr, mean_rr, _ = self.sums / self.count
         if not self.gains:
             return None, mean_y - mean_r
         variance = mean_rr - mean_r.square()
@@ -226,6 +244,15 @@ class _Fit:
         size = (self.sums[0] / self.count).square().mean().sqrt()
         change = self.layer.output_shift.double().square().mean().sqrt()
         return float(change / size.clamp_min(1e-30))
+
+    def error(self) -> float:
+        """Return the error that gain and shift leave, beside the deviation of the results."""
+        assert self.sums is not None
+        gain, shift = self.solve()
+        y, r, yr, rr, yy = self.sums / self.count
+        g = torch.ones_like(y) if gain is None else gain
+        left = yy - 2 * g * yr - 2 * shift * y + g * g * rr + 2 * g * shift * r + shift * shift
+        return float((left.sum() / (yy - y * y).sum().clamp_min(1e-30)).clamp_min(0).sqrt())
 
 
 def _rows(layer: Any, out: Tensor, most: int | None = None) -> Tensor:
@@ -370,7 +397,7 @@ def _join(fits: Mapping[str, _Fit], group: dist.ProcessGroup | None) -> None:
     for fit in fits.values():
         count, sums = fit.known
         channels = len(fit.layer.bias)
-        own = torch.zeros(4 * channels + 1, dtype=torch.float64, device=fit.layer.weight.device)
+        own = torch.zeros(5 * channels + 1, dtype=torch.float64, device=fit.layer.weight.device)
         if fit.sums is not None:
             own[0] = fit.count - count
             own[1:] = (fit.sums - (0 if sums is None else sums)).flatten()
@@ -378,5 +405,5 @@ def _join(fits: Mapping[str, _Fit], group: dist.ProcessGroup | None) -> None:
         if own[0]:
             before = torch.zeros_like(own[1:]) if sums is None else sums.flatten()
             fit.count = count + float(own[0])
-            fit.sums = (before + own[1:]).view(4, channels)
+            fit.sums = (before + own[1:]).view(5, channels)
         fit.known = fit.count, fit.sums
