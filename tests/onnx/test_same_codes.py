@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchq
@@ -15,6 +16,7 @@ from torchq.nn import QuantModule, TensorQuantizer
 from torchq.nn.correction import folded_corrections
 from torchq.onnx.ir import load_model
 from torchq.onnx.qdq import qparams_of, weight_nodes
+from torchq.runtime import open_session
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -114,6 +116,54 @@ def test_another_grid_bias_or_last_bit_shows(
     damage(model)
     is_seen = share_equal(model, path, x) < _MOST
     assert is_seen or (damage is last_bit and len(other_scales(model, path)) > 20)
+
+
+class Forked(nn.Module):
+    """A result that two layers read, as it is, padded, or one of them behind a reshape."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.first = kind, nn.Conv2d(3, 8, 3, padding=1)
+        self.left, self.right = nn.Conv2d(8, 4, 1), nn.Conv2d(8, 4, 1)
+        self.flat = nn.Linear(8 * 64, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.first(x).relu()
+        if self.kind == "reshaped":
+            return self.left(x), self.flat(x.flatten(1))
+        return self.left(x), self.right(F.pad(x, (1, 1, 1, 1)) if self.kind == "padded" else x)
+
+
+@pytest.mark.filterwarnings("ignore:export_onnx")  # what the two layers return is float
+@pytest.mark.parametrize(
+    ("kind", "on_integers"),
+    [("one", True), ("padded", True), ("two", False), ("reshaped", False)],
+)
+def test_a_result_of_two_ranges_is_computed_in_float(
+    kind: str, on_integers: bool, tmp_path: Path
+) -> None:
+    """Kernels return codes of one range; the plan knows, the file shows, and the codes agree."""
+    model, x, path = Forked(kind).eval(), torch.randn(8, 3, 8, 8), tmp_path / "m.onnx"
+    # Products of 7 bits fit the kernels of all CPUs.
+    config, weight = torchq.recipes.int8(reduce_range=True), torchq.QuantDescriptor(7, axis=0)
+    if kind == "two":
+        narrow = torchq.QuantDescriptor(calib_method="percentile", calib_options={"percentile": 90})
+        config = config.with_rules(torchq.Rule("right", input=narrow, weight=weight))
+    unused = "right" if kind == "reshaped" else "flat"
+    settings = {"exclude": unused, "target": "onnxruntime", "example": x, "progress": False}
+    plan = torchq.quantize_(model, config, **settings)
+    torchq.calibrate(model, [x], progress=False)
+    torchq.export_onnx(model, x, path, dynamo=False, progress=False)
+    decision = plan.decision("first")
+    assert (decision.bias, decision.rounded_by) == (
+        ("int32", "left.input_quantizer") if on_integers else ("", "")
+    )
+    open_session(path, optimize=True, save_optimized=tmp_path / "o.onnx")
+    kinds = [node.op_type for node in load_model(tmp_path / "o.onnx", check=False).graph]
+    assert kinds.count("QLinearConv") == on_integers
+    report = torchq.verify_onnx(model, path, [x], progress=False)
+    assert report.ok, str(report)
+    assert max(layer.elements for layer in report.layers) <= 8 * 8 * 100  # each reader has a row
 
 
 def test_biases_are_rounded_in_training_too_and_stored_as_they_were(tmp_path: Path) -> None:

@@ -55,10 +55,10 @@ def test_codes_are_equal_except_ties(exported: tuple[nn.Module, Path]) -> None:
     )
     assert report.ok, str(report)
     assert model.training
-    # one tensor with two readers is quantized once in the file
+    # one tensor with two readers is quantized once in the file, and compared with both
     names = {name for name, _ in model.named_modules() if name.endswith("_quantizer")}
     names |= {name for name, _ in model.named_parameters() if name.endswith("bias")}
-    assert names - {layer.name for layer in report.layers} == {"blocks.1.first.input_quantizer"}
+    assert names <= {layer.name for layer in report.layers}
     assert all(layer.differ <= layer.allowed for layer in report.layers)
     assert report.outputs[0].samples == 7
     assert "agrees with its model" in str(report)

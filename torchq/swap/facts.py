@@ -45,8 +45,8 @@ class Value:
 
     Attributes:
         slot: the path of the quantizer.
-        root: equal for tensors with the same values, also where elements only moved, or max
-            pooling chose some.
+        root: equal for tensors with the same values, also where elements only moved, max pooling
+            chose some, or zeros were added around an image.
         key: the address and size; equal for views of all elements.
         position: in the list of tensors that a concatenation reads; 0 elsewhere.
         amax: of a tensor that is concatenated, its largest magnitude.
@@ -255,6 +255,12 @@ def _key(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.numel()
 
 
+def adds_zeros(function: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Return True for a call that pads a tensor with zeros; ``arguments`` are those behind it."""
+    given = {**dict(zip(("pad", "mode", "value"), arguments, strict=False)), **options}
+    return function == "pad" and given.get("mode") in (None, "constant") and not given.get("value")
+
+
 class _Roots(TorchFunctionMode):
     """Tells which tensors hold the same values, and which no negative ones, while it is active."""
 
@@ -274,11 +280,13 @@ class _Roots(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Carry out ``func``; the result of one that moves values has the origin of its input."""
-        proved = never_negative(operator_name(func), args, kwargs or {}, self.is_nonnegative)
+        name = operator_name(func)
+        proved = never_negative(name, args, kwargs or {}, self.is_nonnegative)
         out = func(*args, **(kwargs or {}))
         for tensor in tensors_in(out) if proved else ():
             self._nonnegative[id(tensor)] = (tensor, tensor._version)
-        moves = not {"move", "max"}.isdisjoint(effects_of(operator_name(func)))
+        moves = not {"move", "max"}.isdisjoint(effects_of(name))
+        moves |= adds_zeros(name, args[1:], kwargs or {})
         if moves and args and isinstance(args[0], Tensor) and isinstance(out, Tensor):
             origin = self.of(args[0])
             if not self._is_known(out):

@@ -16,7 +16,7 @@ from torchq.descriptor import QuantDescriptor
 from torchq.formats import Granularity, PerTensor
 from torchq.graph import OPERATORS, Call, Flow, effects_of, operator_named
 from torchq.nn import InputQuantized, QuantModule, TensorQuantizer, quantized_class
-from torchq.swap.facts import Facts, Value
+from torchq.swap.facts import Facts, Value, adds_zeros
 from torchq.swap.grids import in_codes
 from torchq.swap.plan import ALREADY, Decision, Plan, canonical_groups
 
@@ -141,8 +141,7 @@ def pads_with_zeros(call: Call) -> bool:
     module = call.module
     if module is not None:
         return isinstance(module, _PADDING_MODULES) and module.value == 0
-    given = {**dict(zip(("pad", "mode", "value"), call.arguments, strict=False)), **call.options}
-    return call.name == "pad" and given.get("mode") in (None, "constant") and not given.get("value")
+    return adds_zeros(call.name, call.arguments, call.options)
 
 
 # --- what conversion makes ----------------------------------------------------------------------
@@ -550,9 +549,9 @@ def integer_biases(plan: Plan, facts: Facts) -> Plan:
     """Mark the layers whose biases the target's integer kernels add as int32.
 
     Before: all biases are float. After: ``bias`` is "int32" where a kernel runs on integers from
-    end to end: input and weight are quantized, and so is the result at once, or behind an
-    activation that codes which begin at 0 include. Files keep others in float, such as those in
-    front of codes of 4 bits, which are clipped first, or linear layers on more than rows.
+    end to end: input and weight are quantized, and so is the result, with one range, at once or
+    behind an activation that codes which begin at 0 include. Files keep others in float, such as
+    those in front of codes of 4 bits, which are clipped first, or linear layers on more than rows.
     """
     if facts.flow is None or facts.codes is None or not facts.codes.int32_biases:
         return plan
@@ -563,9 +562,11 @@ def integer_biases(plan: Plan, facts: Facts) -> Plan:
             calls.setdefault(call.name, []).append(call)
     rows = []
     for d in plan.decisions:
-        own = calls.get(d.name, [])
-        if results.all_on_integers(d, own):
-            d = replace(d, bias="int32", rounded_by=results.rounded_by(d, own[0]))
+        behind = results.quantizers(d, calls.get(d.name, []))
+        if behind:
+            # Of a layer that runs several times, each result may have a range of its own.
+            one = behind[0] if results.have_one_range(behind) else ""
+            d = replace(d, bias="int32", rounded_by=one)
         rows.append(d)
     return replace(plan, decisions=tuple(rows))
 
@@ -575,57 +576,70 @@ class _Results:
 
     def __init__(self, plan: Plan, facts: Facts) -> None:
         self._plan, self._facts, self._view = plan, facts, View(plan, facts)
+        self._groups = {slot: group for group in plan.shared for slot in group}
 
-    def all_on_integers(self, decision: Decision, calls: list[Call]) -> bool:
-        """Return True if every call of a layer does."""
+    def have_one_range(self, slots: list[str]) -> bool:
+        """Return True if the quantizers of some slots are one."""
+        return len({self._groups.get(slot, (slot,)) for slot in slots}) == 1
+
+    def quantizers(self, decision: Decision, calls: list[Call]) -> list[str]:
+        """Return what quantizes the results of a layer; nothing unless all calls run on integers.
+
+        A kernel returns codes of one range, so a result that is read in two runs in float.
+        """
         d, w = decision.input, decision.weight
         if decision.reason or decision.calls or d is None or w is None or not calls:
-            return False
+            return []
         fits = isinstance(d.num_bits, int) and d.num_bits <= _BYTE and d.granularity == PerTensor()
         fits &= isinstance(w.num_bits, int) and w.num_bits <= _BYTE and w.symmetric
         if not fits or w.block_size is not None or not all(map(self._view.quantizes, calls)):
-            return False
+            return []
         if decision.output is not None:
-            return decision.output.num_bits == _BYTE
-        is_linear = isinstance(calls[0].module, nn.Linear)
-        return all(
-            (not is_linear or call.ndim == 2) and self._is_quantized(call, False, call.module)
-            for call in calls
-        )
+            own = [f"{decision.name}.output_quantizer"]
+            return own if decision.output.num_bits == _BYTE else []
+        is_linear, found = isinstance(calls[0].module, nn.Linear), []
+        for call in calls:
+            slots = self._behind(call, False, call.module)
+            if not slots or (is_linear and call.ndim != 2) or not self.have_one_range(slots):
+                return []
+            found += slots
+        return found
 
-    def rounded_by(self, decision: Decision, call: Call) -> str:
-        """Return the path of the quantizer behind a call of a layer that runs on integers."""
-        if decision.output is not None:
-            return f"{decision.name}.output_quantizer"
-        reader = self._view.flow.consumers(call)[0]
-        while not self._view.quantizes(reader):
-            call, reader = reader, self._view.flow.consumers(reader)[0]
-        return self._slots(reader, call)[0]
+    def _behind(self, call: Call, activated: bool, layer: nn.Module | None) -> list[str]:
+        """Return the slots that read the result of a call, as bytes; nothing if others do too."""
+        readers = self._view.flow.consumers(call)
+        found: list[str] = []
+        moves = {self._view.moves_elements(r) and not pads_with_zeros(r) for r in readers}
+        # Files quantize in front of a move that alone reads a result.
+        if len(moves) > 1 or call.index in self._view.flow.outputs:
+            return []
+        for reader in readers:
+            slots = self._fused(reader, call, activated, layer)
+            if not slots:
+                return []
+            found += slots
+        return found
 
-    def _is_quantized(self, call: Call, activated: bool, layer: nn.Module | None) -> bool:
-        """Return True if bytes are all that the result of a call becomes."""
-        flow = self._view.flow
-        readers = flow.consumers(call)
-        if not readers or call.index in flow.outputs:
-            return False
-        return all(self._is_fused(reader, call, activated, layer) for reader in readers)
-
-    def _is_fused(self, reader: Call, call: Call, activated: bool, layer: nn.Module | None) -> bool:
+    def _fused(
+        self, reader: Call, call: Call, activated: bool, layer: nn.Module | None
+    ) -> list[str]:
+        """Return the slots behind one reader of a result that a kernel includes."""
         if self._view.quantizes(reader):
-            return all(self._has_bytes(slot, activated) for slot in self._slots(reader, call))
+            slots = self._slots(reader, call)
+            return slots if all(self._has_bytes(slot, activated) for slot in slots) else []
         if clips(reader):
-            return self._is_quantized(reader, True, layer)
+            return self._behind(reader, True, layer)
         # A BatchNorm that is folded later gives its layer a bias.
         is_folded = isinstance(reader.module, _NORMS) and getattr(layer, "bias", None) is None
-        keeps = isinstance(reader.module, _MOVING_MODULES) or _has(reader, "move")
-        if is_folded or keeps or pads_with_zeros(reader):
-            return self._is_quantized(reader, activated, layer)
-        return False
+        if is_folded or self._view.moves_elements(reader) or pads_with_zeros(reader):
+            return self._behind(reader, activated, layer)
+        return []
 
     def _slots(self, reader: Call, call: Call) -> list[str]:
         """Return the slots by which a module reads a result."""
         path = self._view.path(reader)
-        slots = [slot for slot in self._facts.inputs[path] if slot is not None]
+        inside = self._facts.optional  # products of attention and gates read other values
+        slots = [s for s in self._facts.inputs[path] if s is not None and s not in inside]
         decision = self._plan.decision(path)
         if decision is not None and decision.ranges > 1:
             slots = [_own_slot(slots[0], i) for i in range(decision.ranges)]

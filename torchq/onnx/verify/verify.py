@@ -181,19 +181,20 @@ class _File:
             self._stored = [*compare_weights(model, graph)]
         weights = model.named_parameters(remove_duplicate=False)
         dtypes = {name.removesuffix(".weight"): weight.dtype for name, weight in weights}
+        places = {name: name for name in nodes}
+        # Each place of the model counts for itself.
+        places |= {name: other for name, other in self._merged.items() if other in nodes}
         self._codes = {
             name: Codes(
                 name,
-                pair_difference(self.known[path_of(name)], node),
-                self._behind(model, node.inputs[0]),
+                pair_difference(self.known[path_of(name)], nodes[in_file]),
+                self._behind(model, nodes[in_file].inputs[0]),
                 dtypes,
             )
-            for name, node in nodes.items()
+            for name, in_file in places.items()
         }
-        self._outputs = [
-            Codes(f"output {value.name}", "", behind(value), dtypes)
-            for value in graph.graph.outputs
-        ]
+        outputs = graph.graph.outputs
+        self._outputs = [Codes(f"output {v.name}", "", behind(v), dtypes) for v in outputs]
         self._exposed = ExposedFile(path, nodes, self._runtime, optimized=optimized)
         self.session = self._exposed.session
         self.hint = _hint(model, self._runtime)
@@ -253,7 +254,7 @@ class _File:
         in_file = self._merged.get(name, name)
         if in_file not in self._in_file:
             self._faults[name] = "is not in the file"
-        if in_file not in self._codes:
+        if in_file not in self._qparams:
             return out
         if quantizer.pre_quant_scale is not None:
             x = x * quantizer.pre_quant_scale.to(x.dtype)
@@ -263,7 +264,7 @@ class _File:
         codes, own = found.centered(self._found[in_file]), without_pads(own, pads).cpu()
         if in_file != name and own.shape != codes.shape:
             return out  # Of two that became one, the model pads in front of one alone.
-        self._codes[in_file].add(own, codes, x.dtype)
+        self._codes[name].add(own, codes, x.dtype)
         values = out.clone()  # The zeros that only the model pads with stay.
         without_pads(values, pads).copy_(found.dequantize(codes))
         return values
