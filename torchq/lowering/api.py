@@ -44,7 +44,7 @@ _STAGES = ("replace layers", "fuse", "compare")
 _LAYERS = (Int8Layer, DeployedMultiheadAttention, ProductCall, TensorQuantizer)
 _OVERFLOW = (
     "this CPU has no VNNI instructions, its kernels add pairs of products in 16 bits and can "
-    "overflow, with large errors. Pass reduce_range=True for 7-bit weights"
+    "overflow, with large errors. Quantize with torchq.recipes.int8(reduce_range=True)"
 )
 
 
@@ -52,18 +52,17 @@ def lower_model(
     simulated: nn.Module,
     example: Any = None,
     *,
-    reduce_range: bool = False,
     fuse: bool = True,
     progress: bool = False,
 ) -> nn.Module:
     """Return a model on integer kernels that computes what ``simulated`` does."""
     with progress_stages("deploy", _STAGES, enabled=progress) as next_stage:
-        result = _replace_layers(fold_corrections_(copy_module(simulated)), example, reduce_range)
+        result = _replace_layers(fold_corrections_(copy_module(simulated)), example)
         next_stage()
         if fuse:
             result = fuse_layers(result, example is None or not _gives_options(result, example))
         next_stage()
-        overflow = not reduce_range and any(map(_overflows, result.modules())) and saturates()
+        overflow = any(map(_overflows, result.modules())) and saturates()
         if overflow:
             warnings.warn(f"deploy: {_OVERFLOW}", stacklevel=4)
         if example is not None:
@@ -141,10 +140,10 @@ def _copy(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def _replace_layers(model: nn.Module, example: Any, reduce_range: bool) -> nn.Module:
+def _replace_layers(model: nn.Module, example: Any) -> nn.Module:
     """Replace every quantized layer that has an integer kernel, and round the weights of others."""
     named = list(modules_with_names(model))
-    calls = lower_calls_(model, example, reduce_range)
+    calls = lower_calls_(model, example)
     float_inputs: list[str] = []
     for names, module in named:
         if not isinstance(module, QuantModule) or module.is_container:
@@ -153,7 +152,7 @@ def _replace_layers(model: nn.Module, example: Any, reduce_range: bool) -> nn.Mo
         if hook := forward_hook_kind(module):
             new: nn.Module | str = f"it has {hook}"
         else:
-            new = calls[id(module)] if id(module) in calls else lower(module, reduce_range)
+            new = calls[id(module)] if id(module) in calls else lower(module)
         if new == "":
             continue  # Kernels compute its calls.
         if isinstance(new, str):

@@ -57,7 +57,7 @@ class DeployedMultiheadAttention(ProjectedAttention):
 
 
 @LOWERINGS.register(QuantMultiheadAttention)
-def _attention(module: QuantModule, reduce_range: bool) -> nn.Module | str:
+def _attention(module: QuantModule) -> nn.Module | str:
     assert isinstance(module, QuantMultiheadAttention)
     in_biases = [None] * 3 if module.in_proj_bias is None else [*module.in_proj_bias.chunk(3)]
     biases = [*in_biases, module.out_proj.bias]
@@ -67,7 +67,7 @@ def _attention(module: QuantModule, reduce_range: bool) -> nn.Module | str:
     layers = []
     for name, weight, bias, pair in rows:
         quantizers = [getattr(module, f"{slot}_quantizer") for slot in pair]
-        layer = lower(as_linear(weight, bias, *quantizers), reduce_range)
+        layer = lower(as_linear(weight, bias, *quantizers))
         if isinstance(layer, str):
             return f"projection of the {name}: {layer}"
         layers.append(layer)

@@ -73,7 +73,7 @@ class ProductCall(ComputedCall):
         dims = int(self.site.kind[4]) if self.options else 0
         return y if bias is None else y + bias.view(-1, *[1] * dims)
 
-    def settle(self, reduce_range: bool) -> str:
+    def settle(self) -> str:
         """Make the kernel; return why there is none, or an empty text."""
         seen, self.seen = self.seen, None
         if not seen or not all(seen):
@@ -88,7 +88,7 @@ class ProductCall(ComputedCall):
             return "its weight is no matrix"
         layer = self._conv(weight) if self.options else as_linear(weight, None, *quantizers)
         layer.input_quantizer, layer.weight_quantizer = quantizers
-        kernel = lower(layer, reduce_range)
+        kernel = lower(layer)
         if isinstance(kernel, str):
             return kernel
         self.kernel = kernel.eval()
@@ -106,7 +106,7 @@ class ProductCall(ComputedCall):
         return conv
 
 
-def lower_calls_(model: nn.Module, example: Any, reduce_range: bool) -> dict[int, str]:
+def lower_calls_(model: nn.Module, example: Any) -> dict[int, str]:
     """Let integer kernels compute the quantized calls of ``model``, as far as there are any.
 
     Return the id of each holder of quantizers, and why its calls have no kernel ("" if they have).
@@ -122,7 +122,7 @@ def lower_calls_(model: nn.Module, example: Any, reduce_range: bool) -> dict[int
         if routed:
             call_model(model, example)
         for module in routed:
-            for key, reason in _settle(module, reduce_range):
+            for key, reason in _settle(module):
                 reasons[key] = reasons.get(key, "") or reason
     return reasons
 
@@ -139,7 +139,7 @@ def _watch(module: RoutedModule) -> None:
     module.torchq_calls = (*sites, *(site for site in module.torchq_calls if site.is_unseen))
 
 
-def _settle(module: RoutedModule, reduce_range: bool) -> list[tuple[int, str]]:
+def _settle(module: RoutedModule) -> list[tuple[int, str]]:
     """Give the calls of one module kernels; return the id of each holder and why it has none."""
     reasons, sites, unused = [], [], set()
     for site, call in list(module.holders()):
@@ -148,7 +148,7 @@ def _settle(module: RoutedModule, reduce_range: bool) -> list[tuple[int, str]]:
         if site.kind == "attention":
             reason = "attention is a kernel in a graph alone, and its forward keeps running"
         if isinstance(call, ProductCall):
-            former, reason = call.site, call.settle(reduce_range)
+            former, reason = call.site, call.settle()
             holder = module.get_submodule(former.holder) if former.holder else module
             if reason or isinstance(holder, Call):
                 unused.add(site.holder if reason else former.holder)

@@ -70,7 +70,7 @@ class ReferenceCheck:
             if got.shape != expected.shape:
                 shapes = f"{tuple(got.shape)}; expected {tuple(expected.shape)}"
                 return f"result {number} has shape {shapes}"
-            error, allowed = _distance(got, expected), RESULT_TOLERANCE * _norm(expected)
+            error, allowed = distance(got, expected), RESULT_TOLERANCE * norm(expected)
             if not error <= allowed:
                 allowed = _allowed_error(expected, self._float_results[number])
             if not error <= allowed:
@@ -86,7 +86,7 @@ class ReferenceCheck:
         texts = []
         pairs = zip(_results(model, self._example), self._expected, strict=True)
         for number, (got, expected) in enumerate(pairs):
-            error, size = _distance(got, expected), _norm(expected)
+            error, size = distance(got, expected), norm(expected)
             level = f"{20 * math.log10(size / error):.1f} dB" if error and size else "equal"
             texts.append(f"result {number} {level if not error or size else 'differs'}")
         shown = ", ".join(texts[:4]) + (", ..." if len(texts) > 4 else "")
@@ -94,7 +94,7 @@ class ReferenceCheck:
 
 
 def _ratio(error: float, expected: Tensor) -> str:
-    size = _norm(expected)
+    size = norm(expected)
     return f"{error / size:.2g}" if size else "inf"
 
 
@@ -103,11 +103,12 @@ def _results(model: nn.Module, example: Any) -> list[Tensor]:
         return list(tensors_in(call_model(model, example)))
 
 
-def _norm(x: Tensor) -> float:
+def norm(x: Tensor) -> float:
+    """Return the norm of the finite numbers in float64."""
     return float(x.double().masked_fill(x.isinf(), 0).norm())
 
 
-def _distance(a: Tensor, b: Tensor) -> float:
+def distance(a: Tensor, b: Tensor) -> float:
     """Return the norm of the difference, in which infinity equals itself: masks are made of it."""
     return float((a.double() - b.double()).masked_fill(a == b, 0).norm())
 
@@ -118,10 +119,10 @@ def _allowed_error(expected: Tensor, exact: Tensor) -> float:
     Every tie that falls the other way makes another sample of the quantization noise; two samples
     differ by sqrt(2) times either.
     """
-    usual = RESULT_TOLERANCE * _norm(expected)
+    usual = RESULT_TOLERANCE * norm(expected)
     if exact.shape != expected.shape:  # a selection, whose size depends on the values
         return usual
-    return max(usual, 2**0.5 * _distance(expected, exact))
+    return max(usual, 2**0.5 * distance(expected, exact))
 
 
 def forced_pairs(
@@ -180,4 +181,4 @@ def _agree(got: Tensor, want: Tensor) -> bool:
     if got.dtype is torch.uint8:
         off = float((got.int() - want.int()).abs().sum())
         return off <= max(2.0, LAYER_TOLERANCE * got.numel())
-    return _distance(got, want) <= LAYER_TOLERANCE * _norm(want)
+    return distance(got, want) <= LAYER_TOLERANCE * norm(want)

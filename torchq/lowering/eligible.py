@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.formats import IntFormat, PerAxis, PerTensor, integer_format
-from torchq.functional import quantize, scale_from_amax
+from torchq.formats import IntFormat, PerAxis, PerTensor
 from torchq.lowering.kernel import ConvParams
 from torchq.lowering.layer import DynamicInt8Linear, Int8Conv, Int8Linear
 from torchq.lowering.qparams import ByteQParams
@@ -29,9 +28,9 @@ from torchq.nn import (
 from torchq.nn.integer_bias import kernel_bias
 from torchq.utils import Registry, copy_module
 
-Lowering = Callable[[QuantModule, bool], "nn.Module | str"]
+Lowering = Callable[[QuantModule], "nn.Module | str"]
 
-#: Quantized class -> function (module, reduce_range) -> integer layer, or why there is none. An
+#: Quantized class -> function of the module -> integer layer, or why there is none. An
 #: entry also serves subclasses that compute the same.
 LOWERINGS: Registry[type, Lowering] = Registry("lowering of")
 #: Why a layer with a quantized weight has no integer kernel. Placement for an ONNX target leaves
@@ -39,7 +38,7 @@ LOWERINGS: Registry[type, Lowering] = Registry("lowering of")
 FLOAT_INPUT = "its input is not quantized"
 
 
-def lower(module: QuantModule, reduce_range: bool = False) -> nn.Module | str:
+def lower(module: QuantModule) -> nn.Module | str:
     """Return the integer layer for ``module``, or the reason why there is none."""
     base = next((cls for cls in type(module).__mro__ if cls in LOWERINGS), None)
     if base is None:
@@ -49,7 +48,7 @@ def lower(module: QuantModule, reduce_range: bool = False) -> nn.Module | str:
     if own or "forward" in vars(module):
         return f"{type(module).__name__} has a forward of its own"
     with torch.no_grad():
-        return LOWERINGS[base](module, reduce_range)
+        return LOWERINGS[base](module)
 
 
 def active(quantizer: nn.Module | None) -> TensorQuantizer | None:
@@ -57,9 +56,7 @@ def active(quantizer: nn.Module | None) -> TensorQuantizer | None:
     return quantizer if isinstance(quantizer, TensorQuantizer) and quantizer.quantizing else None
 
 
-def integer_weight(
-    quantizer: TensorQuantizer, weight: Tensor, reduce_range: bool
-) -> tuple[Tensor, Tensor] | str:
+def integer_weight(quantizer: TensorQuantizer, weight: Tensor) -> tuple[Tensor, Tensor] | str:
     """Return a weight as integers, as the simulation rounds it, or why that cannot be."""
     d = quantizer.descriptor
     format = d.format
@@ -79,16 +76,10 @@ def integer_weight(
         return "a quantizer returns codes"
     if quantizer.pre_quant_scale is not None:
         weight = weight * quantizer.pre_quant_scale.to(weight.dtype)
-    if reduce_range and format.bits > 7:
-        format = integer_format(7, narrow=format.narrow, rounding=format.rounding)
-        amax = quantizer.range_for(weight).high.detach().to(torch.float32)
-        codes = quantize(weight, amax, format, d.granularity, d.block_scale_format)
-        scale = scale_from_amax(amax, format, d.block_scale_format)
-    else:
-        codes = quantizer.codes(weight)
-        scale = quantizer.qparams(weight.detach().to(torch.float32)).scale
-    scale = scale.flatten().expand(weight.shape[0])
-    return codes.contiguous().to(torch.int8), scale.contiguous()
+    codes = quantizer.codes(weight)
+    scale = quantizer.qparams(weight.detach().to(torch.float32)).scale
+    scales = scale.flatten().expand(weight.shape[0])
+    return codes.contiguous().to(torch.int8), scales.contiguous()
 
 
 def as_linear(
@@ -105,7 +96,7 @@ def as_linear(
     return linear
 
 
-def _arguments(module: QuantModule, reduce_range: bool) -> tuple[Any, ...] | str:
+def _arguments(module: QuantModule) -> tuple[Any, ...] | str:
     """Return the arguments of an :class:`Int8Layer`, or why there is none."""
     x, w = active(module.input_quantizer), active(module.weight_quantizer)
     if w is None:
@@ -120,7 +111,7 @@ def _arguments(module: QuantModule, reduce_range: bool) -> tuple[Any, ...] | str
     if isinstance(qparams, str):
         return qparams
     layer: Any = module
-    codes = integer_weight(w, layer.weight.detach(), reduce_range)
+    codes = integer_weight(w, layer.weight.detach())
     if isinstance(codes, str):
         return codes
     return *codes, kernel_bias(layer, layer.bias), qparams, layer.weight.dtype, x.pre_quant_scale
@@ -129,7 +120,7 @@ def _arguments(module: QuantModule, reduce_range: bool) -> tuple[Any, ...] | str
 @LOWERINGS.register(QuantConv1d)
 @LOWERINGS.register(QuantConv2d)
 @LOWERINGS.register(QuantConv3d)
-def _conv(module: QuantModule, reduce_range: bool) -> nn.Module | str:
+def _conv(module: QuantModule) -> nn.Module | str:
     conv: Any = module
     padding = conv.padding
     if padding == "valid":
@@ -142,7 +133,7 @@ def _conv(module: QuantModule, reduce_range: bool) -> nn.Module | str:
         padding = tuple(t // 2 for t in total)
     if conv.padding_mode != "zeros" and any(padding):
         return f"its padding is not zeros but {conv.padding_mode}"
-    arguments = _arguments(module, reduce_range)
+    arguments = _arguments(module)
     if isinstance(arguments, str):
         return arguments
     params = ConvParams(tuple(conv.stride), tuple(padding), tuple(conv.dilation), conv.groups)
@@ -154,15 +145,15 @@ def _conv(module: QuantModule, reduce_range: bool) -> nn.Module | str:
 
 
 @LOWERINGS.register(QuantLinear)
-def _linear(module: QuantModule, reduce_range: bool) -> nn.Module | str:
+def _linear(module: QuantModule) -> nn.Module | str:
     layer: Any = module
     x, w = active(module.input_quantizer), active(module.weight_quantizer)
     if x is None or w is None or not x.descriptor.dynamic:
-        arguments = _arguments(module, reduce_range)
+        arguments = _arguments(module)
         return arguments if isinstance(arguments, str) else Int8Linear(*arguments)
     if problem := _dynamic_problem(x):
         return problem
-    codes = integer_weight(w, layer.weight.detach(), reduce_range)
+    codes = integer_weight(w, layer.weight.detach())
     if isinstance(codes, str):
         return codes
     return DynamicInt8Linear(*codes, layer.bias, x.descriptor, layer.weight.dtype)

@@ -29,7 +29,6 @@ def deploy(
     *,
     target: str | Runtime | None = None,
     batch_sizes: Sequence[int] = (),
-    reduce_range: bool = False,
     fuse: bool = True,
     progress: bool = True,
 ) -> nn.Module:
@@ -59,9 +58,6 @@ def deploy(
             best; the attribute ``report`` of the result tells what it measured.
         batch_sizes: batch sizes that calls will have besides that of the example. ``"fastest"``
             measures them too, and OpenVINO prepares a graph for each.
-        reduce_range: round weights to 7 bits. For CPUs without VNNI, whose kernels add pairs of
-            products in 16 bits: 8-bit weights can overflow there (there is a warning). Target
-            ``"torch"`` only; for others quantize with ``recipes.int8(reduce_range=True)``.
         fuse: False replaces layers only, each with floating-point input and output, and does not
             trace the model. Target ``"torch"`` only.
         progress: show a bar where it takes longer than a second.
@@ -95,7 +91,7 @@ def deploy(
     sizes = _checked_sizes(batch_sizes)
     with uncompiled():
         if target == _FASTEST:
-            _check_options(_FASTEST, example, reduce_range, fuse)
+            _check_options(_FASTEST, example, fuse)
             task = Task(simulated_copy(model), example, sizes, progress)
             result, report = build_fastest(task)
             result.report = report  # type: ignore[assignment]
@@ -103,10 +99,9 @@ def deploy(
         else:
             chosen = _engine(model, example, target)
             if isinstance(chosen, Torch):
-                narrow, fused = chosen.reduce_range or reduce_range, chosen.fuse and fuse
-                chosen = replace(chosen, reduce_range=narrow, fuse=fused)
+                chosen = replace(chosen, fuse=chosen.fuse and fuse)
             else:
-                _check_options(chosen.name, example, reduce_range, fuse)
+                _check_options(chosen.name, example, fuse)
             chosen.check()
             task = Task(simulated_copy(model), example, sizes, progress)
             result, name = chosen.build(task), chosen.name
@@ -135,18 +130,17 @@ def _engine(model: nn.Module, example: Any, target: str | Runtime | None) -> Eng
     return runtime
 
 
-def _check_options(name: str, example: Any, reduce_range: bool, fuse: bool) -> None:
-    """Raise an error for options that only the runtime "torch" has, and without an example."""
+def _check_options(name: str, example: Any, fuse: bool) -> None:
+    """Raise an error for what only the runtime "torch" does: no fusing, or no example."""
     if example is None:
         raise ConfigError(
             f"deploy: target {name!r} without an example; expected one, as a graph is traced with "
             "it. Pass torchq.deploy(model, example, target=...)"
         )
-    if reduce_range or not fuse:
-        option = "reduce_range=True" if reduce_range else "fuse=False"
+    if not fuse:
         raise ConfigError(
-            f"deploy: got {option} for target {name!r}; expected it for 'torch' alone. "
-            "For weights of 7 bits, quantize with torchq.recipes.int8(reduce_range=True)"
+            f"deploy: got fuse=False for target {name!r}; expected it for 'torch' alone, as the "
+            "others fuse by themselves. Leave it out"
         )
 
 

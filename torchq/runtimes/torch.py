@@ -32,24 +32,16 @@ class Torch(Engine):
 
     Attributes:
         quantized: see :class:`Engine`.
-        reduce_range: see :func:`torchq.deploy`.
         fuse: see :func:`torchq.deploy`.
     """
 
     name: str = "torch"
     versions: str = "2.9 to 2.14"
     proved: str = "per layer"
-    reduce_range: bool = False
     fuse: bool = True
 
     def build(self, task: Task) -> nn.Module:
         """See :meth:`Engine.build`; the task may have no example."""
         if not self.quantized:
             return copy_module(task.float_model)
-        return lower_model(
-            task.model,
-            task.example,
-            reduce_range=self.reduce_range,
-            fuse=self.fuse,
-            progress=task.progress,
-        )
+        return lower_model(task.model, task.example, fuse=self.fuse, progress=task.progress)
