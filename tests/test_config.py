@@ -175,3 +175,30 @@ def test_data_that_is_no_configuration(data: Any, text: str) -> None:
 def test_rules_are_rules() -> None:
     with pytest.raises(ConfigError, match="config custom: got 'a' among the rules; expected Rule"):
         QuantConfig(("a",))  # type: ignore[arg-type]
+
+
+def test_ends_get_a_width_of_their_own() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    config = torchq.recipes.integer(4, 4)
+    plan = torchq.plan(model, config.with_ends(8))
+    assert [d.weight.num_bits for d in plan.decisions if d.weight] == [8, 4, 4, 8]
+    plan = torchq.plan(model, torchq.recipes.w4a4().with_ends(None))
+    assert [d.weight is None for d in plan.decisions] == [True, False, False, True]
+    wide = torchq.recipes.w4a4()
+    assert wide.with_ends(8) == wide and torchq.recipes.int8().with_ends(8) == torchq.recipes.int8()
+
+
+def test_what_overrules_a_rule_overrules_its_ends() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    config = torchq.recipes.integer(4, 4).with_rules(Rule("0", skip=True))
+    plan = torchq.plan(model, config.with_ends(8))
+    assert [d.weight and d.weight.num_bits for d in plan.decisions] == [None, 4, 4, 8]
+
+
+def test_inputs_get_zero_points_where_that_is_possible() -> None:
+    plain = torchq.recipes.integer(8, 4).with_zero_points().rules[0].input
+    assert plain is not None and (plain.symmetric, plain.unsigned) == (False, True)
+    for recipe in (torchq.recipes.fp8(), torchq.recipes.nvfp4(), torchq.recipes.int8_dynamic()):
+        assert recipe.with_zero_points() == recipe
+    once = torchq.recipes.int8().with_zero_points()
+    assert once.with_zero_points() == once

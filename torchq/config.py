@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
+from torchq.formats import PerTensor
 from torchq.utils import (
     Pattern,
     check_fields,
@@ -156,6 +157,39 @@ class QuantConfig:
         """Return a copy with more rules at the end, where they win."""
         return dataclasses.replace(self, rules=(*self.rules, *rules))
 
+    def with_ends(self, bits: int | None) -> QuantConfig:
+        """Return a copy with a width of its own for the first and the last layer.
+
+        Args:
+            bits: the least width of their integer weights and inputs; None leaves both layers in
+                float. A config that has rules with positions already keeps their widths.
+
+        Example:
+            >>> torchq.recipes.integer(4, 4).with_ends(8).rules[1].weight.num_bits
+            8
+        """
+        if bits is not None and any(rule.position for rule in self.rules):
+            return self
+        found: list[Rule] = []
+        for rule in self.rules:
+            ends = _ends_of(rule, bits)
+            # Right behind its rule, so that what overrules that one overrules these too.
+            found += ends if rule.position and ends else (rule, *ends)
+        return dataclasses.replace(self, rules=tuple(found))
+
+    def with_zero_points(self) -> QuantConfig:
+        """Return a copy in which inputs with integer codes have zero points.
+
+        Their ranges end where their values end. Ranges of each call, of blocks, and those that a
+        rule gives stay as they are.
+
+        Example:
+            >>> torchq.recipes.int8().with_zero_points().rules[0].input.symmetric
+            False
+        """
+        rules = (dataclasses.replace(r, input=_two_ended(r.input)) for r in self.rules)
+        return dataclasses.replace(self, rules=tuple(rules))
+
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as JSON data.
 
@@ -204,3 +238,29 @@ class QuantConfig:
             treatment = f"input: {rule.input or 'float'}; weight: {rule.weight or 'float'}"
             lines.append(f"  {rule}: {'skip' if rule.skip else treatment}")
         return "\n".join(lines)
+
+
+def _ends_of(rule: Rule, bits: int | None) -> list[Rule]:
+    """Return the rules for the first and last layer that ``rule`` selects; none for the same."""
+    if rule.skip or not (rule.input or rule.weight):
+        return []
+
+    def wide(d: QuantDescriptor | None) -> QuantDescriptor | None:
+        is_narrow = d is not None and d.format.is_integer and d.format.bits < (bits or 0)
+        return d.replace(num_bits=bits) if d is not None and is_narrow else d
+
+    if bits is None:
+        ends = Rule(rule.pattern, skip=True, position=rule.position, optional=True)
+    else:
+        ends = dataclasses.replace(rule, input=wide(rule.input), weight=wide(rule.weight))
+        if ends == rule:
+            return []
+    first = dataclasses.replace(ends, position=rule.position or "first", optional=True)
+    return [first] if rule.position else [first, dataclasses.replace(first, position="last")]
+
+
+def _two_ended(d: QuantDescriptor | None) -> QuantDescriptor | None:
+    if d is None or not d.format.is_integer or d.granularity != PerTensor():
+        return d
+    is_fixed = d.dynamic or d.amax is not None or d.narrow_range or d.unsigned is True
+    return d if is_fixed else d.replace(unsigned=True, symmetric=False)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import torchq
 from torchq.analysis.detections import Detected, Detections, detections_in
-from torchq.errors import ConfigError
+from torchq.errors import CalibrationError, ConfigError
 
 BOXES = torch.tensor([[0.0, 0, 10, 10], [20, 20, 40, 30], [50, 0, 60, 40], [70, 70, 90, 90]])
 SCORES = torch.tensor([0.9, 0.6, 0.4, 0.28])
@@ -113,14 +113,16 @@ def test_masks_count_by_their_overlap() -> None:
     assert found.value == pytest.approx(3 / (1 + 1 + 3))
 
 
-def test_few_detections_are_a_warning_and_none_at_all_no_error() -> None:
+def test_few_detections_are_a_warning_and_none_at_all_an_error() -> None:
     metric = Detections()
     empty = image(BOXES[:0], SCORES[:0], LABELS[:0])
     assert metric.value(metric.sums(empty, empty)) == 1
     assert metric.value(metric.sums(empty, image())) == 0
     with pytest.warns(UserWarning, match="the float model detects 4 objects in these batches"):
-        metric.warn_of_few(metric.sums(empty, image()))
-    metric.warn_of_few(metric.sums(6 * empty, 6 * image()))
+        metric.check_count(metric.sums(empty, image()))
+    metric.check_count(metric.sums(6 * empty, 6 * image()))
+    with pytest.raises(CalibrationError, match="the float model detects nothing in these batches"):
+        metric.check_count(metric.sums(image(), empty))
 
 
 class Fixed(nn.Module):
@@ -148,7 +150,7 @@ def test_sensitivity_and_tune_take_it_by_name() -> None:
         torchq.sensitivity(model, [rows[:1]], Detections(), progress=False)
     result = torchq.tune(Fixed().eval(), [rows], "detections", max_drop=0.2, progress=False)
     assert result.float_metric == 1 and result.kept and result.metric > 0.8
-    wrong = "got metric 'sqn'; expected \"detections\""
+    wrong = "tune: got metric 'sqn'; expected a function metric"
     with pytest.raises(ConfigError, match=wrong):
         torchq.tune(Fixed(), [rows], "sqn", max_drop=0.2, progress=False)  # type: ignore[arg-type]
 

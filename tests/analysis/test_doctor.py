@@ -123,6 +123,16 @@ def learned_range() -> tuple[nn.Module, str, str]:
     return model, "left.0.input_quantizer", "error"
 
 
+def plant_range_off() -> tuple[nn.Module, str, str]:
+    model = healthy(StagedNet())
+    model.layer4.conv.input_quantizer.set_amax(model.layer4.conv.input_quantizer.amax / 8)
+    return model, "layer4.conv.input_quantizer", "error"
+
+
+def plant_damage() -> tuple[nn.Module, str, str]:
+    return healthy(ConvNet(), config=torchq.recipes.integer(2, 3)), "", "info"
+
+
 def plant_wrong_order() -> tuple[nn.Module, str, str]:
     model = healthy(ConvNet())
     with torch.no_grad():

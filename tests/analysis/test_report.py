@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import torchq
 from torchq.analysis import Report
-from torchq.analysis.page.verdict import culprits, damage_shares
+from torchq.analysis.cures import culprits, damage_shares
 from torchq.errors import ConfigError
 
 pytest.importorskip("jinja2")
@@ -70,11 +70,12 @@ def test_the_verdict_names_the_culprit_and_the_call() -> None:
     assert found["grade"] == "poor"
     assert found["sentence"].startswith("Quantization damages this model: accuracy 1 becomes 0.")
     assert found["blame"].startswith("Most of the damage at the output comes from middle (")
-    assert found["advice"][0]["code"].endswith("exclude=['middle'])")
+    exclusion = found["advice"][-2]
+    assert exclusion["code"].endswith("exclude=['middle'])")
     rows = usual().data["layers"]
     assert sum(row["damage"] for row in rows) == pytest.approx(1, rel=1e-3)
     share = next(row["damage"] for row in rows if row["name"] == "middle")
-    assert f"takes away {share:.0%} of the damage" in found["advice"][0]["text"]
+    assert f"takes away {share:.0%} of the damage" in exclusion["text"]
 
 
 def test_a_good_model_needs_nothing() -> None:
@@ -95,7 +96,7 @@ class Ranked(NamedTuple):
 
 def ranked(values: list[float], unit: str = "nat") -> Any:
     rows = [Ranked(f"layer{number}", value) for number, value in enumerate(values)]
-    return SimpleNamespace(rows=rows, unit=unit)
+    return SimpleNamespace(rows=rows, unit=unit, rising=unit == "dB", reference=None)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_the_fewest_layers_that_do_half_of_the_damage_are_blamed(
     values: list[float], unit: str, blamed: int
 ) -> None:
     ranking = ranked(values, unit)
-    assert culprits(ranking) == [f"layer{number}" for number in range(blamed)]
+    assert culprits(damage_shares(ranking)) == [f"layer{number}" for number in range(blamed)]
     assert sum(damage_shares(ranking).values()) == pytest.approx(float(any(values)))
 
 

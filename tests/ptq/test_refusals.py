@@ -184,9 +184,9 @@ def with_batchnorm() -> nn.Module:
 @pytest.mark.parametrize(
     ("metric", "text"),
     [
-        (lambda: 1.0, "a metric that cannot be called with a model alone"),
-        (lambda model, batches: 1.0, "missing a required argument: 'batches'"),
-        (0.5, "a metric that cannot be called with a model alone"),
+        (lambda: 1.0, r"tune: got metric <.*; expected a function .* or metric\(model\)"),
+        (lambda model, batches: 1.0, r"tune: got metric <.*; expected metric\(model\), or"),
+        (0.5, "tune: got metric 0.5; expected a function"),
         (lambda model: None, "the metric returned a NoneType; expected a number"),
         (lambda model: model(X), "the metric returned a Tensor; expected a number"),
     ],

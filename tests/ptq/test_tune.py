@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq.errors import CalibrationError, ConfigError
+from torchq.errors import CalibrationError, ConfigError, TorchqError
 from torchq.ptq import TunedConfig, tune
 from torchq.ptq.tuning import ALGORITHMS
 
@@ -57,9 +59,17 @@ class Metric:
 def search(
     metric: Any, max_drop: float, recipe: Any = None, build: Any = net, **arguments: Any
 ) -> Any:
-    return tune(
-        build(), batches(), metric, max_drop=max_drop, recipe=recipe, progress=False, **arguments
-    )
+    expected: Any = arguments.pop("expected", None)
+    with pytest.warns(expected) if expected else nullcontext():
+        return tune(
+            build(),
+            batches(),
+            metric,
+            max_drop=max_drop,
+            recipe=recipe,
+            progress=False,
+            **arguments,
+        )
 
 
 def test_the_first_trial_that_keeps_the_metric_ends_the_search() -> None:
@@ -75,38 +85,53 @@ def test_the_first_trial_that_keeps_the_metric_ends_the_search() -> None:
 
 def test_trials_build_on_the_best_before_them() -> None:
     metric = Metric()
-    result = search(metric, 0.02, torchq.recipes.integer(3, 8, weight_method="max"))
+    result = search(metric, 0.012, torchq.recipes.integer(3, 8, weight_method="max"))
     changes = [trial.change for trial in result.table]
-    assert result.kept and changes[:2] == ["recipe w3a8", "calibration mse"]
-    assert "first and last layer 8 bits" in changes
+    assert result.kept and changes[:2] == ["recipe w3a8", "ends in 8 bits"]
+    assert len(changes) > 2
     assert result.metric == max(trial.metric for trial in result.table)
     assert result.metric == result.table[-1].metric > result.table[0].metric
     again = net()
-    TunedConfig.from_json(result.config.to_json()).apply_(again, batches())
+    result.config.apply_(again, batches())
+    assert_same(again, result, metric)
+
+
+def assert_same(model: nn.Module, result: Any, metric: Metric) -> None:
     with torch.no_grad():
-        assert torch.equal(again(metric.x), result.model(metric.x))
+        assert torch.equal(model(metric.x), result.model(metric.x))
+
+
+def run(code: str, model: nn.Module, recipe: Any = None) -> None:
+    """Run the lines that a result prints, on a float model."""
+    exec(code, {"torchq": torchq, "model": model, "batches": batches(), "recipe": recipe})
 
 
 @pytest.fixture
 def quick_adaround(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let AdaRound learn for two steps."""
     quick: Any = partial(torchq.ptq.adaround_, steps=2)
-    monkeypatch.setitem(ALGORITHMS, "adaround", quick)  # type: ignore[index]
+    monkeypatch.setitem(ALGORITHMS, "adaround_", quick)  # type: ignore[index]
 
 
 @pytest.mark.usefixtures("quick_adaround")
 @torch.no_grad()
-def test_mixed_precision_with_the_fewest_bits_is_the_last_resort() -> None:
-    result = search(Metric(deep), 0.08, torchq.recipes.integer(2, 8, weight_method="max"), deep)
+def test_mixed_precision_is_the_last_resort() -> None:
+    metric, recipe = Metric(deep), torchq.recipes.integer(2, 8, weight_method="max")
+    result = search(metric, 0.08, recipe, deep)
     changes = [trial.change for trial in result.table]
     assert not any(trial.error for trial in result.table)
-    assert {"gptq", "adaround", "bias correction"} <= set(changes)
-    assert "equalization" not in changes  # There is no convolution.
-    mixed = [trial for trial in result.table if trial.change.startswith("mixed")]
+    assert {"mse ranges", "gptq_", "adaround_", "ends in float"} <= set(changes)
+    # There is no convolution, and calibrate corrects in order by itself.
+    assert not {"equalize_", "correct_bias_"} & set(changes)
+    mixed = [trial for trial in result.table if trial.change == "mixed precision"]
     assert mixed == list(result.table[-len(mixed) :]) and result.kept
-    bits = [trial.mean_bits for trial in mixed if trial.metric >= -0.08]
-    assert result.mean_bits == min(bits) < 8 and len(mixed) > 2
-    assert all(t.mean_bits < result.mean_bits for t in mixed if t.metric < -0.08)
+    bits = [trial.mean_bits for trial in mixed]
+    assert bits == sorted(bits) and result.mean_bits == bits[-1] < 8
+    assert all(trial.metric < -0.08 for trial in mixed[:-1])
+    assert "torchq.mixed_precision(model, batches, budget={" in result.code
+    again = deep()
+    run(result.code.replace("batches, budget", "batches, progress=False, budget"), again, recipe)
+    assert_same(again, result, metric)
 
 
 @pytest.mark.usefixtures("quick_adaround")
@@ -124,7 +149,7 @@ def test_transformers_get_what_applies_to_them() -> None:
             progress=False,
         )
     errors = {trial.change: trial.error for trial in result.table}
-    assert errors["smoothing"] == "" and "equalization" not in errors
+    assert errors["smooth_"] == "" and "equalize_" not in errors
 
 
 def test_without_success_the_best_is_returned_with_a_warning() -> None:
@@ -171,6 +196,41 @@ def test_inputs_that_no_batch_reaches_stay_float() -> None:
     model: Any = result.model
     assert model.unused.input_quantizer.mode == "off"
     assert model.used[0].input_quantizer.quantizing
+    assert result.code.endswith(", on_unseen='disable')")
+
+
+def test_the_lines_of_a_result_make_its_model() -> None:
+    """With an algorithm before calibration, one after it, a changed recipe and a target."""
+    recipe = torchq.recipes.integer(4, 8, per_channel=False)
+    settings = TunedConfig(recipe.with_ends(8), target="onnxruntime", method="mse")
+    settings = replace(settings, before=("equalize_",), algorithm="gptq_")
+    settings = replace(settings, source="recipe.with_ends(8)")
+    models = [
+        nn.Sequential(nn.Conv1d(6, 6, 1), nn.ReLU(), nn.Conv1d(6, 6, 1), nn.ReLU()).eval()
+        for _ in range(2)
+    ]
+    models[1].load_state_dict(models[0].state_dict())
+    data = [batch[..., None] for batch in batches()]
+    settings.apply_(models[0], data)
+    exec(settings.code(), {"torchq": torchq, "model": models[1], "batches": data, "recipe": recipe})
+    assert settings.code().count("\n") == 3
+    assert torch.equal(models[0](data[0]), models[1](data[0]))
+
+
+def test_settings_for_a_target_have_its_grids() -> None:
+    result = search(Metric(), 0.0, time_limit=0.0, target="onnxruntime", expected=UserWarning)
+    assert result.code.startswith("torchq.quantize_(model, torchq.recipes.int8(), target='onnxrunt")
+    assert torchq.swap.plan_of(result.model).target == "onnxruntime"
+    assert result.model[2].input_quantizer.descriptor.unsigned
+
+
+def test_the_print_says_what_was_tried_why_and_at_what_cost() -> None:
+    result = search(Metric(), 0.02, torchq.recipes.integer(3, 8, weight_method="max"))
+    lines = str(result).splitlines()
+    for trial in result.table:
+        assert any(trial.change in line and trial.reason[:12] in line for line in lines)
+    assert f"{len(result.table)} trials in " in str(result)
+    assert str(result).endswith(result.code)
 
 
 def test_bad_arguments_are_named() -> None:
@@ -188,10 +248,9 @@ def test_bad_arguments_are_named() -> None:
         TunedConfig(torchq.recipes.int8(), algorithm="magic")
     with pytest.raises(ConfigError, match="TunedConfig: got method='magic'; expected None or"):
         TunedConfig(torchq.recipes.int8(), method="magic")
-    with pytest.raises(ConfigError, match=r"TunedConfig: got before=\('magic',\); expected names"):
+    with pytest.raises(ConfigError, match="TunedConfig: got before='magic'; expected None or"):
         TunedConfig(torchq.recipes.int8(), before=("magic",))
-    text = TunedConfig(torchq.recipes.int8()).to_json().replace("[]", "3")
-    with pytest.raises(ConfigError, match=r"TunedConfig: got before=3; expected a list"):
-        TunedConfig.from_json(text)
+    with pytest.raises(TorchqError, match="magic"):
+        search(Metric(), 0.1, target="magic")
     with pytest.raises(ConfigError, match="tune: got a Tensor as batches"):
         tune(net(), batches()[0], Metric(), max_drop=0.1)

@@ -10,7 +10,8 @@ from torchq.analysis.mixed_precision import (
     MixedPrecision,
     mixed_precision,
 )
-from torchq.analysis.page import Report, check_path, compare, compare_outputs, report
+from torchq.analysis.outputs import compare_outputs
+from torchq.analysis.page import Report, check_path, compare, report
 from torchq.analysis.sensitivity import SensitivityReport, SensitivityRow, sensitivity
 
 __all__ = [

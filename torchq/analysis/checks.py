@@ -10,7 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from torchq.analysis.cures import Cure
 from torchq.analysis.layers import channel_axes, joined, passing
+from torchq.analysis.outputs import Outputs
 from torchq.functional import reduce_amax
 from torchq.fusion.modules import is_layer, is_norm
 from torchq.graph import Call, Flow, is_torch_leaf, record
@@ -28,6 +30,9 @@ _CALIBRATE = "torchq.calibrate(model, batches, force=True)"
 _CHANGED = 1.05
 #: Ratio from which on the range is that of another weight.
 _STALE = 2.0
+#: How far values may exceed the range that "max" found on others: as an error, and where outputs
+#: are damaged.
+_APART, _BEYOND = 4.0, 1.5
 #: How far other methods than "max" may cut a range on purpose.
 _CUT = 8.0
 #: Largest over median channel magnitude from which on one scale costs the median channel 4 bits.
@@ -65,6 +70,7 @@ class Observation:
     batches: int = 0
     reached: set[int] = field(default_factory=set)
     not_finite: set[int] = field(default_factory=set)  # given NaN or infinity by the float model
+    ends: dict[int, tuple[float, float]] = field(default_factory=dict)  # smallest, largest given
     # Adding a quantized tensor to one that is neither quantized nor the result of a layer.
     one_sided: list[str] = field(default_factory=list)
     norms: dict[str, str] = field(default_factory=dict)  # BatchNorm -> the layer before it
@@ -72,8 +78,13 @@ class Observation:
     def note(self, quantizer: TensorQuantizer, args: Any, kwargs: Any, _: None) -> None:
         """Note a call of a quantizer by the float model."""
         self.reached.add(id(quantizer))
-        if not bool(torch.isfinite(args[0]).all()):
+        x, scale = args[0].detach(), quantizer.pre_quant_scale
+        if not bool(torch.isfinite(x).all()):
             self.not_finite.add(id(quantizer))
+        elif x.numel():
+            low, high = torch.aminmax(x if scale is None else x * scale.to(x.dtype))
+            before = self.ends.get(id(quantizer), (0.0, 0.0))
+            self.ends[id(quantizer)] = (min(before[0], float(low)), max(before[1], float(high)))
 
 
 def observe(
@@ -144,13 +155,16 @@ def _is_linear(module: nn.Module | None) -> bool:
 class Patient:
     """A model under examination; ``weights`` are ids of quantizers of weights.
 
-    ``seen`` is what a run on batches showed, or None without batches.
+    ``seen`` is what a run on batches showed, or None without batches. ``outputs`` and ``cures``
+    are those of a model without errors.
     """
 
     model: nn.Module
     quantizers: dict[str, TensorQuantizer]
     weights: set[int]
     seen: Observation | None
+    outputs: Outputs | None = None
+    cures: tuple[Cure, ...] = ()
 
     @property
     def active(self) -> dict[str, TensorQuantizer]:
@@ -264,6 +278,43 @@ def nan_range(patient: Patient) -> Found:
             text = "was given NaN or infinity by the float model; the layers behind follow"
             yield "error", path, text, "check the data and the float model"
             return
+
+
+def reaches(patient: Patient) -> Iterator[tuple[str, float, float, bool]]:
+    """Yield quantizers of inputs, where their ranges end, and the values that they are given.
+
+    The last item is True where a range may be shorter on purpose.
+    """
+    seen = {} if patient.seen is None else patient.seen.ends
+    for path, quantizer, _ in _fixed(patient):
+        low, high = seen.get(id(quantizer), (0.0, 0.0))
+        known = max(float(end.detach().abs().max()) for _, end in quantizer.range.ends())
+        largest, d = max(-low, high), quantizer.descriptor
+        if id(quantizer) not in patient.weights and largest > 0 and 0 < known < float("inf"):
+            # Other methods than "max" cut the range, and so does training.
+            cuts = d.learn_amax or d.calib_method not in ("max", "moving_average")
+            yield path, known, largest, cuts
+
+
+def exceeded(patient: Patient) -> list[str]:
+    """Return the quantizers of inputs whose range is too short or far too long for their values."""
+    return [
+        path
+        for path, known, largest, cuts in reaches(patient)
+        if largest > known * (_CUT if cuts else _BEYOND) or known > largest * _CUT
+    ]
+
+
+@check("range_off", needs_batches=True)
+def range_off(patient: Patient) -> Found:
+    """Yield ranges of inputs that the values of the batches exceed by far, or hardly use."""
+    for path, known, largest, cuts in reaches(patient):
+        if largest > known * (_CUT if cuts else _APART):
+            text = f"its range ends at {known:.3g}, and values reach {largest:.3g}"
+            yield "error", path, text, _CALIBRATE
+        elif known > largest * _CUT:
+            text = f"its range ends at {known:.3g}, and no value exceeds {largest:.3g}"
+            yield "warning", path, text, f"{_CALIBRATE}, if these batches are data of the task"
 
 
 @check("wrong_order")
@@ -426,3 +477,12 @@ def batchnorm_left(patient: Patient) -> Found:
         text = f"normalises the output of the quantized {layer}, at the cost of a float operator"
         remedy = "torchq.fuse_(model, example) before torchq.quantize_ and torchq.calibrate"
         yield "warning", path, text, remedy
+
+
+@check("damage", needs_batches=True)
+def damage(patient: Patient) -> Found:
+    """Yield that outputs are not those of the float model, with the cheapest cure."""
+    if patient.outputs is not None and patient.outputs.grade != "good" and patient.cures:
+        cure = patient.cures[0]
+        severity: Severity = "warning" if patient.outputs.grade == "poor" else "info"
+        yield severity, "", f"{patient.outputs.evidence}. {cure.text}", cure.code

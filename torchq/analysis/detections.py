@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.errors import ConfigError
+from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import call_model, tensors_in
 from torchq.utils import device_of, short_repr, untouched
 
@@ -189,9 +189,19 @@ class Detections:
         """Return :attr:`DetectionAgreement.value` for sums over all batches."""
         return self.of_sums(sums).value
 
-    def warn_of_few(self, sums: Sequence[float]) -> None:
-        """Warn where there is hardly any detection in all batches."""
+    def check_count(self, sums: Sequence[float]) -> None:
+        """Warn where the float model detects hardly anything in all batches.
+
+        Raises:
+            CalibrationError: it detects nothing, so that there is nothing to compare.
+        """
         count = self.of_sums(sums).count
+        if not count:
+            raise CalibrationError(
+                "Detections: the float model detects nothing in these batches; expected "
+                f"{_FEW} objects or more. Pass images of the task, scaled as in training, or a "
+                "lower threshold"
+            )
         if count < _FEW:
             warnings.warn(
                 f"Detections: the float model detects {count} objects in these batches; expected "
@@ -206,10 +216,13 @@ class Detections:
         Args:
             model: the float model; it runs now, on all batches.
             batches: each holds the arguments of one call; see :func:`torchq.graph.call_arguments`.
+
+        Raises:
+            CalibrationError: ``model`` detects nothing in them.
         """
         expected = _outputs(model, batches)
         whole = [sum(row) for row in zip(*map(self.sums, expected, expected), strict=True)]
-        self.warn_of_few(whole)
+        self.check_count(whole)
 
         def detections(quantized: nn.Module) -> float:
             found = _outputs(quantized, batches)

@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
-from torchq.analysis.checks import CHECKS, SEVERITIES, Finding, Patient, Severity, observe
-from torchq.errors import CalibrationError, ConfigError, QuantizationError
+from torchq.analysis.checks import (
+    CHECKS,
+    SEVERITIES,
+    Finding,
+    Patient,
+    Severity,
+    damage,
+    exceeded,
+    observe,
+    range_spread,
+)
+from torchq.analysis.cures import Cure, Figures, cures, damage_shares
+from torchq.analysis.detections import Detections
+from torchq.analysis.outputs import Outputs, compare_outputs, user_metric
+from torchq.analysis.sensitivity import SensitivityReport, sensitivity
+from torchq.errors import ConfigError, QuantizationError
 from torchq.graph import Forward, call_model
+from torchq.nn import QuantModule
+from torchq.swap import plan_of
 from torchq.utils import (
-    check_batches,
     device_of,
+    kept_batches,
     progress_bar,
     uncompiled,
     unwrapped,
     wrap,
 )
 from torchq.workflow import quantizers, weight_quantizers
+from torchq.workflow.correction import uncorrected
 
 _WHERE = "doctor"
 _SHOWN = 12  # places of one kind in a printed report
@@ -34,11 +52,15 @@ class DoctorReport:
         findings: what was found.
         checks: the kinds that were looked for.
         skipped: kinds that need batches, where none were given.
+        outputs: what quantization does to the outputs; None without batches or with errors.
+        cures: what helps where that is damage, the cheapest first.
     """
 
     findings: tuple[Finding, ...]
     checks: tuple[str, ...]
     skipped: tuple[str, ...] = ()
+    outputs: Outputs | None = None
+    cures: tuple[Cure, ...] = ()
 
     def of(self, severity: Severity) -> tuple[Finding, ...]:
         """Return the findings of one severity."""
@@ -94,6 +116,7 @@ def doctor(
     model: nn.Module,
     batches: Iterable[Any] | None = None,
     *,
+    metric: Any = None,
     forward: Forward | None = None,
     num_batches: int | None = 4,
     strict: bool = False,
@@ -104,7 +127,10 @@ def doctor(
     Args:
         model: quantized; left unchanged.
         batches: each holds the arguments of one call; see :func:`torchq.graph.call_arguments`.
-            Without them the checks that need a run are left out.
+            Without them the checks that need a run are left out. They are kept in memory.
+        metric: what says how far outputs are damaged: ``metric(output, batch)``, ``metric(model)``,
+            larger for a better model; ``"detections"`` or a :class:`torchq.analysis.Detections`.
+            None compares predictions.
         forward: called as ``forward(model, batch)`` instead of the model itself.
         num_batches: the number of batches to stop after; None reads all of them.
         strict: raise an error if there is a finding of severity error.
@@ -114,8 +140,8 @@ def doctor(
         The findings, each with the call that mends it; ``print`` it.
 
     Raises:
-        ConfigError: The model has no quantizer.
-        CalibrationError: ``batches`` holds none.
+        ConfigError: The model has no quantizer, or the metric is none of these.
+        CalibrationError: ``batches`` holds none, or nothing that the float model detects.
         QuantizationError: With ``strict``, there is a finding of severity error.
 
     Example:
@@ -125,6 +151,33 @@ def doctor(
         ['uncalibrated', 'uncalibrated']
     """
     model = unwrapped(model)
+    user_metric(_WHERE, metric)
+    kept = None if batches is None else kept_batches(_WHERE, batches, num_batches)
+    options: dict[str, Any] = {"forward": forward, "progress": progress}
+    report = examine(
+        model,
+        kept,
+        lambda: compare_outputs(model, kept or (), metric, **options),
+        lambda: ranking_of(model, kept or (), metric, **options),
+        **options,
+    )
+    if strict and not report.ok:
+        raise QuantizationError(
+            f"{_WHERE}: got {len(report.errors)} errors; expected none\n{report}"
+        )
+    return report
+
+
+def examine(
+    model: nn.Module,
+    batches: Sequence[Any] | None,
+    outputs: Callable[[], Outputs],
+    ranking: Callable[[], SensitivityReport],
+    *,
+    forward: Forward | None,
+    progress: bool,
+) -> DoctorReport:
+    """Return the report of :func:`doctor`; ``outputs`` and ``ranking`` are called if needed."""
     known = quantizers(model)
     if not known:
         raise ConfigError(
@@ -133,24 +186,67 @@ def doctor(
         )
     seen = None
     if batches is not None:
-        check_batches(_WHERE, batches, num_batches)
         device = device_of(model)
-        shown = progress_bar(batches, description=_WHERE, most=num_batches, enabled=progress)
+        shown = progress_bar(batches, description=_WHERE, enabled=progress)
         seen = observe(
             model, known, shown, lambda b: call_model(model, b, forward=forward, device=device)
         )
-        if seen is None:
-            raise CalibrationError(
-                f"{_WHERE}: got no batch; expected at least one, or batches=None"
-            )
     patient = Patient(model, known, weight_quantizers(model), seen)
     chosen = [kind for kind in CHECKS if seen is not None or not CHECKS[kind].needs_batches]
     findings = [Finding(kind, *found) for kind in chosen for found in CHECKS[kind].find(patient)]
+    # An error is mended first: what it does to the outputs says nothing of the rest.
+    if seen is not None and all(finding.severity != "error" for finding in findings):
+        patient = replace(patient, outputs=outputs())
+        if patient.outputs is not None and patient.outputs.grade != "good":
+            seen_figures = _figures(patient, damage_shares(ranking()))
+            patient = replace(patient, cures=tuple(cures(plan_of(model), seen_figures)))
+        findings += [Finding("damage", *found) for found in damage(patient)]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     skipped = tuple(kind for kind in CHECKS if kind not in chosen)
-    report = DoctorReport(tuple(findings), tuple(chosen), skipped)
-    if strict and not report.ok:
-        raise QuantizationError(
-            f"{_WHERE}: got {len(report.errors)} errors; expected none\n{report}"
-        )
-    return report
+    return DoctorReport(tuple(findings), tuple(chosen), skipped, patient.outputs, patient.cures)
+
+
+def ranking_of(
+    model: nn.Module, batches: Sequence[Any], metric: Any, **options: Any
+) -> SensitivityReport:
+    """Rank layers by detections if these are the metric, by the estimate for classes, or noise."""
+    if metric == Detections.name or isinstance(metric, Detections):
+        return sensitivity(model, batches, metric, **options)
+    try:
+        return sensitivity(model, batches, "fisher", **options)
+    except (ConfigError, RuntimeError):  # no classes, or a forward without gradients
+        return sensitivity(model, batches, "sqnr", **options)
+
+
+def _figures(patient: Patient, shares: dict[str, float]) -> Figures:
+    """Return what was measured of a model and its quantizers."""
+    assert patient.seen is not None
+    active, ends = patient.active, patient.seen.ends
+    signed = [
+        path.rpartition(".")[0]
+        for path, q in active.items()
+        if q.descriptor.format.is_integer
+        and not (q.descriptor.unsigned or id(q) in patient.weights or q.descriptor.learn_amax)
+        and q.descriptor.symmetric
+        and ends.get(id(q), (-1.0, 0.0))[0] >= 0
+    ]
+    learned = any(q.descriptor.learn_amax for q in active.values())
+    return Figures(
+        shares,
+        off=exceeded(patient),
+        uncorrected=() if learned else uncorrected(patient.model),
+        one_signed=signed,
+        rounded=_rounded(patient.model),
+        unequal=[path.rpartition(".")[0] for _, path, _, _ in range_spread(patient)],
+    )
+
+
+@torch.no_grad()
+def _rounded(model: nn.Module) -> list[str]:
+    """Return the layers whose weights are values of their grids."""
+    return [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, QuantModule)
+        and any(q.quantizing and torch.equal(q(w), w) for q, w in module.quantized_weights())
+    ]

@@ -182,7 +182,7 @@ def sensitivity(
 
     Raises:
         ConfigError: The model has no quantizer that is on, or an argument is invalid.
-        CalibrationError: There was no batch.
+        CalibrationError: There was no batch, or nothing that the float model detects.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
@@ -284,7 +284,7 @@ class _Run:
                 expected = output if name == _NOTHING else expected
                 add_sums(sums, name, metric.sums(output, expected, batch))
         if isinstance(metric, Detections):
-            metric.warn_of_few(_required(sums)[_EVERYTHING])
+            metric.check_count(_required(sums)[_NOTHING])
         reached |= {_EVERYTHING, _NOTHING}
         return {name: metric.value(row) for name, row in _required(sums).items() if name in reached}
 

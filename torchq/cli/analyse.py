@@ -10,6 +10,7 @@ from typing import Any
 
 import torchq
 from torchq.analysis import check_path
+from torchq.analysis.metrics import plain
 from torchq.analysis.mixed_precision import check_budget, check_formats
 from torchq.cli.prepare import (
     named_config,
@@ -33,7 +34,7 @@ def run_doctor(args: argparse.Namespace) -> int:
     """Look for mistakes; 1 if there is an error."""
     found = prepare(args, say=quiet, held_out=0)
     report = torchq.doctor(found.model, found.calibration)
-    _show(args, report, lambda: {"ok": report.ok, **dataclasses.asdict(report)})
+    _show(args, report, lambda: plain({"ok": report.ok, **dataclasses.asdict(report)}))
     return 0 if report.ok else 1
 
 

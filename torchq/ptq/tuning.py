@@ -1,25 +1,26 @@
-"""The search for settings that keep a metric: an ordered list of steps, from cheap to dear."""
+"""The search for settings that keep a metric: an ordered list, from cheap to dear."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import json
 import logging
 import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
 from torch import nn
 
+from torchq import recipes
 from torchq.analysis.detections import Detections
-from torchq.analysis.mixed_precision import mixed_precision
+from torchq.analysis.metrics import Evaluation
+from torchq.analysis.mixed_precision import MixedPrecision, mixed_precision
+from torchq.analysis.outputs import user_metric
 from torchq.calib import methods
-from torchq.config import QuantConfig, Rule
+from torchq.config import QuantConfig
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import CalibrationError, ConfigError, TorchqError
 from torchq.fusion.modules import CONVOLUTIONS
@@ -29,44 +30,38 @@ from torchq.ptq.bias_correction import correct_bias_
 from torchq.ptq.equalization import equalize_
 from torchq.ptq.gptq import gptq_
 from torchq.ptq.smoothing import smooth_
-from torchq.recipes import int8
+from torchq.runtime import Runtime, runtime_of
 from torchq.swap import quantize_
 from torchq.utils import (
-    check_fields,
     copy_module,
     evaluating,
     kept_batches,
-    parse_json,
     progress_bar,
     short_repr,
     table,
+    wrap,
 )
-from torchq.workflow import calibrate, quantizers
+from torchq.workflow import CalibrationReport, calibrate, quantizers, weight_quantizers
 
 log = logging.getLogger(__name__)
 
 Metric = Callable[[nn.Module], float]
 
-# Trials of mixed precision: each halves the interval of mean bits.
-_BISECTIONS = 4
-# Mean bits that are too close to try anything between them.
-_CLOSE = 0.1
-_END_BITS = 8
-_FLOAT_BITS = 32
+_FEW_BITS, _BYTE, _FLOAT_BITS = 4, 8, 32
 _LAYERS = (nn.Linear, *CONVOLUTIONS)
 
 
-#: Algorithms before calibration, by name, in the order in which they run.
+#: Algorithms of :mod:`torchq.ptq` before calibration, in the order in which they run.
 PREPARATIONS: Mapping[str, Any] = {
-    "equalization": lambda model, batches, progress: equalize_(model, batches[0]),
-    "smoothing": smooth_,
+    "equalize_": lambda model, batches, progress: equalize_(model, batches[0]),
+    "smooth_": smooth_,
 }
 
-#: Algorithms after calibration, by name.
+#: Algorithms of :mod:`torchq.ptq` after calibration.
 ALGORITHMS: Mapping[str, Any] = {
-    "bias correction": correct_bias_,
-    "gptq": gptq_,
-    "adaround": adaround_,
+    "correct_bias_": correct_bias_,
+    "gptq_": gptq_,
+    "adaround_": adaround_,
 }
 
 
@@ -76,38 +71,40 @@ class TunedConfig:
 
     Args:
         config: the rules of :func:`torchq.quantize_`.
+        target: the runtime that the model is for, or None.
         method: the calibration method of activations; None takes that of each descriptor.
         before: names in :data:`PREPARATIONS`: what runs before calibration.
         algorithm: a name in :data:`ALGORITHMS`, or None: what runs after calibration.
+        source: the expression that makes ``config``, for :meth:`code`.
 
     Example:
-        >>> settings = TunedConfig(torchq.recipes.int8(), algorithm="gptq")
-        >>> TunedConfig.from_json(settings.to_json()) == settings
-        True
+        >>> print(TunedConfig(torchq.recipes.int8(), method="mse", algorithm="gptq_").code())
+        torchq.quantize_(model, config, example=batches[0])
+        torchq.calibrate(model, batches, method='mse')
+        torchq.ptq.gptq_(model, batches)
     """
 
     config: QuantConfig
     _: dataclasses.KW_ONLY
+    target: str | Runtime | None = None
     method: str | None = None
     before: tuple[str, ...] = ()
     algorithm: str | None = None
+    source: str = field(default="config", compare=False)
 
     def __post_init__(self) -> None:
-        names = {"algorithm": ALGORITHMS, "method": methods()}
-        for field, known in names.items():
-            value = getattr(self, field)
+        given = [("method", self.method, methods()), ("algorithm", self.algorithm, ALGORITHMS)]
+        given += [("before", name, PREPARATIONS) for name in self.before]
+        for argument, value, known in given:
             if value is not None and value not in known:
                 raise ConfigError(
-                    f"TunedConfig: got {field}={short_repr(value)}; expected None or one of "
+                    f"TunedConfig: got {argument}={short_repr(value)}; expected None or one of "
                     f"{', '.join(known)}"
                 )
-        if not set(self.before) <= set(PREPARATIONS):
-            raise ConfigError(
-                f"TunedConfig: got before={short_repr(self.before)}; expected names among "
-                f"{', '.join(PREPARATIONS)}"
-            )
 
-    def apply_(self, model: nn.Module, batches: Sequence[Any], *, progress: bool = False) -> None:
+    def apply_(
+        self, model: nn.Module, batches: Sequence[Any], *, progress: bool = False
+    ) -> CalibrationReport:
         """Quantize ``model`` in place; inputs of layers that no batch reaches stay float, as said.
 
         Args:
@@ -118,7 +115,8 @@ class TunedConfig:
         Raises:
             TorchqError: what the functions raise.
         """
-        quantize_(model, self.config, progress=progress)
+        example = batches[0]
+        quantize_(model, self.config, target=self.target, example=example, progress=progress)
         for name, function in PREPARATIONS.items():
             if name in self.before:
                 function(model, batches, progress=progress)
@@ -132,42 +130,22 @@ class TunedConfig:
             )
         if self.algorithm is not None:
             ALGORITHMS[self.algorithm](model, batches, progress=progress)
+        return report
 
-    def to_json(self, *, indent: int | None = 2) -> str:
-        """Return the settings as JSON text."""
-        data = {
-            "config": self.config.to_dict(),
-            "method": self.method,
-            "before": list(self.before),
-            "algorithm": self.algorithm,
-        }
-        return json.dumps(data, indent=indent)
-
-    @classmethod
-    def from_json(cls, text: str) -> TunedConfig:
-        """Return the settings that :meth:`to_json` was called on.
-
-        Raises:
-            ConfigError: not such a text.
-        """
-        known = ["config", "method", "before", "algorithm"]
-        data = dict(
-            check_fields(
-                parse_json(text, "TunedConfig"), "TunedConfig", known=known, required=known
-            )
-        )
-        before = data.pop("before")
-        if not isinstance(before, list) or not all(isinstance(name, str) for name in before):
-            got = short_repr(before)
-            raise ConfigError(f"TunedConfig: got before={got}; expected a list of names")
-        return cls(QuantConfig.from_dict(data.pop("config")), before=tuple(before), **data)
-
-    def __str__(self) -> str:
-        parts = [self.config.name]
-        parts += [f"calibration {self.method}"] if self.method else []
-        parts += self.before
-        parts += [self.algorithm] if self.algorithm else []
-        return ", ".join(parts)
+    def code(self, on_unseen: str = "error") -> str:
+        """Return the lines that do the same to a float ``model`` with a list ``batches``."""
+        runtime = runtime_of(self.target)
+        target = "" if runtime is None else f", target={runtime.name!r}"
+        method = "" if self.method is None else f", method={self.method!r}"
+        unseen = "" if on_unseen == "error" else f", on_unseen={on_unseen!r}"
+        lines = [f"torchq.quantize_(model, {self.source}{target}, example=batches[0])"]
+        for name in self.before:
+            given = "batches[0]" if name == "equalize_" else "batches"
+            lines.append(f"torchq.ptq.{name}(model, {given})")
+        lines.append(f"torchq.calibrate(model, batches{method}{unseen})")
+        if self.algorithm is not None:
+            lines.append(f"torchq.ptq.{self.algorithm}(model, batches)")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -176,7 +154,8 @@ class TuneTrial:
 
     Attributes:
         change: what was changed from the best settings before it.
-        settings: with the change; without it if mixed precision found nothing.
+        reason: why that may help.
+        settings: with the change; without it if it could not be made.
         metric: of the quantized model; NaN if it could not be made.
         mean_bits: the mean width of the weights of Linear and Conv layers and of all quantized
             ones; 32 where a weight is float; NaN if the model could not be made.
@@ -185,20 +164,23 @@ class TuneTrial:
     """
 
     change: str
+    reason: str
     settings: TunedConfig
-    metric: float
-    mean_bits: float
-    seconds: float
+    metric: float = math.nan
+    mean_bits: float = math.nan
+    seconds: float = 0.0
     error: str = ""
 
 
 @dataclass(frozen=True)
 class TuneResult:
-    """The result of :func:`tune`.
+    """The result of :func:`tune`; ``print`` it.
 
     Attributes:
         model: the quantized model of the best trial.
         config: its settings; ``config.apply_(float_model, batches)`` makes it again.
+        code: the lines that make it of a float ``model`` and a list ``batches``; in them ``recipe``
+            is the argument of the call.
         float_metric: the metric of the float model.
         metric: the metric of :attr:`model`.
         mean_bits: the mean width of its weights.
@@ -208,6 +190,7 @@ class TuneResult:
 
     model: nn.Module
     config: TunedConfig
+    code: str
     float_metric: float
     metric: float
     mean_bits: float
@@ -215,80 +198,124 @@ class TuneResult:
     table: tuple[TuneTrial, ...]
 
     def __str__(self) -> str:
-        rows = [("tried", "metric", "bits of a weight", "seconds")]
-        rows.append(("float", f"{self.float_metric:.4g}", "32", ""))
+        rows = [("tried", "metric", "bits of a weight", "seconds", "because")]
+        rows.append(("float", f"{self.float_metric:.4g}", "32", "", ""))
         for trial in self.table:
             found = trial.error or f"{trial.metric:.4g}"
             bits = "" if math.isnan(trial.mean_bits) else f"{trial.mean_bits:.3g}"
-            rows.append((trial.change, found, bits, f"{trial.seconds:.1f}"))
+            rows.append((trial.change, found, bits, f"{trial.seconds:.1f}", trial.reason))
         verdict = "keeps the metric" if self.kept else "does NOT keep the metric"
-        return table(rows, f"{self.config}: {self.metric:.4g}, {verdict}")
-
-
-#: Settings with one change, or the same settings where the change does not apply.
-Step = Callable[[TunedConfig, nn.Module], TunedConfig]
-
-
-def _changed(best: TunedConfig, model: nn.Module, **changes: Any) -> TunedConfig:
-    return replace(best, **changes)
-
-
-def _unsigned(best: TunedConfig, model: nn.Module) -> TunedConfig:
-    """Let inputs be unsigned, where a rule leaves them signed."""
-
-    def change(rule: Rule) -> Rule:
-        d = rule.input
-        if d is None or d.unsigned or d.dynamic or d.amax is not None or not d.format.is_integer:
-            return rule
-        return replace(rule, input=d.replace(unsigned="auto"))
-
-    return replace(best, config=replace(best.config, rules=tuple(map(change, best.config.rules))))
-
-
-def _wide_ends(best: TunedConfig, model: nn.Module) -> TunedConfig:
-    """Give the first and last layer 8 bits, unless there are rules for them."""
-
-    def wide(descriptor: QuantDescriptor | None) -> QuantDescriptor | None:
-        is_narrow = descriptor is not None and _bits(descriptor) < _END_BITS
-        return descriptor.replace(num_bits=_END_BITS) if descriptor and is_narrow else descriptor
-
-    rules = best.config.rules
-    widened = [replace(rule, input=wide(rule.input), weight=wide(rule.weight)) for rule in rules]
-    ends = [new for new, old in zip(widened, rules, strict=True) if new != old and not old.skip]
-    if not ends or any(rule.position for rule in rules):
-        return best
-    added = [
-        replace(rule, position=position, optional=True)
-        for position in ("first", "last")
-        for rule in ends
-    ]
-    return replace(best, config=best.config.with_rules(*added))
+        seconds = sum(trial.seconds for trial in self.table)
+        text = f"{self.metric:.4g} of {self.float_metric:.4g} {verdict}: "
+        text += f"{len(self.table)} trials in {seconds:.1f} s. The same from the float model:"
+        return table(rows, f"{wrap(text)}\n{self.code}")
 
 
 def _bits(descriptor: QuantDescriptor) -> int:
-    return descriptor.format.bits if descriptor.format.is_integer else _END_BITS
+    return descriptor.format.bits if descriptor.format.is_integer else _BYTE
 
 
-def _equalization(best: TunedConfig, model: nn.Module) -> TunedConfig:
-    applies = any(isinstance(module, CONVOLUTIONS) for module in model.modules())
-    return replace(best, before=(*best.before, "equalization")) if applies else best
+def _descriptors(config: QuantConfig, slot: str) -> list[QuantDescriptor]:
+    found = (getattr(rule, slot) for rule in config.rules)
+    return [descriptor for descriptor in found if descriptor is not None]
 
 
-def _smoothing(best: TunedConfig, model: nn.Module) -> TunedConfig:
-    kinds = {type(module).__name__ for module in model.modules()}
+#: From the best settings so far and the search to settings with one change, or to the same ones
+#: where it does not apply.
+Change = Callable[[TunedConfig, "_Search"], TunedConfig]
+
+
+def _with(settings: TunedConfig, call: str, config: QuantConfig) -> TunedConfig:
+    """Return settings with the config that a method of theirs returns."""
+    if config == settings.config:
+        return settings
+    return replace(settings, config=config, source=f"{settings.source}.{call}")
+
+
+def _method(best: TunedConfig, search: _Search, name: str) -> TunedConfig:
+    # With few bits recipes search the least error already.
+    wide = [d for d in _descriptors(best.config, "input") if _bits(d) > _FEW_BITS]
+    return replace(best, method=name) if any(d.calib_method != name for d in wide) else best
+
+
+def _algorithm(
+    best: TunedConfig, search: _Search, name: str, least: int = 1, most: int = _FLOAT_BITS
+) -> TunedConfig:
+    """Return settings with an algorithm, for narrowest weights and inputs of some widths."""
+    found = [_bits(d) for slot in ("weight", "input") for d in _descriptors(best.config, slot)]
+    return (
+        replace(best, algorithm=name) if least <= min(found, default=_FLOAT_BITS) <= most else best
+    )
+
+
+def _ends(best: TunedConfig, search: _Search, bits: int | None) -> TunedConfig:
+    return _with(best, f"with_ends({bits})", best.config.with_ends(bits))
+
+
+def _zero_points(best: TunedConfig, search: _Search) -> TunedConfig:
+    # A plan for a target chooses the form of codes. Behind ReLUs the image alone has a sign.
+    model = search.last
+    weights = weight_quantizers(model)
+    inputs = [q.descriptor for q in quantizers(model).values() if id(q) not in weights]
+    if best.target is not None or sum(not d.unsigned for d in inputs) < 2:
+        return best
+    return _with(best, "with_zero_points()", best.config.with_zero_points())
+
+
+def _equalization(best: TunedConfig, search: _Search) -> TunedConfig:
+    weights = _descriptors(best.config, "weight")
+    per_tensor = any(d.axis is None and d.block_size is None for d in weights)
+    applies = per_tensor and any(isinstance(m, CONVOLUTIONS) for m in search.model.modules())
+    return replace(best, before=(*best.before, "equalize_")) if applies else best
+
+
+def _smoothing(best: TunedConfig, search: _Search) -> TunedConfig:
+    kinds = {type(module).__name__ for module in search.model.modules()}
     applies = any(kind.endswith(("LayerNorm", "RMSNorm")) for kind in kinds)
-    return replace(best, before=(*best.before, "smoothing")) if applies else best
+    return replace(best, before=(*best.before, "smooth_")) if applies else best
 
 
-#: What is tried in turn, each on the best settings so far; mixed precision follows.
-STEPS: Mapping[str, Step] = {
-    **{f"calibration {m}": partial(_changed, method=m) for m in ("mse", "percentile", "entropy")},
-    "unsigned inputs": _unsigned,
-    "first and last layer 8 bits": _wide_ends,
-    "equalization": _equalization,
-    "smoothing": _smoothing,
-    **{name: partial(_changed, algorithm=name) for name in ALGORITHMS},
-}
+def _mixture(best: TunedConfig, search: _Search, part: float) -> TunedConfig:
+    """Let some layers be wider: mean bits a part of the way to 8 bits, or to float."""
+    plain = [t for t in search.table if not isinstance(t.settings.config, MixedPrecision)]
+    narrow = max(plain, key=lambda t: -math.inf if math.isnan(t.metric) else t.metric)
+    few = min(map(_bits, _descriptors(narrow.settings.config, "weight"))) < _BYTE
+    wide, most = ("w8a8", _BYTE) if few else ("float", _FLOAT_BITS)
+    budget = {"mean_bits": round(narrow.mean_bits + part * (most - narrow.mean_bits), 2)}
+    formats = [narrow.settings.config, wide]
+    config = mixed_precision(
+        search.model, search.batches, budget=budget, formats=formats, progress=False
+    )
+    text = f'{budget=}, formats=[{narrow.settings.source}, "{wide}"]'
+    source = f"torchq.mixed_precision(model, batches, {text})"
+    return replace(narrow.settings, config=config, source=source)
+
+
+#: What is tried in turn, each on the best settings so far: name, reason, change.
+SETTINGS: Sequence[tuple[str, str, Change]] = (
+    ("ends in 8 bits", "the first and last layer are sensitive", partial(_ends, bits=_BYTE)),
+    ("zero points", "few negative inputs, as behind SiLU, waste codes", _zero_points),
+    ("mse ranges", "rare large inputs make others coarse", partial(_method, name="mse")),
+    ("percentile ranges", "the same", partial(_method, name="percentile")),
+    ("equalize_", "channels of unequal size share a scale", _equalization),
+    ("smooth_", "norms give some channels huge inputs", _smoothing),
+    (
+        "correct_bias_",
+        "layers can make up for those before them",  # as calibrate lets them with few bits
+        partial(_algorithm, name="correct_bias_", least=_FEW_BITS + 1),
+    ),
+    ("gptq_", "weights can make up for each other", partial(_algorithm, name="gptq_")),
+    ("ends in float", "the first and last layer are sensitive", partial(_ends, bits=None)),
+    (
+        "adaround_",
+        "2 or 3 bits want learned rounding",
+        partial(_algorithm, name="adaround_", most=3),
+    ),
+    *(
+        ("mixed precision", "few layers do most of the damage", partial(_mixture, part=part))
+        for part in (0.2, 0.4, 0.6, 0.8)
+    ),
+)
 
 
 def tune(
@@ -298,17 +325,18 @@ def tune(
     *,
     max_drop: float,
     recipe: QuantConfig | None = None,
+    target: str | Runtime | None = None,
     time_limit: float | None = None,
     progress: bool = True,
 ) -> TuneResult:
     """Find settings with which the quantized model keeps a metric.
 
-    After the recipe itself these are tried in turn: other calibration methods, unsigned inputs, 8
-    bits for the first and last layer, equalization of convolutions, SmoothQuant for
-    transformers, then bias correction, GPTQ and AdaRound. Each trial changes the best
-    settings so far in one point. The first trial that keeps the metric ends the search. If
-    none does, mixed precision follows: four trials that halve the interval between the recipe's
-    weights and wider ones, for the fewest mean bits that keep the metric.
+    After the recipe itself, as :func:`torchq.calibrate` treats it, come from cheap to dear those of
+    :data:`torchq.ptq.tuning.SETTINGS` that apply: 8 bits for the first and last layer, inputs with
+    zero points, other ranges, equalization, SmoothQuant, the correction of results in order, GPTQ,
+    float for the first and last layer, AdaRound. Each trial changes the best settings so far in one
+    point and is judged by the metric alone; the first one that keeps it ends the search. Mixed
+    precision comes last, with mean bits that rise by fifths of the way to 8 bits, or to float.
 
     Args:
         model: a float model, fused (:func:`torchq.fuse_`); left unchanged.
@@ -318,17 +346,21 @@ def tune(
             ``"detections"``, or a :class:`torchq.analysis.Detections`, compares the boxes on
             ``batches`` with those of the float model.
         max_drop: the largest loss of the metric, in its own unit, >= 0.
-        recipe: the widths that are wanted; default :func:`torchq.recipes.int8`.
+        recipe: the widths that are wanted; default that of the target, or
+            :func:`torchq.recipes.int8`.
+        target: the runtime that the model is for; see :func:`torchq.quantize_`.
         time_limit: seconds after which no trial is started; the best one so far is returned.
         progress: show a bar.
 
     Returns:
-        The result, also if no trial keeps the metric; then with one warning.
+        The result, also if no trial keeps the metric; then with one warning. ``print`` says what
+        was tried, what it cost, and the lines that do the same.
 
     Raises:
         ConfigError: an argument is invalid, the model is quantized, or the metric of the float
             model is no finite number.
-        CalibrationError: there is no batch, or no trial could be made.
+        CalibrationError: there is no batch, no trial could be made, or the float model detects
+            nothing in the batches.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
@@ -340,44 +372,49 @@ def tune(
         ... )
         >>> result.kept, len(result.table)
         (True, 1)
+        >>> print(result.code)
+        torchq.quantize_(model, torchq.recipes.int8(), example=batches[0])
+        torchq.calibrate(model, batches)
     """
     kept = kept_batches("tune", batches)
-    if metric == "detections" or isinstance(metric, Detections):
-        chosen = metric if isinstance(metric, Detections) else Detections()
-        metric = chosen.against(model, kept)
-    _check_metric(metric)
+    if not 0 <= max_drop < math.inf:
+        raise ConfigError(f"tune: got max_drop={max_drop}; expected a number >= 0")
     quantized = next(iter(quantizers(model)), None)
     if quantized is not None:
         raise ConfigError(f"tune: got a quantized model ({quantized}); expected a float one")
-    if not 0 <= max_drop < math.inf:
-        raise ConfigError(f"tune: got max_drop={max_drop}; expected a number >= 0")
-    float_metric = metric_of(metric, copy_module(model).eval())
+    measure = _found_metric(metric, model, kept)
+    float_metric = metric_of(measure, copy_module(model).eval())
     if not math.isfinite(float_metric):
         raise ConfigError(f"tune: the metric of the float model is {float_metric}; expected finite")
-    search = _Search(model, kept, metric, float_metric - max_drop)
+    search = _Search(model, kept, measure, float_metric - max_drop)
     deadline = math.inf if time_limit is None else time.monotonic() + time_limit
-    candidates = search.candidates(TunedConfig(recipe or int8()))
-    shown = progress_bar(candidates, description="tune", enabled=progress, unit="trial")
-    for candidate in shown:
-        search.try_out(*candidate)
+    candidates = search.candidates(_start(recipe, target))
+    for trial in progress_bar(candidates, description="tune", enabled=progress, unit="trial"):
+        search.try_out(trial)
         if time.monotonic() >= deadline:
             break
     return _result(search, float_metric)
 
 
-def _check_metric(metric: Any) -> None:
-    """Raise ConfigError unless ``metric`` can be called with a model."""
-    if isinstance(metric, str):
-        raise ConfigError(f'tune: got metric {metric!r}; expected "detections", or metric(model)')
-    try:
-        inspect.signature(metric).bind(None)
-    except TypeError as error:
-        raise ConfigError(
-            f"tune: got a metric that cannot be called with a model alone ({error}); expected "
-            "metric(model), which returns a number"
-        ) from error
-    except ValueError:  # Functions in C may have no signature.
-        return
+def _start(recipe: QuantConfig | None, target: str | Runtime | None) -> TunedConfig:
+    """Return the settings of the first trial."""
+    runtime = runtime_of(target)
+    if recipe is not None:
+        source = "recipe"
+    else:
+        recipe = recipes.int8() if runtime is None else runtime.recipe()
+        source = "torchq.recipes.int8()" if recipe == recipes.int8() else "recipe"
+    return TunedConfig(recipe, target=target, source=source)
+
+
+def _found_metric(metric: Any, model: nn.Module, batches: Sequence[Any]) -> Metric:
+    """Return what is called with each quantized model."""
+    chosen = user_metric("tune", metric)
+    if isinstance(chosen, Detections):
+        return chosen.against(model, batches)
+    if isinstance(chosen, Evaluation):
+        return chosen.function
+    raise ConfigError(f'tune: got metric {metric!r}; expected metric(model), or "detections"')
 
 
 def _result(search: _Search, float_metric: float) -> TuneResult:
@@ -392,9 +429,10 @@ def _result(search: _Search, float_metric: float) -> TuneResult:
             f"expected at least {search.wanted:.4g}. Allow a larger max_drop or more bits",
             stacklevel=3,
         )
-    found = search.model_of(trial.settings)
+    found, report = search.model_of(trial.settings)
+    code = trial.settings.code("disable" if report.unseen else "error")
     figures = float_metric, trial.metric, trial.mean_bits
-    return TuneResult(found, trial.settings, *figures, search.kept, tuple(search.table))
+    return TuneResult(found, trial.settings, code, *figures, search.kept, tuple(search.table))
 
 
 def metric_of(metric: Metric, model: nn.Module) -> float:
@@ -427,7 +465,7 @@ def _mean_weight_bits(model: nn.Module) -> float:
 class _Search:
     """The trials of one call of :func:`torchq.tune`; ``wanted`` is the least good metric.
 
-    ``best`` is the trial of fewest bits among the good ones, else that of the largest metric.
+    ``best`` is the trial of the largest metric, and ``last`` the last model, float at first.
     """
 
     def __init__(
@@ -436,94 +474,48 @@ class _Search:
         self.model, self.batches, self.metric, self.wanted = model, batches, metric, wanted
         self.table: list[TuneTrial] = []
         self.best: TuneTrial | None = None
-        self._last: tuple[TunedConfig, nn.Module] | None = None
+        self.last = model
+        self._made: tuple[TunedConfig, CalibrationReport] | None = None
 
     @property
     def kept(self) -> bool:
         """True if a trial is good enough."""
         return self.best is not None and self.best.metric >= self.wanted
 
-    def candidates(self, start: TunedConfig) -> Iterator[tuple[str, TunedConfig]]:
+    def candidates(self, start: TunedConfig) -> Iterator[TuneTrial]:
         """Yield what to try until something is good enough; each is tried before the next."""
-        yield f"recipe {start.config.name}", start
-        for name, step in STEPS.items():
+        yield TuneTrial(f"recipe {start.config.name}", "calibrate and its correction", start)
+        for name, reason, change in SETTINGS:
+            if self.kept:
+                return
             before = start if self.best is None else self.best.settings
-            if not self.kept and (settings := step(before, self.model)) != before:
-                yield name, settings
-        if self.best is not None and not self.kept:
-            yield from self._mixtures(self.best)
+            try:
+                settings = change(before, self)
+            except TorchqError as error:
+                self.table.append(TuneTrial(name, reason, before, error=str(error)))
+                continue
+            if all(settings != trial.settings for trial in self.table):
+                yield TuneTrial(name, reason, settings)
 
-    def _mixtures(self, narrow: TuneTrial) -> Iterator[tuple[str, TunedConfig]]:
-        """Yield mixed precision between mean bits that are too few and those that may be enough."""
-        weights = [rule.weight for rule in narrow.settings.config.rules]
-        is_narrow = min((_bits(d) for d in weights if d is not None), default=32) < _END_BITS
-        # Where everything in the wide format is not enough, no mixture can be.
-        low, high, steps = narrow.mean_bits, float(_FLOAT_BITS), _BISECTIONS
-        if is_narrow:
-            high, steps = float(_END_BITS), _BISECTIONS + 1
-        bits = high if is_narrow else (low + high) / 2
-        for step in range(steps):
-            candidate = self._mixed(narrow.settings, "w8a8" if is_narrow else "float", bits)
-            if candidate is None:
-                return
-            is_good = False
-            if all(trial.settings != candidate[1] for trial in self.table):
-                yield candidate
-                is_good = self.table[-1].metric >= self.wanted
-            if is_good:
-                high = self.table[-1].mean_bits
-            elif step == 0 and is_narrow:
-                return
-            else:
-                low = bits
-            bits = (low + high) / 2
-            if high - low <= _CLOSE:
-                return
-
-    def _mixed(
-        self, narrow: TunedConfig, wide: Literal["w8a8", "float"], mean_bits: float
-    ) -> tuple[str, TunedConfig] | None:
-        """Return mixed precision within a budget, or None after a row with the reason."""
-        try:
-            config = mixed_precision(
-                self.model,
-                self.batches,
-                budget={"mean_bits": mean_bits},
-                formats=[replace(narrow.config, name="narrow"), wide],
-                progress=False,
-            )
-        except TorchqError as error:
-            failed = TuneTrial("mixed precision", narrow, math.nan, math.nan, 0.0, str(error))
-            self.table.append(failed)
-            return None
-        bits = f"{config.costs['mean_bits']:.3g} bits"
-        named = QuantConfig(config.rules, name=f"mixed, {bits} a weight")
-        return f"mixed precision, {bits}", replace(narrow, config=named)
-
-    def model_of(self, settings: TunedConfig) -> nn.Module:
-        """Return the model quantized with ``settings``, in eval mode."""
-        if self._last is None or self._last[0] != settings:
+    def model_of(self, settings: TunedConfig) -> tuple[nn.Module, CalibrationReport]:
+        """Return the model quantized with ``settings``, in eval mode, and its calibration."""
+        if self._made is None or self._made[0] != settings:
             model = copy_module(self.model).eval()
-            settings.apply_(model, self.batches)
-            self._last = (settings, model)
-        return self._last[1]
+            self._made = settings, settings.apply_(model, self.batches)
+            self.last = model
+        return self.last, self._made[1]
 
-    def try_out(self, change: str, settings: TunedConfig) -> None:
+    def try_out(self, trial: TuneTrial) -> None:
         """Quantize and measure one candidate, and add its row to the table."""
         started, found, bits, error = time.monotonic(), math.nan, math.nan, ""
         try:
-            model = self.model_of(settings)
+            model, _ = self.model_of(trial.settings)
             found, bits = metric_of(self.metric, model), _mean_weight_bits(model)
         except TorchqError as reason:
             error = str(reason)
-        trial = TuneTrial(change, settings, found, bits, time.monotonic() - started, error)
+        figures = {"metric": found, "mean_bits": bits, "seconds": time.monotonic() - started}
+        trial = replace(trial, **figures, error=error)
         self.table.append(trial)
         log.debug("tune: %s: %s", trial.change, trial.error or trial.metric)
-        if math.isfinite(found) and (
-            self.best is None or self._order(trial) > self._order(self.best)
-        ):
+        if math.isfinite(found) and (self.best is None or found > self.best.metric):
             self.best = trial
-
-    def _order(self, trial: TuneTrial) -> tuple[bool, float, float]:
-        kept = trial.metric >= self.wanted
-        return kept, -trial.mean_bits if kept else 0.0, trial.metric

@@ -95,6 +95,13 @@ def needs_gains(model: nn.Module) -> bool:
     )
 
 
+def uncorrected(model: nn.Module) -> list[str]:
+    """Return the layers of a calibrated model whose results could be corrected and are not."""
+    few = needs_gains(model)
+    layers, _ = _candidates(model, few, may_clip=few)
+    return [name for name, layer in layers.items() if not layer.is_corrected]
+
+
 def _quantizers_of(layer: Any) -> list[TensorQuantizer]:
     found = (layer.input_quantizer, layer.weight_quantizer)
     return [q for q in found if isinstance(q, TensorQuantizer) and q.quantizing]

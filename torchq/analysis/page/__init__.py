@@ -1,6 +1,5 @@
 """The report: everything about a quantized model on one page, as HTML, JSON or text."""
 
-from torchq.analysis.page.collect import compare_outputs
 from torchq.analysis.page.document import Report, check_path, compare, report
 
-__all__ = ["Report", "check_path", "compare", "compare_outputs", "report"]
+__all__ = ["Report", "check_path", "compare", "report"]

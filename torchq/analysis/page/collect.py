@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.analysis.doctor import doctor
+from torchq.analysis.cures import culprits, damage_shares
+from torchq.analysis.doctor import examine, ranking_of
 from torchq.analysis.layer_errors import LayerErrors, layer_errors
 from torchq.analysis.layers import (
     QuantizedLayer,
@@ -20,26 +20,16 @@ from torchq.analysis.layers import (
     passing,
     quantized_layers,
 )
-from torchq.analysis.metrics import (
-    Evaluation,
-    Score,
-    Sqnr,
-    Sums,
-    add_sums,
-    batch_size,
-    class_axis,
-    find_metric,
-    only_scores,
-    plain,
-)
+from torchq.analysis.metrics import batch_size, plain
 from torchq.analysis.mixed_precision import (
     LayerFacts,
     MixedPrecision,
     gather_facts,
     mixed_precision,
 )
-from torchq.analysis.page.verdict import Outputs, culprits, damage_shares, verdict
-from torchq.analysis.sensitivity import SensitivityReport, sensitivity
+from torchq.analysis.outputs import compare_outputs, user_metric
+from torchq.analysis.page.verdict import verdict
+from torchq.analysis.sensitivity import SensitivityReport
 from torchq.calib import make_calibrator
 from torchq.errors import CalibrationError, ConfigError
 from torchq.formats import PerTensor
@@ -70,10 +60,11 @@ def collect(
     layers = quantized_layers(model, "report")
     options: dict[str, Any] = {"forward": forward, "progress": progress}
     run = partial(call_model, model, forward=forward, device=device_of(model))
+    user_metric("report", metric)
     outputs = compare_outputs(model, batches, metric, **options)
     errors = layer_errors(model, batches, **options)
-    ranking = _ranking(model, batches, options)
-    examined = doctor(model, batches, **options)
+    ranking = ranking_of(model, batches, metric, **options)
+    examined = examine(model, batches, lambda: outputs, lambda: ranking, **options)
     found_plan, plan_note = _plan(model, batches, plan, options)
     found = _histogram_rows(model, layers, batches, run, progress)
     data = {
@@ -87,7 +78,7 @@ def collect(
         "ranking": {
             "metric": ranking.metric,
             "unit": ranking.unit,
-            "worst": [name or "(root)" for name in culprits(ranking)],
+            "worst": [name or "(root)" for name in culprits(damage_shares(ranking))],
         },
         "layers": _layer_rows(layers, errors, ranking, _facts(model, layers, run, batches[0])),
         "quantizers": _quantizer_rows(layers, errors, found),
@@ -98,16 +89,6 @@ def collect(
         "plan_note": plan_note,
     }
     return dict(plain(data, digits=5))
-
-
-def _ranking(
-    model: nn.Module, batches: Sequence[Any], options: dict[str, Any]
-) -> SensitivityReport:
-    """Rank by the estimate where the model has classes, else by noise."""
-    try:
-        return sensitivity(model, batches, "fisher", **options)
-    except (ConfigError, RuntimeError):  # no classes, or a forward without gradients
-        return sensitivity(model, batches, "sqnr", **options)
 
 
 def _plan(
@@ -205,81 +186,6 @@ def _quantizer_rows(
         for path, row in found.items()
         if path in known
     }
-
-
-def compare_outputs(
-    model: nn.Module,
-    batches: Iterable[Any],
-    metric: Any = None,
-    *,
-    forward: Forward | None = None,
-    progress: bool = True,
-) -> Outputs:
-    """Run a quantized model on batches, with its quantizers off and on.
-
-    Args:
-        model: quantized; left unchanged.
-        batches: what to run.
-        metric: ``metric(output, batch)`` or ``metric(model)``, or None.
-        forward: called as ``forward(model, batch)`` instead of the model itself.
-        progress: show a bar.
-
-    Raises:
-        ConfigError: The metric is no such function.
-    """
-    chosen = None if metric is None else _user_metric(metric)
-    known, sums = active_quantizers(model), Sums()
-    call = partial(call_model, model, forward=forward, device=device_of(model))
-    scores: list[float | None] = [None, None]
-    with untouched(model):
-        for batch in progress_bar(batches, description="compare outputs", enabled=progress):
-            with quantizing_only(known):
-                expected = call(batch)
-            found = call(batch)
-            add_sums(sums, "noise", Sqnr().sums(found, expected, batch))
-            add_sums(sums, "agreement", _agreement(found, expected))
-            if isinstance(chosen, Score):
-                add_sums(sums, "float", chosen.sums(expected, expected, batch))
-                add_sums(sums, "quantized", chosen.sums(found, expected, batch))
-        if isinstance(chosen, Evaluation):
-            with quantizing_only(known):
-                scores[0] = chosen.of(model)
-            scores[1] = chosen.of(model)
-    if isinstance(chosen, Score) and sums:
-        scores = [chosen.value(sums[name]) for name in ("float", "quantized")]
-    same, predictions = sums.get("agreement", [0.0, 0.0])
-    return Outputs(
-        sqnr=Sqnr().value(sums["noise"]) if sums else math.nan,
-        agreement=same / predictions if predictions else None,
-        predictions=int(predictions),
-        metric="" if chosen is None else chosen.name,
-        float_score=scores[0],
-        score=scores[1],
-    )
-
-
-def _user_metric(metric: Any) -> Score | Evaluation:
-    chosen = None if isinstance(metric, str) else find_metric("report", metric)
-    if not isinstance(chosen, (Score, Evaluation)):
-        raise ConfigError(
-            f"report: got metric {metric!r}; expected a function metric(output, batch) or "
-            "metric(model), or None"
-        )
-    return chosen
-
-
-def _agreement(found: Any, expected: Any) -> list[float]:
-    """Return how many predictions of one batch are those of the float model, and how many it has.
-
-    Outputs without classes have none; NaN never agrees.
-    """
-    ours, theirs = only_scores(found), only_scores(expected)
-    if ours is None or theirs is None or ours.shape != theirs.shape:
-        return [0.0, 0.0]
-    axis = class_axis(theirs)
-    known = ~(ours.isnan() | theirs.isnan()).any(axis)
-    same = known & (ours.argmax(axis) == theirs.argmax(axis))
-    return [float(same.sum()), float(same.numel())]
 
 
 @dataclass

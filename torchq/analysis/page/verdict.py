@@ -3,70 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 from torchq.analysis.checks import Finding
+from torchq.analysis.cures import culprits, damage_shares, joined_names
 from torchq.analysis.doctor import DoctorReport
 from torchq.analysis.layer_errors import LayerErrors
 from torchq.analysis.metrics import decibel_text
+from torchq.analysis.outputs import Outputs
 from torchq.analysis.sensitivity import SensitivityReport
 
-#: Share of equal predictions from which on a model is good, and from which on it is usable.
-_AGREEMENT = (0.99, 0.95)
-#: The same for the ratio of signal to noise at the output, where there are no classes.
-_RATIO = (30.0, 20.0)
-_GRADES = ("good", "fair", "poor")
-#: Predictions below which their agreement says little.
-_FEW = 100
-#: Layers that are blamed at most, and the share of the damage that makes them blamed.
-_BLAMED, _MOST = 3, 0.5
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """What quantization does to the outputs.
-
-    Attributes:
-        sqnr: signal to noise ratio in dB.
-        agreement: share of predictions with the class of the float model; None without classes.
-        predictions: how many there were.
-        metric: name of the user's metric; empty without one.
-        float_score: the metric of the float model.
-        score: the metric of the quantized model.
-    """
-
-    sqnr: float
-    agreement: float | None
-    predictions: int
-    metric: str = ""
-    float_score: float | None = None
-    score: float | None = None
-
-
-def damage_shares(ranking: SensitivityReport) -> dict[str, float]:
-    """Return each layer's share of the damage that all do one by one; the shares add up to 1.
-
-    Errors of different layers are independent, so that divergences and powers of noise add up.
-    """
-    values = [row.value for row in ranking.rows]
-    harms = [10 ** (-v / 10) for v in values] if ranking.unit == "dB" else values
-    if any(map(math.isnan, harms)):  # These layers leave nothing of the output.
-        harms = [float(math.isnan(harm)) for harm in harms]
-    total = sum(harms)
-    names = [row.name for row in ranking.rows]
-    return {n: harm / total if total else 0.0 for n, harm in zip(names, harms, strict=True)}
-
-
-def culprits(ranking: SensitivityReport) -> list[str]:
-    """Return the layers to exclude: the fewest that do half of the damage, if three or fewer do."""
-    found, together = [], 0.0
-    for name, share in list(damage_shares(ranking).items())[:_BLAMED]:
-        found.append(name)
-        together += share
-        if together >= _MOST:
-            return found
-    return []
+#: Layers whose rank makes it no surprise that their own error is large.
+_BLAMED = 3
 
 
 def verdict(
@@ -76,7 +24,7 @@ def verdict(
 
     ``advice`` holds sentences with the call, the most useful first.
     """
-    grade = _grade(outputs, examined)
+    grade = outputs.grade if examined.ok else "poor"
     if math.isnan(outputs.sqnr):
         return _not_finite(grade, errors, examined)
     return {
@@ -97,44 +45,24 @@ def _not_finite(grade: str, errors: LayerErrors, examined: DoctorReport) -> dict
     return {"grade": grade, "sentence": sentence, "blame": "", "advice": advice}
 
 
-def _grade(outputs: Outputs, examined: DoctorReport) -> str:
-    if not examined.ok or math.isnan(outputs.sqnr):
-        return "poor"
-    by_ratio = sum(outputs.sqnr < bound for bound in _RATIO)
-    if outputs.agreement is None:
-        return _GRADES[by_ratio]
-    by_agreement = sum(outputs.agreement < bound for bound in _AGREEMENT)
-    if outputs.predictions < _FEW:
-        by_agreement = max(by_agreement, min(by_ratio, 1))
-    return _GRADES[by_agreement]
-
-
 def _sentence(outputs: Outputs, grade: str) -> str:
     effect = {
         "good": "Quantization hardly changes this model",
         "fair": "Quantization changes this model noticeably",
         "poor": "Quantization damages this model",
     }[grade]
-    if outputs.score is not None and outputs.float_score is not None:
-        return f"{effect}: {outputs.metric} {outputs.float_score:.4g} becomes {outputs.score:.4g}."
-    if outputs.agreement is not None:
-        count = f"{outputs.predictions:,} predictions"
-        text = f"{outputs.agreement:.1%} of {count} are those of the float model"
-        if outputs.predictions < _FEW:
-            ratio = decibel_text(outputs.sqnr)
-            return f"{effect}: signal to noise is {ratio}; {text}, too few to be sure."
-        return f"{effect}: {text}."
-    return f"{effect}: signal to noise at its output is {decibel_text(outputs.sqnr)}."
+    return f"{effect}: {outputs.evidence}."
 
 
 def _blame(errors: LayerErrors, ranking: SensitivityReport) -> str:
     """Return the sentence that says which layers do the damage, and how much of it."""
-    shares, names = damage_shares(ranking), culprits(ranking)
+    shares = damage_shares(ranking)
+    names = culprits(shares)
     if not shares:
         return ""
     if names:
         parts = [f"{name or '(root)'} ({shares[name]:.0%})" for name in names]
-        text = f"Most of the damage at the output comes from {_and(parts)}"
+        text = f"Most of the damage at the output comes from {joined_names(parts)}"
     else:
         name, share = next(iter(shares.items()))
         text = f"No single layer is to blame: the worst of {len(shares)}, {name}, does {share:.0%} "
@@ -148,25 +76,23 @@ def _blame(errors: LayerErrors, ranking: SensitivityReport) -> str:
 
 
 def _advice(grade: str, ranking: SensitivityReport, examined: DoctorReport) -> list[dict[str, str]]:
-    found = _repairs(examined)
-    names, shares = culprits(ranking), damage_shares(ranking)
-    if grade == "good" and not found:
-        found.append({"text": "Nothing needs to be done: export or deploy it.", "code": ""})
-    if names:
-        share = sum(shares[name] for name in names)
-        text = f"Leave {_and(names)} in float, which takes away {share:.0%} of the damage."
-        if grade == "good":
-            text = f"To come closer still, leave {_and(names)} in float: {share:.0%} of the "
-            text += "little damage is done there."
-        code = f"torchq.quantize_(model, config, exclude={names!r})"
-        found.append({"text": text, "code": code})
-    if grade != "good":
-        text = "Or give each layer its own format under a budget."
-        if not names:
-            text = "Give each layer its own format under a budget, as many layers do the damage."
-        code = 'config = torchq.mixed_precision(model, batches, budget={"mean_bits": 6})'
-        found.append({"text": text, "code": code})
-    return found
+    found = _repairs(examined) + [vars(cure) for cure in examined.cures]
+    if grade == "good":
+        if not found:
+            found.append({"text": "Nothing needs to be done: export or deploy it.", "code": ""})
+        shares = damage_shares(ranking)
+        if names := culprits(shares):
+            share = sum(shares[name] for name in names)
+            text = f"To come closer still, leave {joined_names(names)} in float: {share:.0%} of "
+            text += "the little damage is done there."
+            code = f"torchq.quantize_(model, config, exclude={names!r})"
+            found.append({"text": text, "code": code})
+        return found
+    if not examined.ok:
+        return found
+    text = f"{'Or give' if found else 'Give'} each layer its own format under a budget."
+    code = 'config = torchq.mixed_precision(model, batches, budget={"mean_bits": 6})'
+    return [*found, {"text": text, "code": code}]
 
 
 def _repairs(examined: DoctorReport) -> list[dict[str, str]]:
@@ -181,8 +107,3 @@ def _repairs(examined: DoctorReport) -> list[dict[str, str]]:
         text = f"Mend {where}: it {findings[0].evidence}.{others}"
         found.append({"text": text, "code": remedy})
     return found
-
-
-def _and(names: list[str]) -> str:
-    shown = [name or "(root)" for name in names]
-    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)

@@ -1,0 +1,211 @@
+"""What is advised helps: each cure is measured on a small net that was trained for its task."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from tests.fusion.blocks.repvgg import RepVGGBlock
+from torchq.analysis import DoctorReport
+from torchq.analysis.cures import Figures, cures
+from torchq.swap import plan_of
+
+W4A4 = torchq.recipes.w4a4()
+
+
+def images(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return noisy patterns of 10 classes, (count, 1, 8, 8) in 0..1, and their labels."""
+    patterns = torch.rand(10, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(10, (count,), generator=generator)
+    noise = torch.randn(count, 1, 8, 8, generator=generator)
+    return (patterns[labels] + 0.6 * noise).clamp(0, 1), labels
+
+
+@cache
+def trained() -> nn.Module:
+    """Return a fused RepVGG that was trained for two seconds."""
+    torch.manual_seed(0)
+    blocks = [RepVGGBlock(1, 16), *(RepVGGBlock(16, 16) for _ in range(3))]
+    model = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(40):
+        x, labels = images(64, step + 1)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), labels).backward()
+        optimizer.step()
+    model.eval()
+    torchq.fuse_(model, images(4, 0)[0])
+    return model
+
+
+def batches() -> list[Tensor]:
+    return list(images(256, 1000)[0].split(64))
+
+
+def quantized(config: Any, model: nn.Module | None = None, **options: Any) -> nn.Module:
+    model = copy.deepcopy(trained() if model is None else model)
+    target = options.pop("target", None)
+    torchq.quantize_(model, config, target=target, example=batches()[0])
+    torchq.calibrate(model, batches(), progress=False, **options)
+    return model
+
+
+def examined(model: nn.Module, **options: Any) -> DoctorReport:
+    return torchq.doctor(model, list(images(512, 2000)[0].split(128)), progress=False, **options)
+
+
+@torch.no_grad()
+def same(model: nn.Module, other: nn.Module | None = None) -> float:
+    """Return the share of other images with the class of the float model."""
+    x, other = images(1000, 3000)[0], other or trained()
+    return (model(x).argmax(1) == other(x).argmax(1)).float().mean().item()
+
+
+def do(code: str, model: nn.Module, config: Any = None) -> None:
+    """Run the call that is advised."""
+    names = {"torchq": torchq, "model": model, "config": config}
+    exec(code, {**names, "batches": batches(), "example": batches()[0]})
+
+
+def test_ranges_of_other_data_are_calibrated_again() -> None:
+    model = copy.deepcopy(trained())
+    torchq.quantize_(model)
+    torchq.calibrate(model, [x / 10 for x in batches()], progress=False)
+    report, before = examined(model), same(model)
+    assert {f.kind for f in report.errors} == {"range_off"}
+    assert report.outputs is None and "values reach" in report.errors[0].evidence
+    do(report.errors[0].remedy, model)
+    assert examined(model).ok and before < 0.8 and same(model) > 0.97
+
+
+def test_ranges_that_are_a_little_short_are_an_error_where_they_do_damage() -> None:
+    model = quantized(torchq.recipes.int8(), target="onnxruntime")
+    for module in model.modules():
+        if isinstance(module, torchq.TensorQuantizer) and module.descriptor.axis is None:
+            module.set_amax(module.amax / 3)
+    report = examined(model)
+    assert report.ok and report.cures[0].code == "torchq.calibrate(model, batches, force=True)"
+    assert "does not fit these values" in report.cures[0].text
+
+
+def test_a_correction_that_is_off_comes_first() -> None:
+    model = quantized(torchq.recipes.integer(4, 4, first_last=8), correct=False)
+    report, before = examined(model), same(model)
+    (finding,) = [f for f in report.findings if f.kind == "damage"]
+    assert finding.remedy == "torchq.calibrate(model, batches, force=True)"
+    assert "results of 5 layers were never corrected" in finding.evidence
+    do(finding.remedy, model)
+    assert same(model) > before + 0.01
+    assert "gptq_" in report.cures[1].code
+
+
+def test_four_bits_are_rounded_by_gptq_before_any_layer_stays_float() -> None:
+    model = quantized(W4A4)
+    report, before = examined(model), same(model)
+    assert report.cures[0].code == "torchq.ptq.gptq_(model, batches)"
+    assert "Weights of 4 bits are rounded to nearest" in str(report).replace("\n    ", " ")
+    do(report.cures[0].code, model)
+    assert same(model) > before + 0.01
+    assert all("gptq_" not in cure.code for cure in examined(model).cures)
+    page = torchq.report(quantized(W4A4), batches(), progress=False, plan=False).data
+    assert page["verdict"]["advice"][0] == vars(report.cures[0])
+    codes = [advice["code"] for advice in page["verdict"]["advice"]]
+    assert all("exclude=" not in code for code in codes[:-2])
+
+
+def test_ends_of_four_bits_want_eight() -> None:
+    config = torchq.recipes.integer(4, 4)
+    model = quantized(config)
+    ends = "torchq.quantize_(model, config.with_ends(8))"
+    codes = [cure.code for cure in cures(plan_of(model), Figures({"6": 0.6, "1": 0.4}))]
+    assert codes == ["torchq.ptq.gptq_(model, batches)", ends, codes[2]]
+    elsewhere = cures(plan_of(model), Figures({"1.rbr_reparam": 1.0}))
+    assert all(cure.code != ends for cure in elsewhere)
+    better = quantized(config.with_ends(8))
+    assert same(better) > same(model)
+
+
+def test_signed_codes_without_negative_values_want_a_target() -> None:
+    config = torchq.recipes.integer(8, 4, unsigned=False)
+    model = quantized(config)
+    (first, *_) = examined(model).cures
+    assert first.code == "torchq.quantize_(model, config, target=..., example=example)"
+    assert "inputs without negative values have signed codes" in first.text
+    assert all("target=" not in c.code for c in examined(quantized(W4A4)).cures)
+
+
+def with_one_bad_layer() -> nn.Module:
+    """Return the net with one channel that is 3,000 times larger, and read accordingly."""
+    model = copy.deepcopy(trained())
+    layers = [m for m in model.modules() if isinstance(m, nn.Conv2d)]
+    with torch.no_grad():
+        layers[2].weight[3] *= 3000
+        layers[2].bias[3] *= 3000  # type: ignore[index]
+        layers[3].weight[:, 3] /= 3000
+    return model
+
+
+def test_one_bad_layer_of_eight_bits_is_named() -> None:
+    float_model = with_one_bad_layer()
+    model = quantized(torchq.recipes.int8(), float_model, target="onnxruntime")
+    report = examined(model)
+    (cure,) = report.cures
+    assert cure.code == "torchq.quantize_(model, config, exclude=['3.rbr_reparam'])"
+    (finding,) = [f for f in report.findings if f.kind == "damage"]
+    assert (finding.severity, finding.remedy) == ("warning", cure.code)
+    better = copy.deepcopy(float_model)
+    do(cure.code, better)
+    torchq.calibrate(better, batches(), progress=False)
+    assert same(model, float_model) < 0.9 and same(better, float_model) > 0.98
+
+
+def test_one_scale_for_unequal_channels_wants_equalization() -> None:
+    model = quantized(torchq.recipes.integer(8, 8, per_channel=False), target="onnxruntime")
+    plan = plan_of(model)
+    (cure,) = cures(plan, Figures({}, unequal=["3.rbr_reparam"]))
+    assert cure.code == "torchq.ptq.equalize_(model, example) before torchq.calibrate"
+    assert cures(plan, Figures({})) == []
+    assert cures(plan, Figures({"2.rbr_reparam": 1.0}, unequal=["3.rbr_reparam"]))[0] != cure
+
+
+def test_a_good_model_has_no_cure() -> None:
+    report = examined(quantized(torchq.recipes.int8(), target="onnxruntime"))
+    assert report.outputs is not None and report.outputs.grade == "good" and report.cures == ()
+    assert [f.kind for f in report.findings if f.kind == "damage"] == []
+
+
+def test_the_metric_of_detections_judges_by_boxes() -> None:
+    class Head(nn.Module):
+        """One box, which is large where the mean of an image is."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 6)
+            self.layer.weight.data *= 10
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = self.layer(x.flatten(1)).sigmoid()
+            boxes = torch.cat([rows[:, :2], rows[:, :2] + rows[:, 2:4]], 1)
+            return torch.cat([boxes, rows[:, 4:5], torch.zeros(len(x), 1)], 1)[:, None]
+
+    torch.manual_seed(0)
+    model = quantized(torchq.recipes.integer(2, 2), Head().eval())
+    report = examined(model, metric="detections")
+    assert report.outputs is not None and report.outputs.metric == "detections"
+    assert report.outputs.float_score == 1 and report.outputs.grade != "good"
+    assert "detections 1 becomes 0." in str(report)
+    data = torchq.report(model, batches(), metric="detections", progress=False, plan=False).data
+    assert data["outputs"]["metric"] == data["ranking"]["metric"] == "detections"
+    with pytest.raises(torchq.errors.ConfigError, match="doctor: got metric 'sqnr'; expected a fu"):
+        examined(model, metric="sqnr")
+    with torch.no_grad():
+        model.layer.bias[4] = -30  # type: ignore[index,union-attr]
+    with pytest.raises(torchq.errors.CalibrationError, match="the float model detects nothing"):
+        examined(model, metric="detections")
