@@ -233,9 +233,10 @@ def _with(settings: TunedConfig, call: str, config: QuantConfig) -> TunedConfig:
 
 
 def _method(best: TunedConfig, search: _Search, name: str) -> TunedConfig:
+    inputs = _descriptors(best.config, "input")
     # With few bits recipes search the least error already.
-    wide = [d for d in _descriptors(best.config, "input") if _bits(d) > _FEW_BITS]
-    return replace(best, method=name) if any(d.calib_method != name for d in wide) else best
+    applies = all(_bits(d) > _FEW_BITS and d.calib_method != name for d in inputs)
+    return replace(best, method=name) if applies and inputs else best
 
 
 def _algorithm(

@@ -27,7 +27,7 @@ from torchq.analysis.mixed_precision import (
     gather_facts,
     mixed_precision,
 )
-from torchq.analysis.outputs import compare_outputs, user_metric
+from torchq.analysis.outputs import compare_outputs
 from torchq.analysis.page.verdict import verdict
 from torchq.analysis.sensitivity import SensitivityReport
 from torchq.calib import make_calibrator
@@ -60,7 +60,6 @@ def collect(
     layers = quantized_layers(model, "report")
     options: dict[str, Any] = {"forward": forward, "progress": progress}
     run = partial(call_model, model, forward=forward, device=device_of(model))
-    user_metric("report", metric)
     outputs = compare_outputs(model, batches, metric, **options)
     errors = layer_errors(model, batches, **options)
     ranking = ranking_of(model, batches, metric, **options)

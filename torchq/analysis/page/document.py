@@ -15,6 +15,7 @@ from torch import nn
 
 from torchq.analysis.metrics import decibel_text, percent_text
 from torchq.analysis.mixed_precision import MixedPrecision
+from torchq.analysis.outputs import user_metric
 from torchq.analysis.page.collect import collect
 from torchq.errors import ConfigError
 from torchq.graph import Forward
@@ -157,8 +158,9 @@ def report(
         batches: each holds the arguments of one call, perhaps followed by labels; see
             :func:`torchq.graph.call_arguments`. They are kept in memory.
         path: a file with suffix .html, .json, .txt or .md; None writes none.
-        metric: ``metric(output, batch)`` or ``metric(model)``, larger for a better model; None
-            compares predictions alone.
+        metric: ``metric(output, batch)`` or ``metric(model)``, larger for a better model;
+            ``"detections"`` or a :class:`torchq.analysis.Detections`, which then ranks layers too.
+            None compares predictions alone.
         plan: a result of :func:`torchq.mixed_precision` to show; True makes one, False does not.
         forward: called as ``forward(model, batch)`` instead of the model itself.
         num_batches: the number of batches to stop after; None reads all of them.
@@ -181,7 +183,7 @@ def report(
         >>> found.data["verdict"]["grade"]
         'good'
     """
-    kept = _checked("report", batches, num_batches, path)
+    kept = _checked("report", batches, num_batches, path, metric)
     return _saved(Report(collect(model, kept, metric, plan, forward, progress)), path)
 
 
@@ -229,7 +231,7 @@ def compare(
         >>> [data["label"] for data in found.reports]
         ['INT8', 'INT4']
     """
-    kept = _checked("compare", batches, num_batches, path)
+    kept = _checked("compare", batches, num_batches, path, metric)
     reports = [
         {**collect(model, kept, metric, False, forward, progress), "label": label}
         for model, label in zip((a, b), labels, strict=True)
@@ -243,8 +245,11 @@ def _saved(found: Report, path: str | os.PathLike[str] | None) -> Report:
     return found
 
 
-def _checked(where: str, batches: Iterable[Any], num_batches: int | None, path: Any) -> list[Any]:
+def _checked(
+    where: str, batches: Iterable[Any], num_batches: int | None, path: Any, metric: Any
+) -> list[Any]:
     """Return the batches after the checks that come before any work."""
+    user_metric(where, metric)
     if path is not None:
         check_path(path)
     return kept_batches(where, batches, num_batches)
