@@ -24,7 +24,7 @@ from torchq import (
 from torchq.analysis import doctor, layer_errors, mixed_precision, report, sensitivity
 from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
-from torchq.frontends import from_caffe, from_mxnet, from_onnx
+from torchq.frontends import adopt_, from_caffe, from_mxnet, from_onnx
 from torchq.fusion import fuse_
 from torchq.nn import TensorQuantizer, exact_sums
 from torchq.onnx import export_onnx, verify_onnx
@@ -41,6 +41,7 @@ __all__ = [
     "Rule",
     "TensorQuantizer",
     "__version__",
+    "adopt_",
     "analysis",
     "calib",
     "calibrate",

@@ -131,7 +131,8 @@ def _matrices_and_tables() -> Iterator[Case]:
 
 
 def _activations_and_pools() -> Iterator[Case]:
-    for cls in (nn.ELU, nn.Hardsigmoid, nn.Hardswish, nn.LeakyReLU, nn.Mish, nn.SiLU, nn.Sigmoid):
+    smooth = (nn.ELU, nn.Hardsigmoid, nn.Hardswish, nn.Mish, nn.SiLU, nn.Sigmoid)
+    for cls in (*smooth, nn.LeakyReLU, nn.ReLU):
         yield _case("", (3, 4), cls)
     yield _case("slope", (2, 3, 4), nn.LeakyReLU, 0.3)
     for d in (1, 2, 3):

@@ -51,8 +51,8 @@ def with_attribute() -> nn.Module:
     ("make", "text"),
     [
         (
-            nn.ReLU,
-            r"torch.nn.modules.activation.ReLU: has no quantized twin; expected "
+            nn.Softplus,
+            r"torch.nn.modules.activation.Softplus: has no quantized twin; expected "
             r"one of the registered classes. See torchq.nn.register",
         ),
         (lambda: OwnLinear(2, 2), "OwnLinear: has no quantized twin"),

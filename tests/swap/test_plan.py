@@ -102,8 +102,8 @@ def test_a_pool_is_quantized_where_a_rule_says_so() -> None:
         ),
         ({"exclude": ["a", "b"]}, "pattern 'a', 'b' matches no module"),
         (
-            {"config": QuantConfig((Rule("body.2", input=INT8),))},
-            "pattern 'body.2' matches no module",
+            {"config": QuantConfig((Rule("body.1", input=INT8),))},
+            "pattern 'body.1' matches no module",
         ),
         ({"exclude": nn.Conv1d}, "pattern 'type:torch.nn.modules.conv.Conv1d' matches no module"),
         ({"exclude": ""}, "pattern: got an empty string"),

@@ -49,6 +49,7 @@ from torchq.nn.modules.input_quantized import (
     QuantMaxPool2d,
     QuantMaxPool3d,
     QuantMish,
+    QuantReLU,
     QuantSigmoid,
     QuantSiLU,
 )
@@ -113,6 +114,7 @@ __all__ = [
     "QuantIdentity",
     "QuantLSTM",
     "QuantRNN",
+    "QuantReLU",
     "QuantRecurrent",
     "QuantInstanceNorm1d",
     "QuantInstanceNorm2d",

@@ -101,7 +101,7 @@ def _decide_layers(
             found = [Draft(names, module, type(module), reason=reason)]
         else:
             found = _by_places(model, names, module, config, include)
-        decisions += [d for d in found if d.rule is not None or twin is None or not twin.is_marker]
+        decisions += [d for d in found if not d.reason or twin is None or not twin.is_marker]
     return decisions
 
 

@@ -64,6 +64,13 @@ class QuantIdentity(InputQuantized, nn.Identity):
     is_marker = True
 
 
+@register(nn.ReLU)
+class QuantReLU(InputQuantized, nn.ReLU):
+    """Quantized-input :class:`torch.nn.ReLU`; codes that begin at 0 make it their result's too."""
+
+    is_marker = True
+
+
 @register(nn.SiLU)
 class QuantSiLU(InputQuantized, nn.SiLU):
     """Quantized-input :class:`torch.nn.SiLU`.

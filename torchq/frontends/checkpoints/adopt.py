@@ -1,0 +1,189 @@
+"""``adopt_``: from the quantized model of another maker to torchq's quantizers on a float model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from torchq.config import QuantConfig, Rule
+from torchq.errors import ConfigError
+from torchq.frontends.checkpoints import brevitas, modelopt, pt2e, quanto
+from torchq.frontends.checkpoints.found import Grid, Layer, Layers, modules_of
+from torchq.nn import QuantModule, TensorQuantizer, quantized_class
+from torchq.nn.convert import unchanged_on_error
+from torchq.swap import Plan, quantize_
+from torchq.utils import bullets, short_repr, undone_on_error
+
+
+class Maker(NamedTuple):
+    """A library that quantizes models.
+
+    Attributes:
+        name: for error texts.
+        package: what the names of its modules begin with, or of its operators in a graph.
+        read: returns what is quantized in a model, given the float one too.
+    """
+
+    name: str
+    package: str
+    read: Callable[[Any, nn.Module], Layers]
+
+
+MAKERS = (
+    Maker("ModelOpt", modelopt.PACKAGE, modelopt.read_modelopt),
+    Maker("Brevitas", brevitas.PACKAGE, brevitas.read_brevitas),
+    Maker("quanto", quanto.PACKAGE, quanto.read_quanto),
+    Maker("PT2E", pt2e.PACKAGE, pt2e.read_pt2e),
+)
+
+
+def adopt_(model: nn.Module, other: nn.Module | torch.export.ExportedProgram) -> Plan:
+    """Quantize a float model as another library has quantized the same network, in place.
+
+    Weights become those of ``other``: the values of its codes where it has codes. Ranges, scales
+    and zero points are held as they are, so both compute the same codes. All is adopted, or nothing
+    is: what torchq has no quantizer for is named by layer.
+
+    Args:
+        model: The float network, not quantized: the one that ``other`` was made of.
+        other: A calibrated model of NVIDIA ModelOpt, Brevitas or quanto (weights alone), or a
+            graph of PT2E after ``convert_pt2e``, as a GraphModule or an ExportedProgram. It stays
+            as it is. No file is read: load the model by its maker's own functions first.
+
+    Returns:
+        What is quantized now.
+
+    Raises:
+        ConfigError: ``other`` is of no known maker or not calibrated, is quantized in a way that
+            torchq does not have (blocks, tables, ranges of each call), or is another network. The
+            model stays as it was.
+
+    Example:
+        >>> plan = torchq.adopt_(model, quantized_by_modelopt)  # doctest: +SKIP
+    """
+    graph = other.module() if isinstance(other, torch.export.ExportedProgram) else other
+    if any(isinstance(module, TensorQuantizer) for module in model.modules()):
+        raise ConfigError(
+            "adopt_: got a quantized model; expected a float one. Call restore_ on it"
+        )
+    maker = _maker_of(graph)
+    layers = maker.read(graph, model)
+    refused = [f"{path}: {found}" for path, found in layers.items() if isinstance(found, str)]
+    if refused:
+        raise ConfigError(
+            f"adopt_: {maker.name} quantizes in ways that torchq has no quantizer for, or other "
+            f"modules; expected scales per tensor or channel. Quantize these otherwise there:\n"
+            f"{bullets(refused)}"
+        )
+    kept = [*model.parameters(), *model.buffers()]
+    with unchanged_on_error(model), undone_on_error(model, written=kept):
+        return _carry_out(model, graph, {p: f for p, f in layers.items() if isinstance(f, Layer)})
+
+
+def _maker_of(other: nn.Module) -> Maker:
+    for maker in MAKERS:
+        if isinstance(other, fx.GraphModule) and maker.package == pt2e.PACKAGE:
+            if any(str(node.target).startswith(maker.package) for node in other.graph.nodes):
+                return maker
+        elif isinstance(other, nn.Module) and next(modules_of(other, maker.package), None):
+            return maker
+    known = ", ".join(maker.name for maker in MAKERS)
+    raise ConfigError(
+        f"adopt_: got a {type(other).__name__} in which nothing is quantized by a known library; "
+        f"expected a model of {known}, as the library's own functions return it"
+    )
+
+
+def _carry_out(model: nn.Module, other: nn.Module, layers: Mapping[str, Layer]) -> Plan:
+    """Swap exactly the found layers, take the maker's numbers, and compare them."""
+    rules = _rules(model, layers)
+    _copy_values(model, other, layers)
+    plan = quantize_(model, QuantConfig(rules, name="adopted"), progress=False)
+    known = dict(model.named_modules(remove_duplicate=False))
+    for path, layer in layers.items():
+        module = known[path]
+        assert isinstance(module, QuantModule)
+        for slot in module.slots():
+            quantizer = getattr(module, f"{slot}_quantizer")
+            if slot in layer.grids:
+                shape = module.get_parameter(slot).shape if slot in module.weight_slots else None
+                _set(quantizer, layer.grids[slot], shape)
+            elif isinstance(quantizer, TensorQuantizer):
+                quantizer.mode = "off"
+    return plan
+
+
+def _rules(model: nn.Module, layers: Mapping[str, Layer]) -> tuple[Rule, ...]:
+    """Return a rule for each layer, which must be one that torchq quantizes."""
+    known = dict(model.named_modules(remove_duplicate=False))
+    rules: list[Rule] = []
+    wrong: list[str] = []
+    for path, layer in layers.items():
+        module = known.get(path)
+        cls = None if module is None else quantized_class(type(module))
+        if cls is None or set(layer.grids) - set(cls.slots()):
+            got = "no module" if module is None else f"a {type(module).__name__}"
+            wrong.append(f"{path}: got {got}; expected a layer with {', '.join(layer.grids)}")
+            continue
+        inputs = [layer.grids[slot].descriptor for slot in cls.input_slots if slot in layer.grids]
+        if any(found != inputs[0] for found in inputs):
+            wrong.append(f"{path}: its inputs have different formats; expected one")
+        weight = layer.grids.get("weight")
+        rules.append(
+            Rule(
+                f"re:^{re.escape(path)}$",
+                input=inputs[0] if inputs else None,
+                weight=None if weight is None else weight.descriptor,
+            )
+        )
+    if wrong:
+        raise ConfigError(f"adopt_: the networks differ, or torchq lacks a slot:\n{bullets(wrong)}")
+    return tuple(rules)
+
+
+def _copy_values(model: nn.Module, other: nn.Module, layers: Mapping[str, Layer]) -> None:
+    """Give the model the parameters and buffers that the maker computes with."""
+    given = {
+        f"{p}.{n}".lstrip("."): v for p, layer in layers.items() for n, v in layer.values.items()
+    }
+    state = {**other.state_dict(), **given}
+    own = model.state_dict()
+    missing = sorted(n for n in own if n not in state) + sorted(n for n in given if n not in own)
+    wrong = [n for n in own if n in state and state[n].shape != own[n].shape]
+    if missing or wrong:
+        raise ConfigError(
+            f"adopt_: the networks differ: {', '.join((missing + wrong)[:6])} stand in one alone "
+            "or have other shapes; expected the float model that the other one was made of, with "
+            "BatchNorm folded by torchq.fuse_ where its maker folds it"
+        )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
+
+
+def _set(quantizer: TensorQuantizer, grid: Grid, shape: torch.Size | None) -> None:
+    """Give a quantizer a grid, and check that it has it; ``shape`` is that of a weight."""
+    d = quantizer.descriptor
+
+    def shaped(value: Tensor | None) -> Tensor | None:
+        if value is None or (shape is None and d.axis is not None):
+            return value
+        return value.reshape(() if shape is None else d.granularity.amax_shape(shape))
+
+    if grid.factor is not None:
+        quantizer.pre_quant_scale = grid.factor.detach().clone()
+    if grid.scale is None:
+        quantizer.set_amax(shaped(grid.amax))
+        return
+    quantizer.set_qparams(shaped(grid.scale), shaped(grid.zero_point))
+    pairs = zip(quantizer.calculate_qparams(), (grid.scale, grid.zero_point), strict=True)
+    for held, given in pairs:
+        if given is not None and not torch.equal(held.flatten(), given.flatten().to(held)):
+            raise ConfigError(
+                f"{quantizer.name}: got {short_repr(given)}, and holds {short_repr(held)}; "
+                "expected equal numbers. Please report this as a fault of torchq"
+            )
