@@ -4,8 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo test test-oldest style types imports doctests docs package figures check ci \
-	bench-env clean
+.PHONY: install demo test test-oldest test-targets style types imports doctests docs package \
+	figures check ci bench-env clean
 
 install:
 	$(PYTHON) -m venv .venv
@@ -39,11 +39,18 @@ test-oldest:
 	.venv-oldest/bin/pip install "torch==2.9.*" "torchvision==0.24.*" -e ".[all]"
 	.venv-oldest/bin/python -m pytest -n 2
 
+# Targets whose packages are not in "all", each in an environment of its own.
+test-targets:
+	$(PYTHON) -m venv .venv-executorch
+	.venv-executorch/bin/pip install -e ".[all,executorch]"
+	.venv-executorch/bin/python -m pytest tests/runtimes/test_executorch.py \
+		"tests/test_docs.py::test_the_code_runs[docs/platforms.md#ExecuTorch]"
+
 # The tools that benchmarks compare with, in an environment of its own.
 bench-env:
 	$(PYTHON) -m venv .venv-bench
 	.venv-bench/bin/pip install -e ".[all]" nvidia-modelopt brevitas torchao requests huggingface_hub
 
 clean:
-	rm -rf .venv .venv-oldest .venv-bench build dist torchq.egg-info docs/_build
+	rm -rf .venv .venv-oldest .venv-executorch .venv-bench build dist torchq.egg-info docs/_build
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

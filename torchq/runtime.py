@@ -20,6 +20,9 @@ from torchq.config import QuantConfig
 from torchq.errors import ConfigError
 from torchq.utils import Registry, short_repr, table
 
+#: Writes a calibrated model, traced with an example, to a file; returns what ``print`` shows of it.
+Writer = Callable[[nn.Module, Any, Path], Any]
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -146,6 +149,10 @@ class Runtime:
     def here(self) -> bool:
         """True if its kernels can run models on this machine now."""
         return False
+
+    def writers(self) -> Mapping[str, Writer]:
+        """Return the endings of files of this runtime's own, beside ONNX, and what writes one."""
+        return {}
 
     def opened(self, path: Path) -> Callable[[Mapping[str, Tensor]], list[Tensor]] | None:
         """Return an ONNX file as a function of its inputs; None where this runtime is not here."""

@@ -83,6 +83,9 @@ def calibrated_detector(target: str = "onnxruntime") -> nn.Module:
 class EngineContract:
     """Tests of an engine, each on the same small detector."""
 
+    #: The number of images of most calls, for an engine that takes that of its example alone.
+    usual_batch = 2
+
     def test_it_names_its_engine(self, engine: Engine, deployed: Any) -> None:
         assert deployed.target == engine.name
         assert not deployed.training
@@ -90,7 +93,7 @@ class EngineContract:
     def test_results_are_those_of_the_simulation(
         self, deployed: nn.Module, simulated: nn.Module
     ) -> None:
-        x = images(2, seed=1)
+        x = images(self.usual_batch, seed=1)
         got, expected = deployed(x), simulated(x)
         assert sqnr(got.scores, expected.scores) > BOUND_DB
         assert sqnr(got.maps["y"][0], expected.maps["y"][0]) > BOUND_DB
@@ -130,7 +133,7 @@ class EngineContract:
         assert torch.equal(deployed(x, 1.0, mask=None).scores, expected)
 
     def test_inputs_may_have_any_layout_and_history(self, deployed: nn.Module) -> None:
-        x = images(2)
+        x = images(self.usual_batch)
         expected = deployed(x).scores
         for other in (
             x.contiguous(memory_format=torch.channels_last),
@@ -166,7 +169,7 @@ class EngineContract:
 
     @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
     def test_copies_compute_the_same(self, deployed: nn.Module, how: str) -> None:
-        x = images(2)
+        x = images(self.usual_batch)
         expected = deployed(x).scores
         if how == "deepcopy":
             twin = copy.deepcopy(deployed)

@@ -47,6 +47,7 @@ ROWS: dict[str, tuple[Engine, ...]] = {
     "torch": (Torch(), Torch(quantized=False)),
     "onnxruntime": (OnnxRuntime(), OnnxRuntime(quantized=False)),
     "openvino": (OpenVino(), OpenVino(quantized=False)),
+    "executorch": (),  # test_executorch.py: its files take no other shape than the example's
 }
 SETTINGS = [engine for row in ROWS.values() for engine in row]
 

@@ -13,6 +13,7 @@ from torch import fx
 
 from torchq.errors import ConfigError
 from torchq.frontends import from_caffe, from_mxnet, from_onnx
+from torchq.runtime import Writer, runtime_of
 
 #: What names of files with networks end with.
 ENDINGS = (".onnx", "-symbol.json", ".prototxt")
@@ -23,7 +24,7 @@ _READ = ("file", "model", "weights", "recipe", "load")
 _FLAGS = {"file": "MODEL"}
 #: Arguments that name files to write, and what some of the names must end with.
 _WRITTEN = ("export", "save", "report", "out", "to")
-_WRITTEN_ENDINGS = {"export": ".onnx", "to": ".pt2"}
+_WRITTEN_ENDINGS: dict[str, tuple[str, ...]] = {"export": (".onnx",), "to": (".pt2",)}
 
 
 def check_paths(args: argparse.Namespace) -> None:
@@ -36,13 +37,22 @@ def check_paths(args: argparse.Namespace) -> None:
             read[option := _FLAGS.get(name, f"--{name}")] = path
             _check_readable(option, path)
     for name in _WRITTEN:
-        path, ending = getattr(args, name, None), _WRITTEN_ENDINGS.get(name, "")
+        path, endings = getattr(args, name, None), _WRITTEN_ENDINGS.get(name, ("",))
         if path is not None and args.command != "demo":  # which makes its folder
             written[option := _FLAGS.get(name, f"--{name}")] = path
             check_folder(option, path)
-            if not path.endswith(ending):
-                raise ConfigError(f"{option} {path}: expected a name that ends in {ending}")
+            if name == "export":
+                endings = (*endings, *writers_of(args))
+            if not path.endswith(endings):
+                known = " or ".join(endings)
+                raise ConfigError(f"{option} {path}: expected a name that ends in {known}")
     check_different(written, read)
+
+
+def writers_of(args: argparse.Namespace) -> Mapping[str, Writer]:
+    """Return what writes files of the target's own, by the ending of their names."""
+    runtime = runtime_of(getattr(args, "target", None))
+    return {} if runtime is None else runtime.writers()
 
 
 def _check_readable(option: str, path: str) -> None:

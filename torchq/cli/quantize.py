@@ -10,7 +10,7 @@ from typing import Any
 
 import torchq
 from torchq.analysis import check_path, compare_outputs
-from torchq.cli.files import check_different, check_folder
+from torchq.cli.files import check_different, check_folder, writers_of
 from torchq.cli.loading import load_text
 from torchq.cli.prepare import (
     Prepared,
@@ -24,7 +24,8 @@ from torchq.cli.prepare import (
     selection,
 )
 from torchq.errors import TorchqError
-from torchq.runtime import reference_runtime
+from torchq.runtime import Writer, reference_runtime, runtime_of
+from torchq.runtimes import Engine
 from torchq.utils.optional import import_optional
 
 #: Where the report goes if no other file is written.
@@ -60,10 +61,17 @@ def _check(args: argparse.Namespace) -> None:
         check_different({"--export": args.export, "--save": args.save, "--report": report})
     if args.report:
         check_path(args.report)
-    if args.export:
+    if args.export and _own_writer(args) is None:
         for package in reference_runtime().packages:
             import_optional(package, "--export")
+    elif args.export and isinstance(runtime := runtime_of(args.target), Engine):
+        runtime.check()
     read_metric(args)
+
+
+def _own_writer(args: argparse.Namespace) -> Writer | None:
+    """Return what writes the file of --export where it is one of the target's own, no ONNX."""
+    return writers_of(args).get(Path(args.export).suffix)
 
 
 def _report_path(args: argparse.Namespace) -> str | None:
@@ -100,7 +108,10 @@ def _write(
         torchq.save(model, args.save)
         say(f"wrote {args.save}: load it with\n  {load_text(args.model, args.save, args.weights)}")
         written["save"] = args.save
-    if args.export:
+    if args.export and (write := _own_writer(args)):
+        say(write(model, (found.example,), Path(args.export)))
+        written["export"] = args.export
+    elif args.export:
         options = {"opset": args.opset, "target": args.target}
         options["dynamic_batch"] = not found.fixed_batch
         torchq.export_onnx(model, (found.example,), args.export, **options)

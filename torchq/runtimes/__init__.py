@@ -7,6 +7,7 @@ from torchq.runtime import RUNTIMES, Codes, FileRules, Placement, Runtime
 from torchq.runtimes.api import deploy
 from torchq.runtimes.chips import CHIPS
 from torchq.runtimes.engine import Engine
+from torchq.runtimes.executorch import ExecuTorch
 from torchq.runtimes.fastest import Candidate, FastestReport
 from torchq.runtimes.graph_engine import EngineModule, GraphEngine
 from torchq.runtimes.inspect import InspectReport, NodePlacement, inspect_onnx
@@ -21,6 +22,7 @@ __all__ = [
     "Candidate",
     "Engine",
     "EngineModule",
+    "ExecuTorch",
     "FastestReport",
     "FileRules",
     "InspectReport",
@@ -37,5 +39,5 @@ __all__ = [
     "deploy",
 ]
 
-for _runtime in (Torch(), OnnxRuntime(), OpenVino(), TensorRt(), QNN, *CHIPS):
+for _runtime in (Torch(), OnnxRuntime(), OpenVino(), TensorRt(), ExecuTorch(), QNN, *CHIPS):
     RUNTIMES.add(_runtime.name, _runtime)

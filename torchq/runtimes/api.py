@@ -50,12 +50,13 @@ def deploy(
             the result is run once and compared with the simulation. A large difference is an
             error; it is a warning where every layer agrees when it is given the inputs of the
             simulation, as the model then only amplifies ties. All runtimes but ``"torch"`` need it.
-        target: ``"torch"``, ``"onnxruntime"``, ``"openvino"``, ``"tensorrt"``, or a runtime with
-            settings of its own, such as ``torchq.runtimes.OnnxRuntime(provider="cuda")``. None
-            takes the one that the model was quantized for, and ``"torch"`` where that was none, or
-            has no kernels for CPUs, or without an example. ``"fastest"`` measures all that are
-            installed on the example, with the quantized model and with the float one, and takes the
-            best; the attribute ``report`` of the result tells what it measured.
+        target: ``"torch"``, ``"onnxruntime"``, ``"openvino"``, ``"tensorrt"``, ``"executorch"``, or
+            a runtime with settings of its own, such as
+            ``torchq.runtimes.OnnxRuntime(provider="cuda")``. None takes the one that the model was
+            quantized for, and ``"torch"`` where that was none, or has no kernels for CPUs, or
+            without an example. ``"fastest"`` measures all that are installed, but ExecuTorch, on
+            the example, with the quantized model and with the float one, and takes the best; the
+            attribute ``report`` of the result tells what it measured.
         batch_sizes: batch sizes that calls will have besides that of the example. ``"fastest"``
             measures them too, and OpenVINO prepares a graph for each.
         fuse: False replaces layers only, each with floating-point input and output, and does not

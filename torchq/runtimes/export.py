@@ -238,7 +238,7 @@ def _interface(model: nn.Module, example: Any, path: Path, structure: Any) -> Gr
     tensors = {name for name, value in values.items() if isinstance(value, Tensor)}
     constants = {name: value for name, value in values.items() if name not in tensors}
     signature = CallSignature(
-        _class_name(model), parameters, inputs, constants, tuple(sorted(tensors - read))
+        class_name(model), parameters, inputs, constants, tuple(sorted(tensors - read))
     )
     opened = tuple(_lengths(value)[:1] == (None,) for value in graph.outputs)
     return GraphInterface(signature, structure, opened)
@@ -251,6 +251,6 @@ def _lengths(value: Any) -> tuple[int | None, ...]:
     return tuple(length if isinstance(length, int) else None for length in value.shape)
 
 
-def _class_name(model: nn.Module) -> str:
+def class_name(model: nn.Module) -> str:
     """Return the name of the class that a model had before it was quantized."""
     return next(cls for cls in type(model).__mro__ if not issubclass(cls, QuantModule)).__name__

@@ -113,8 +113,9 @@ def _candidates(problems: dict[Engine, str]) -> Iterator[Engine]:
         if not isinstance(runtime, Engine) or not runtime.measured:
             continue
         try:
-            runtime.check()
-            yield from runtime.candidates()
+            if found := runtime.candidates():
+                runtime.check()
+            yield from found
         except TorchqError as error:
             problems[runtime] = str(error)
 

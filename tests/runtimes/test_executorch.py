@@ -1,0 +1,436 @@
+"""The target "executorch": the form of its programs, its files, and its integer kernels.
+
+The form is tested with torch alone. What needs the package is skipped where that is missing;
+``make test-targets`` runs it in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+
+import torchq
+from tests.contracts.engine_contract import EngineContract, calibrated_detector, images
+from torchq import QuantConfig, QuantDescriptor, Rule, TensorQuantizer
+from torchq.cli import main
+from torchq.errors import ExportError, InputError, MissingExtraError
+from torchq.runtimes import Engine, ExecuTorch
+from torchq.runtimes.executorch import export_pte, form, lower, to_exported_program
+from torchq.runtimes.executorch.form import is_dq, is_q, kind_of
+
+ASYMMETRIC = QuantDescriptor(unsigned=True, symmetric=False)
+
+
+def needs_executorch() -> None:
+    pytest.importorskip("executorch", reason="executorch is not installed: make test-targets")
+
+
+class Net(nn.Module):
+    """In-place activations, a sum, pooling, a concatenation, a mean, views and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.first = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.pool, self.side = nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, padding=1)
+        self.join, self.head = nn.Conv2d(16, 8, 1), nn.Linear(8, 5)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).relu_()
+        x = self.pool(self.first(x).relu() + x)
+        x = self.join(torch.cat([x, self.side(x)], 1)).relu()
+        return self.head(self.drop(x.mean((2, 3))))
+
+
+def calibrated(model: nn.Module, x: Tensor, *args: Any, target: str | None = "executorch") -> Any:
+    torchq.quantize_(model.eval(), *args, target=target, example=x)
+    torchq.calibrate(model, [x, torch.randn_like(x)], progress=False)
+    return model
+
+
+@pytest.fixture
+def net() -> tuple[nn.Module, Tensor, ExportedProgram]:
+    x = torch.randn(2, 3, 16, 16)
+    model = calibrated(Net(), x)
+    return model, x, to_exported_program(model, x)
+
+
+def nodes(program: ExportedProgram, kind: str) -> list[fx.Node]:
+    return [node for node in program.graph.nodes if kind_of(node) == kind]
+
+
+# --- programs -----------------------------------------------------------------------------------
+
+
+def test_a_program_computes_what_the_model_simulates(
+    net: tuple[nn.Module, Tensor, ExportedProgram],
+) -> None:
+    model, x, program = net
+    before = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(program.module()(x), model(x))
+        other = torch.randn_like(x)
+        assert torch.equal(program.module()(other), model(other))
+    after = model.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
+    assert all(q.delegate is None for q in torchq.workflow.quantizers(model).values())
+
+
+def test_every_operator_stands_in_the_pattern_that_is_delegated(
+    net: tuple[nn.Module, Tensor, ExportedProgram],
+) -> None:
+    """Rules 1, 2, 3, 5 and 7: one Q for a tensor, one DQ for a reader, no view in between."""
+    _, _, program = net
+    for kind in ("add", "max_pool2d", "cat", "mean", "view", "conv2d"):
+        for node in nodes(program, kind):
+            (reader,) = node.users
+            if kind_of(reader) == "relu":
+                (reader,) = reader.users
+            assert is_q(reader), f"{node} is read by {reader}"
+            activations = node.all_input_nodes[: 1 if kind == "conv2d" else None]
+            assert all(is_dq(source) for source in activations), node
+    for node in program.graph.nodes:
+        assert not is_dq(node) or len(node.users) == 1
+        assert sum(map(is_q, node.users)) <= 1
+        if is_q(node):
+            scale, zero_point, least, largest, dtype = node.args[1:6]
+            assert (type(scale), type(zero_point)) == (float, int)
+            assert (least, largest, dtype) == (-128, 127, torch.int8)
+    (cat,) = nodes(program, "cat")
+    grids = {source.args[1:] for source in cat.all_input_nodes} | {q.args[1:] for q in cat.users}
+    assert len(grids) == 1
+
+
+def test_weights_are_stored_as_int8_with_a_scale_for_each_channel(
+    net: tuple[nn.Module, Tensor, ExportedProgram],
+) -> None:
+    _, _, program = net
+    for node in nodes(program, "conv2d"):
+        codes, scale, zero_point, axis, *_ = node.args[1].args
+        dtypes = [source.meta["val"].dtype for source in (codes, scale, zero_point)]
+        assert dtypes == [torch.int8, torch.float32, torch.int64] and axis == 0
+    floats = [k for k, v in program.state_dict.items() if v.is_floating_point() and v.dim() > 1]
+    assert floats == ["head.weight_quantizer.stored_codes"]  # which nothing behind it quantizes
+    assert len(nodes(program, "relu")) == 3  # one for each convolution: others are idle
+
+
+def test_activations_that_are_unsigned_or_asymmetric_have_zero_points() -> None:
+    x = torch.randn(2, 3, 8, 8)
+    weight = QuantDescriptor(axis=0)
+    config = QuantConfig((Rule("type:torch.nn.*.Conv2d", input=ASYMMETRIC, weight=weight),))
+    layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ELU(), nn.Conv2d(4, 4, 1), nn.ReLU6())
+    model = calibrated(layers, x, config, target=None)
+    program = to_exported_program(model, x)
+    points = [node.args[2] for node in nodes(program, "quantize_per_tensor")]
+    assert all(-128 < point < 127 for point in points) and len(points) == 2
+    assert torch.equal(program.module()(x), model(x))
+
+
+def test_clamps_that_codes_show_to_be_idle_are_left_out() -> None:
+    """Rule 4: a ReLU and a Q between two equal grids would round a second time."""
+    x = torch.randn(2, 3, 8, 8)
+    model = calibrated(nn.Sequential(nn.Conv2d(3, 4, 3), Twice(), nn.Conv2d(4, 4, 1)), x)
+    program = to_exported_program(model, x)
+    found = {
+        kind: len(nodes(program, kind)) for kind in ("relu", "hardtanh", "quantize_per_tensor")
+    }
+    assert found == {"relu": 1, "hardtanh": 1, "quantize_per_tensor": 3}
+    assert torch.equal(program.module()(x), model(x))
+
+
+class Twice(nn.Module):
+    """A ReLU whose result is quantized, and clamps behind it: idle, idle, and not idle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quantizer = TensorQuantizer(QuantDescriptor(unsigned=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.quantizer(x.relu())
+        return F.hardtanh(F.hardtanh(y.relu(), 0.0, 100.0), 0.0, 0.25)
+
+
+def test_grids_that_differ_are_kept_apart_in_a_concatenation() -> None:
+    """Rule 7, also where the model has other ranges for what it joins: they are read in Q first."""
+
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (torchq.nn.QuantIdentity() for _ in range(2))
+            self.layer = nn.Conv2d(6, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(torch.cat([self.a(x), self.b(3 * x)], 1))
+
+    x = torch.randn(2, 3, 8, 8)
+    model = calibrated(Joined(), x, target=None)
+    program = to_exported_program(model, x)
+    (cat,) = nodes(program, "cat")
+    assert len({node.args[1:] for node in (*cat.all_input_nodes, *cat.users)}) == 1
+    assert torch.equal(program.module()(x), model(x))
+
+
+def test_a_layer_that_is_not_delegated_has_a_float_weight_and_is_named() -> None:
+    """Rule 6; portable kernels would compute garbage in silence."""
+    x = torch.randn(2, 3, 8, 8)
+    layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.LayerNorm(6), nn.Conv2d(4, 4, 1))
+    model = calibrated(layers, x, target=None)
+    program, found = lower.traced(copy.deepcopy(model), x)
+    assert found == {
+        "0": "its result is read in float by layer_norm",
+        "2": "its result is read in float by the output of the model",
+    }
+    assert not [node for node in program.graph.nodes if "dequantize_per_channel" in node.name]
+    assert torch.equal(program.module()(x), model(x))
+
+
+def test_grouped_transposed_convolutions_compute_in_float() -> None:
+    x = torch.randn(2, 4, 8, 8)
+    layers = nn.ConvTranspose2d(4, 4, 2, groups=2), torchq.nn.QuantIdentity()
+    _, found = lower.traced(calibrated(nn.Sequential(*layers), x), x)
+    assert found["0"].startswith("XNNPACK takes one scale for the weight of a transposed")
+
+
+@pytest.mark.parametrize(
+    ("input", "weight", "text"),
+    [
+        (QuantDescriptor(dynamic=True), QuantDescriptor(), "0.input_quantizer: takes its range"),
+        (QuantDescriptor(4), QuantDescriptor(), "0.input_quantizer: .*activations of 8 bits"),
+        (QuantDescriptor((4, 3)), QuantDescriptor(), "0.input_quantizer: .*expected integers"),
+        (QuantDescriptor(axis=1), QuantDescriptor(), "0.input_quantizer: .*one scale for an act"),
+        (QuantDescriptor(rounding="half_up"), QuantDescriptor(), "rounds half_up; expected half_e"),
+        (QuantDescriptor(), QuantDescriptor(16), "0.weight_quantizer: .*expected integers"),
+        (QuantDescriptor(), ASYMMETRIC, "0.weight_quantizer: .*signed ones around 0"),
+    ],
+    ids=str,
+)
+def test_what_the_form_cannot_hold_is_refused_by_name(
+    input: QuantDescriptor, weight: QuantDescriptor, text: str
+) -> None:
+    x = torch.randn(2, 3, 8, 8)
+    config = QuantConfig((Rule("*", input=input, weight=weight),))
+    model = calibrated(nn.Sequential(nn.Conv2d(3, 4, 3)), x, config, target=None)
+    with pytest.raises(ExportError, match=text):
+        to_exported_program(model, x)
+
+
+def test_models_of_half_precision_and_code_that_cannot_be_traced_are_refused() -> None:
+    x = torch.randn(2, 3, 8, 8)
+    model = calibrated(nn.Sequential(nn.Conv2d(3, 4, 3)), x)
+    with pytest.raises(
+        ExportError, match=r"0\.weight: got torch\.bfloat16; expected torch\.float32"
+    ):
+        to_exported_program(copy.deepcopy(model).bfloat16(), x.bfloat16())
+
+    class Branching(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x if bool(x.sum() > 0) else -x)
+
+    model = calibrated(Branching(nn.Conv2d(3, 4, 3)), x)
+    with pytest.raises(ExportError, match=r"Branching: torch\.export cannot trace it"):
+        to_exported_program(model, x)
+
+
+# --- the package --------------------------------------------------------------------------------
+
+
+def test_a_missing_package_and_an_old_one_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(2, 3, 8, 8)
+    model, path = calibrated(nn.Sequential(nn.Conv2d(3, 4, 3)), x), tmp_path / "m.pte"
+    monkeypatch.setitem(sys.modules, "executorch", None)
+    with pytest.raises(MissingExtraError, match=r"export_pte: executorch is .*\[executorch\]"):
+        export_pte(model, x, path)
+    with pytest.raises(MissingExtraError, match=r"target='executorch'.*torchq\[executorch\]"):
+        torchq.deploy(model, x)
+    monkeypatch.setitem(sys.modules, "executorch", torch)  # any module
+    monkeypatch.setattr(metadata, "version", lambda name: "1.4.0")
+    with pytest.raises(ExportError, match=r"got executorch 1\.4\.0; expected 1\.5 or later"):
+        export_pte(model, x, path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_line_checks_the_ending_and_the_package(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "executorch", None)
+    rest = ["quantize", "--model", "torchvision:resnet18", "--data", "nowhere:loader"]
+    assert main([*rest, "--target", "executorch", "--export", "m.pte"]) != 0
+    assert "executorch is not installed" in capsys.readouterr().err
+    assert main([*rest, "--target", "openvino", "--export", "m.pte"]) != 0
+    assert "expected a name that ends in .onnx" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    needs_executorch()
+    return ExecuTorch()
+
+
+@pytest.fixture(scope="module")
+def simulated(engine: Engine) -> nn.Module:
+    return calibrated_detector(engine.name)
+
+
+@pytest.fixture(scope="module")
+def deployed(engine: Engine, simulated: nn.Module) -> nn.Module:
+    return torchq.deploy(simulated, images(1), target=engine)
+
+
+class TestEngine(EngineContract):
+    """The contract of engines; a file takes images of one size, as many as its example has."""
+
+    usual_batch = 1
+
+    @pytest.mark.parametrize("count", [0, 2])
+    def test_the_batch_is_open(self, deployed: nn.Module, simulated: nn.Module, count: int) -> None:
+        with pytest.raises(InputError, match=r"argument 'image': got shape .*expected \(1, 3, 12"):
+            deployed(images(count))
+
+    def test_the_size_is_open_where_the_model_accepts_any(
+        self, deployed: nn.Module, simulated: nn.Module
+    ) -> None:
+        with pytest.raises(InputError, match=r"got shape \(1, 3, 20, 20\); expected \(1, 3, 12"):
+            deployed(images(1, size=20))
+
+    def test_it_says_what_was_checked_and_what_computes_where(self, deployed: Any) -> None:
+        assert "compared with the simulation on the example" in deployed.checked
+        (row,) = torchq.summary(deployed).layers
+        assert row.note.startswith("1 of 3 layers run on integers")
+        assert deployed.report.integer == ("stem",)
+        assert deployed.report.in_float["head"] == "its result is read in float by mul"
+
+
+OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "add": lambda x: x + x.transpose(2, 3),
+    "mul": lambda x: x * x.transpose(2, 3),
+    "pool": lambda x: F.max_pool2d(x, 2),
+    "mean": lambda x: x.mean((2, 3)),
+    "average": lambda x: F.avg_pool2d(x, 2),
+    "positive": lambda x: x.relu(),
+    "clamped": lambda x: F.hardtanh(x, -0.3, 0.7),
+    "half": lambda x: x[:, :4],
+    "rows": lambda x: x.flatten(2).permute(0, 2, 1),
+    "joined": lambda x: torch.cat([x, x.relu()], 1),
+    "smooth": lambda x: F.hardswish(x),
+}
+
+
+class Layers(nn.Module):
+    """One operator of each kind in front of a quantizer; all read codes of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleDict(
+            {
+                "dense": nn.Conv2d(8, 16, 3, padding=1),
+                "strided": nn.Conv2d(8, 16, 3, stride=2, bias=False),
+                "point": nn.Conv2d(8, 16, 1),
+                "depthwise": nn.Conv2d(8, 8, 3, padding=1, groups=8),
+                "grouped": nn.Conv2d(8, 16, 3, groups=2),
+                "transposed": nn.ConvTranspose2d(8, 8, 2, stride=2),
+                "rectified": nn.Conv2d(8, 16, 3),
+                "capped": nn.Conv2d(8, 16, 3),
+            }
+        )
+        self.linear = nn.Linear(16, 16)
+        names = (*self.convs, "linear", *OPERATORS)
+        plain = ("strided", "grouped", "linear", "add", "mean")
+        self.outs = nn.ModuleDict(
+            {f"to_{n}": TensorQuantizer(None if n in plain else ASYMMETRIC) for n in names}
+        )
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        found = {name: conv(x) for name, conv in self.convs.items()}
+        found["rectified"], found["capped"] = found["rectified"].relu(), F.relu6(found["capped"])
+        found["linear"] = self.linear(x)
+        found |= {name: operator(x) for name, operator in OPERATORS.items()}
+        return {name: self.outs[f"to_{name}"](value) for name, value in found.items()}
+
+
+@pytest.fixture(scope="module")
+def layers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Tensor, dict[str, Tensor], Any]:
+    """The layers with ranges, an input that is on its grid, and what the runtime returns."""
+    needs_executorch()
+    torch.manual_seed(0)
+    model, x = Layers(), torch.randn(2, 8, 16, 16)
+    model = calibrated(model, x)
+    with torch.no_grad():
+        x = model.convs["dense"].input_quantizer(torch.randn_like(x))
+        report = export_pte(model, x, tmp_path_factory.mktemp("layers") / "m.pte")
+        deployed = torchq.deploy(model, x)
+        return model, x, deployed(x), report
+
+
+def codes_of(quantizer: Any, value: Tensor) -> Tensor:
+    qparams = quantizer.qparams()
+    return (value.double() / qparams.scale.double() + qparams.zero_point).round()
+
+
+def int32_formula(conv: Any, quantizer: Any, x: Tensor, least: float | None = None) -> Tensor:
+    """Return the codes of XNNPACK's kernels: an exact sum, one factor of float32, ties to even."""
+    given, result = (q.qparams().stored(signed=True) for q in (conv.input_quantizer, quantizer))
+    of_weight = conv.weight_quantizer.qparams()
+    codes = conv.input_quantizer.codes(x).double() - conv.input_quantizer.qparams().zero_point
+    weight = conv.weight_quantizer.codes(conv.weight).double()
+    scale = given.scale * of_weight.scale.flatten()
+    if isinstance(conv, nn.ConvTranspose2d):
+        total = F.conv_transpose2d(codes, weight, None, conv.stride)
+    else:
+        total = F.conv2d(codes, weight, None, conv.stride, conv.padding, 1, conv.groups)
+    if conv.bias is not None:
+        total += torch.round(conv.corrected_bias(conv.bias) / scale).double()[:, None, None]
+    rounded = torch.round(total.float() * (scale / result.scale)[:, None, None])
+    low = -128 if least is None else int(result.zero_point) + round(least / float(result.scale))
+    return (rounded + result.zero_point).clamp(low, 127)
+
+
+@pytest.mark.parametrize("name", ["dense", "strided", "point", "depthwise", "grouped", "rectified"])
+def test_convolutions_equal_the_int32_formula_in_every_code(
+    layers: tuple[Any, Tensor, dict[str, Tensor], Any], name: str
+) -> None:
+    model, x, got, _ = layers
+    quantizer = model.outs[f"to_{name}"]
+    least = 0.0 if name == "rectified" else None
+    expected = int32_formula(model.convs[name], quantizer, x, least)
+    stored = codes_of(quantizer, got[name]) - (128 if quantizer.descriptor.unsigned else 0)
+    assert len(expected.unique()) > 100
+    assert torch.equal(stored, expected.double())
+
+
+@pytest.mark.parametrize("name", ["transposed", "capped", "linear", *OPERATORS])
+def test_codes_of_other_layers_are_off_by_one_at_most(
+    layers: tuple[Any, Tensor, dict[str, Tensor], Any], name: str
+) -> None:
+    model, x, got, report = layers
+    quantizer = model.outs[f"to_{name}"]
+    with torch.no_grad():
+        expected = model(x)[name]
+    off = codes_of(quantizer, got[name]) - codes_of(quantizer, expected)
+    assert off.abs().max() <= 1
+    assert off.count_nonzero() <= {"average": 0.1, "add": 0.02}.get(name, 0.002) * off.numel()
+    assert set(report.integer) == {*(f"convs.{n}" for n in model.convs), "linear"}
+
+
+def test_a_quantized_convolution_outside_of_xnnpack_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The safety net behind rule 6, should a later partitioner want other patterns."""
+    needs_executorch()
+    x = torch.randn(2, 3, 8, 8)
+    model = calibrated(nn.Sequential(nn.Conv2d(3, 4, 3), nn.LayerNorm(6)), x, target=None)
+    monkeypatch.setattr(form, "_why_float", lambda layer: "")
+    with pytest.raises(ExportError, match=r"^0: XNNPACK leaves this quantized convolution outside"):
+        export_pte(model, x, tmp_path / "m.pte")
+    assert list(tmp_path.iterdir()) == []

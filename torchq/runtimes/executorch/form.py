@@ -1,0 +1,369 @@
+"""The form of a program that the XNNPACK backend of ExecuTorch delegates, as passes on its graph.
+
+The partitioner of ExecuTorch 1.5 matches patterns and says nothing where one is broken: what does
+not match stays outside, on slow kernels. Rules that it follows, by its source and by trial:
+
+1.  Activations are int8 with one scale, a Python float, and any zero point, an int.
+2.  A weight is int8 in front of ``dequantize_per_channel``; scales float32, zero points int64.
+3.  An operator reads DQ alone, and its result has one reader: Q, or ReLU and then Q. So a tensor
+    has one Q, and each reader a DQ of its own.
+4.  A ReLU of codes without negative values, and a Q of codes that have its grid, are idle. They
+    are left out: to round twice moves every code that lies on a tie.
+5.  Between an operator and its Q stand no views: each view stands between pairs of one grid.
+6.  A layer whose result no Q reads has a float weight. Otherwise its DQ stays outside, and portable
+    kernels compute **garbage in silence** where the weight has four dimensions.
+7.  What a concatenation reads and returns has one scale; other programs do not load.
+
+Rule 8 and 9, on how a program is lowered and what is counted then, are in ``lower.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+#: A node of torch.fx, whose arguments have a type of many alternatives.
+Node: TypeAlias = Any
+
+#: Operators that move elements, or choose some: their results are on the grid of what they read.
+_MOVING = frozenset(
+    [
+        *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous", "clone"),
+        *("permute", "transpose", "t", "slice", "select", "cat", "max_pool2d"),
+        *("pixel_shuffle", "pixel_unshuffle", "channel_shuffle"),
+    ]
+)
+#: Operators that return their input in eval mode.
+_IDLE = frozenset(["dropout", "feature_dropout", "alpha_dropout", "detach", "alias", "lift_fresh"])
+#: What kernels compute behind a layer -> its ends, where it does not give them.
+_CLAMPS = {"relu": (0.0, None), "relu6": (0.0, 6.0), "hardtanh": (-1.0, 1.0)}
+_TRANSPOSED = frozenset(["conv_transpose1d", "conv_transpose2d"])
+#: Layers with a weight at position 1 that have integer kernels.
+_LAYERS = _TRANSPOSED | {"linear", "conv1d", "conv2d"}
+_GROUPS_OF_TRANSPOSED = 6
+
+
+def kind_of(node: Any) -> str:
+    """Return the name of the operator that a node calls: "conv2d"; "" for others."""
+    if not isinstance(node, fx.Node) or node.op != "call_function":
+        return ""
+    parts = str(node.target).split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def path_of(node: Node) -> str:
+    """Return the dotted path of the module whose forward called an operator."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return str(stack[-1][0]).removeprefix("L['self'].") if stack else ""
+
+
+def write_form(program: ExportedProgram) -> tuple[ExportedProgram, dict[str, str]]:
+    """Return the program in the form that is delegated.
+
+    Also return the layers with quantized weights by path, with the reason why one computes in
+    float, or "".
+    """
+    nodes = program.graph.nodes
+    if any(n.op == "call_function" and _is_mutable(n) for n in nodes):
+        program = program.run_decompositions({})  # in-place operators become others
+    graph = program.graph
+    keep_dimensions(graph)
+    remove_idle(graph)
+    quantize_in_front_of_moves(graph)
+    quantize_behind_moves(graph)
+    merge_pairs(graph)
+    one_pair_for_each_reader(graph)
+    layers = store_float_weights(program)
+    _remove_unread(program)
+    _name_results(program)
+    graph.lint()
+    program.graph_module.recompile()
+    return program, layers
+
+
+def _is_mutable(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+# --- pairs --------------------------------------------------------------------------------------
+
+
+def is_q(node: Any) -> bool:
+    """Return True for the Q operator of an activation."""
+    return kind_of(node) == "quantize_per_tensor"
+
+
+def is_dq(node: Any) -> bool:
+    """Return True for the DQ operator of an activation."""
+    return kind_of(node) == "dequantize_per_tensor" and node.args[0].op != "placeholder"
+
+
+def _grid(node: Node) -> tuple[Any, ...]:
+    return tuple(node.args[1:6])
+
+
+def _inputs(node: Node) -> list[Node]:
+    """Return the tensors that a moving operator reads."""
+    first = node.args[0]
+    return list(first) if isinstance(first, (list, tuple)) else [first]
+
+
+def _insert(graph: fx.Graph, source: Node, grid: tuple[Any, ...]) -> Node:
+    """Return a new pair behind a node; nothing reads it yet."""
+    library = torch.ops.quantized_decomposed
+    last = source
+    for operator in (library.quantize_per_tensor.default, library.dequantize_per_tensor.default):
+        with graph.inserting_after(last):
+            new = graph.call_function(operator, (last, *grid))
+        new.meta.update({**source.meta, "val": operator(last.meta["val"], *grid)})
+        last = new
+    return last
+
+
+def _replace(old: Node, new: Node) -> None:
+    old.replace_all_uses_with(new)
+    old.graph.erase_node(old)
+
+
+def keep_dimensions(graph: fx.Graph) -> None:
+    """Let the mean of each channel of an image keep its dimensions: XNNPACK has no other mean.
+
+    Before: mean(x, (2, 3)) of (N, C, H, W). After: the mean as (N, C, 1, 1) -> view as (N, C).
+    """
+    for node in list(graph.nodes):
+        shape = node.args[0].meta["val"].shape if kind_of(node) == "mean" else ()
+        dims = node.args[1] if len(node.args) > 1 and isinstance(node.args[1], list) else []
+        if len(shape) != 4 or sorted(d % 4 for d in dims) != [2, 3] or len(node.args) != 2:
+            continue
+        flat = tuple(node.meta["val"].shape)
+        node.args = (*node.args, True)
+        with graph.inserting_after(node):
+            view = graph.call_function(torch.ops.aten.view.default, (node, list(flat)))
+        node.replace_all_uses_with(view, lambda user, view=view: user is not view)
+        view.meta.update(node.meta)
+        node.meta = {**node.meta, "val": view.meta["val"].reshape((*flat, 1, 1))}
+
+
+def remove_idle(graph: fx.Graph) -> None:
+    """Leave out what changes nothing.
+
+    Before: dropout; ReLU and its like behind DQ, whose codes stand for values inside its range.
+    After: their readers read what they read.
+    """
+    for node in list(graph.nodes):
+        if kind_of(node) in _IDLE or _is_idle_clamp(node):
+            _replace(node, node.args[0])
+
+
+def _is_idle_clamp(node: Node) -> bool:
+    """Return True for a clamp of values that are all inside, as the codes that it reads show."""
+    kind = kind_of(node)
+    if kind not in _CLAMPS and kind != "clamp":
+        return False
+    source = node.args[0]
+    while kind_of(source) in _MOVING and kind_of(source) != "cat":
+        source = source.args[0]
+    if not is_dq(source):
+        return False
+    given, usual = list(node.args[1:3]), list(_CLAMPS.get(kind, (None, None)))
+    low, high = given + usual[len(given) :]
+    scale, zero_point, least, largest, _ = _grid(source)
+    above = low is None or (least - zero_point) * scale >= low
+    return above and (high is None or (largest - zero_point) * scale <= high)
+
+
+def quantize_in_front_of_moves(graph: fx.Graph) -> None:
+    """Let what computes a tensor be read by Q, where that Q stands behind views.
+
+    Before: conv -> view -> Q. A concatenation -> Q, which reads other grids than that of Q.
+    After: conv -> Q -> DQ -> view -> Q, and as much for all that the concatenation reads. No value
+    changes, as every reader of the view is a Q of this grid.
+    """
+    pending = [node for node in graph.nodes if is_q(node)]
+    while pending:
+        quantize = pending.pop()
+        moved, grid = quantize.args[0], _grid(quantize)
+        if kind_of(moved) not in _MOVING or not _all_quantize(moved, grid):
+            continue
+        for source in dict.fromkeys(_inputs(moved)):
+            if not (is_dq(source) and _grid(source) == grid):
+                pair = _insert(graph, source, grid)
+                moved.replace_input_with(source, pair)
+                pending.append(pair.args[0])
+
+
+def _all_quantize(node: Node, grid: tuple[Any, ...]) -> bool:
+    return all(is_q(user) and _grid(user) == grid for user in node.users)
+
+
+def quantize_behind_moves(graph: fx.Graph) -> None:
+    """Put a pair behind what moves elements of one grid: kernels of bytes move them.
+
+    Before: DQ -> view -> anything. After: DQ -> view -> Q -> DQ -> anything. No value changes.
+    """
+    for node in list(graph.nodes):
+        kind = kind_of(node)
+        if kind not in _MOVING and kind != "relu":
+            continue
+        sources = _inputs(node)
+        if not all(map(is_dq, sources)) or len({_grid(s) for s in sources}) != 1:
+            continue
+        grid = _grid(sources[0])
+        if not _all_quantize(node, grid):
+            readers = list(node.users)
+            pair = _insert(graph, node, grid)
+            for reader in readers:
+                reader.replace_input_with(node, pair)
+
+
+def merge_pairs(graph: fx.Graph) -> None:
+    """Let a tensor have one Q for a grid, and none where it has the codes already.
+
+    Before: two Q of one grid read a tensor. DQ -> Q of one grid.
+    After: one Q is left; the readers of the second Q read the first codes.
+    """
+    known: dict[tuple[Any, ...], Node] = {}
+    for node in list(graph.nodes):
+        if not is_q(node):
+            continue
+        source, grid = node.args[0], _grid(node)
+        if is_dq(source) and _grid(source) == grid:
+            _replace(node, source.args[0])
+        elif (first := known.setdefault((source, *grid), node)) is not node:
+            _replace(node, first)
+    _remove_unused(graph)
+
+
+def one_pair_for_each_reader(graph: fx.Graph) -> None:
+    """Give each reader of a DQ, also of a weight's, one of its own."""
+    for node in list(graph.nodes):
+        if not kind_of(node).startswith("dequantize_per"):
+            continue
+        for reader in list(node.users)[1:]:
+            with graph.inserting_after(node):
+                own = graph.node_copy(node)
+            reader.replace_input_with(node, own)
+
+
+def _remove_unused(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if kind_of(node) and not node.users and not _is_mutable(node):
+            graph.erase_node(node)
+
+
+# --- weights ------------------------------------------------------------------------------------
+
+
+def store_float_weights(program: ExportedProgram) -> dict[str, str]:
+    """Store the weight of a layer that has no integer kernel as float32.
+
+    Return all layers with quantized weights by path, and why each computes in float, or "".
+
+    Before: int8 codes -> DQ -> a layer whose result is not quantized, or another operator.
+    After: float32, codes times scale -> the layer.
+    """
+    of_weights: dict[Node, list[Node]] = {}
+    for node in program.graph.nodes:
+        if kind_of(node).startswith("dequantize_per") and node.args[0].op == "placeholder":
+            of_weights.setdefault(node.args[0], []).append(node)
+    found: dict[str, str] = {}
+    for codes, dequantized in of_weights.items():
+        readers = [reader for node in dequantized for reader in node.users]
+        reasons = {reader: _why_float(reader) for reader in readers}
+        for reader, why in reasons.items():
+            found[path_of(reader)] = found.get(path_of(reader)) or why
+        if any(reasons.values()):
+            _store_float(program, codes, dequantized)
+    return found
+
+
+def _why_float(layer: Node) -> str:
+    """Return why no integer kernel computes a layer; "" where one does."""
+    kind = kind_of(layer)
+    weight = layer.args[1] if len(layer.args) > 1 else None
+    if kind not in _LAYERS or not kind_of(weight).startswith("dequantize_per"):
+        return f"XNNPACK has no integer kernel for {kind or layer.name}"
+    if not _is_quantized(layer.args[0]):
+        return "its input is not quantized"
+    if kind in _TRANSPOSED:
+        groups = (*layer.args, 1)[_GROUPS_OF_TRANSPOSED] if len(layer.args) > 6 else 1
+        if groups > 1 and kind_of(weight) == "dequantize_per_channel":
+            return "XNNPACK takes one scale for the weight of a transposed convolution with groups"
+    readers = list(layer.users)
+    if len(readers) == 1 and kind_of(readers[0]) in _CLAMPS:
+        readers = list(readers[0].users)
+    if len(readers) != 1 or not is_q(readers[0]):
+        named = [kind_of(r) or "the output of the model" for r in readers if not is_q(r)]
+        if not named:
+            return "its result is quantized with several scales"
+        return f"its result is read in float by {', '.join(dict.fromkeys(named))}"
+    return ""
+
+
+def _is_quantized(x: Any) -> bool:
+    """Return True for DQ, also with zeros around, which the kernels add."""
+    if kind_of(x) in ("pad", "constant_pad_nd"):
+        x = x.args[0]
+    return is_dq(x)
+
+
+def _store_float(program: ExportedProgram, codes: Node, dequantized: Iterable[Node]) -> None:
+    """Let a stored tensor of codes be one of the values that they stand for."""
+    first = next(iter(dequantized))
+    tensor = _held(program, codes)
+    scale = first.args[1]
+    if isinstance(scale, fx.Node):
+        shape = [-1 if d == first.args[3] else 1 for d in range(tensor.dim())]
+        scale = _held(program, scale).reshape(shape)
+    value = tensor.to(torch.float32) * scale
+    program.state_dict[_target(program, codes)] = value
+    codes.meta["val"] = codes.meta["val"].fake_mode.from_tensor(value)
+    for node in dequantized:
+        _replace(node, codes)
+
+
+def _target(program: ExportedProgram, node: Node) -> str:
+    return next(
+        str(s.target)
+        for s in program.graph_signature.input_specs
+        if getattr(s.arg, "name", None) == node.name
+    )
+
+
+def _held(program: ExportedProgram, node: Node) -> torch.Tensor:
+    """Return the stored tensor that a placeholder stands for."""
+    return program.state_dict[_target(program, node)]
+
+
+_HELD = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+
+
+def _remove_unread(program: ExportedProgram) -> None:
+    """Leave out of a program the stored tensors that nothing reads: float weights, and ranges."""
+    signature = program.graph_signature
+    unread = {n.name: n for n in program.graph.nodes if n.op == "placeholder" and not n.users}
+    kept = []
+    for spec in signature.input_specs:
+        node = unread.get(getattr(spec.arg, "name", ""))
+        if node is None or spec.kind not in _HELD:
+            kept.append(spec)
+            continue
+        program.graph.erase_node(node)
+        program.state_dict.pop(spec.target, None)
+        program.constants.pop(spec.target, None)
+    signature.input_specs[:] = kept
+
+
+def _name_results(program: ExportedProgram) -> None:
+    """Let the signature name the nodes that are results now."""
+    *_, output = program.graph.nodes
+    specs = program.graph_signature.output_specs
+    for spec, node in zip(specs, output.args[0], strict=True):
+        if isinstance(node, fx.Node):
+            spec.arg.name = node.name

@@ -1,0 +1,180 @@
+"""ExecuTorch with XNNPACK: integer kernels for phones and small computers, and for CPUs here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from torchq.errors import ExportError
+from torchq.graph import call_arguments
+from torchq.onnx.interface import argument_names
+from torchq.runtime import Codes, Placement, Writer
+from torchq.runtimes.checks import ACTIVATIONS, AVG_POOLS, MAX_POOLS
+from torchq.runtimes.engine import Engine, Task
+from torchq.runtimes.executorch.lower import (
+    EXTRA,
+    PteReport,
+    check_installed,
+    export_pte,
+    lowered,
+    quiet,
+)
+from torchq.runtimes.executorch.program import traced
+from torchq.runtimes.export import class_name
+from torchq.runtimes.graph_engine import EngineModule, GraphEngine
+from torchq.runtimes.interface import (
+    CallSignature,
+    GraphInput,
+    GraphInterface,
+    ReadGraph,
+    Run,
+    Shapes,
+    Structure,
+    example_arguments,
+    flatten,
+)
+from torchq.utils import copy_module, progress_stages
+from torchq.utils.optional import import_optional
+
+_PLACEMENT = Placement(
+    # Integer kernels exist between Q/DQ alone, so every tensor between layers needs a pair.
+    operators=frozenset(["add", "mul", "cat", "pool", "activation"]),
+    modules=(MAX_POOLS, AVG_POOLS, *ACTIVATIONS),
+    quantized_results=True,
+    most_unequal=None,  # what is concatenated must have one scale
+)
+#: Codes without negative values begin at 0: quantizers on both sides of a ReLU have one grid then.
+_CODES = Codes(int32_biases=True)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ExecuTorch(GraphEngine):
+    """ExecuTorch, with the kernels of XNNPACK.
+
+    Attributes:
+        quantized: see :class:`torchq.runtimes.Engine`.
+    """
+
+    extra: ClassVar[str] = EXTRA
+    name: str = "executorch"
+    placement: Placement | None = _PLACEMENT
+    codes: Codes | None = _CODES
+    limits: tuple[str, ...] = (
+        "A file takes inputs of the shapes that it was made with alone, batch size included.",
+        "A layer whose result is read in float, as a last one's is, computes in float with the "
+        "values of its quantized weight.",
+        "Products of attention, LayerNorm, GELU, Sigmoid and Softmax compute in float.",
+        "The number of threads is that of the process, whatever torch is set to.",
+    )
+    versions: str = "1.5.1"
+    proved: str = "per layer"
+    packages: tuple[str, ...] = ("executorch",)
+
+    def check(self) -> None:
+        """See :meth:`torchq.runtimes.Engine.check`."""
+        check_installed(self._needed_by)
+
+    def writers(self) -> Mapping[str, Writer]:
+        """See :meth:`torchq.runtimes.Runtime.writers`."""
+        return {".pte": export_pte}
+
+    def candidates(self) -> tuple[Engine, ...]:
+        """Return none for "fastest": it takes half a minute to lower a model."""
+        return ()
+
+    def build(self, task: Task) -> EngineModule:
+        """See :meth:`torchq.runtimes.Engine.build`."""
+        self.check()
+        with progress_stages("deploy", ("lower for executorch",), enabled=task.progress):
+            model = copy_module(task.model if self.quantized else task.float_model)
+            _, structure = flatten(task.check.outcome)
+            tensors = _take_tensors_alone(model, task.example, structure)
+            graph, report = lowered(*traced(model, tuple(tensors.values())))
+            interface = _interface(task, tensors, structure)
+            stored = torch.frombuffer(bytearray(graph), dtype=torch.uint8)
+            module = PteModule(self, stored, interface, report)
+            found = task.check.difference(module)
+        if found:
+            raise ExportError(
+                f"deploy: target {self.label!r}: {found}. Compare the layers with "
+                "torchq.layer_errors, or use target='torch'"
+            )
+        return module
+
+    def open(self, read: ReadGraph, threads: int, usual: tuple[Shapes, ...] = ()) -> Run:
+        """See :meth:`GraphEngine.open`. One call at a time: a method has one set of buffers."""
+        with quiet():
+            runtime = import_optional("executorch.runtime", self._needed_by, self.extra)
+            program = runtime.Runtime.get().load_program(read())
+        lock = threading.Lock()
+
+        def run(feeds: Mapping[str, Tensor]) -> list[Tensor]:
+            with lock:  # the program holds the bytes that its method reads, so it has to stay
+                return list(program.load_method("forward").execute(list(feeds.values())))
+
+        return run
+
+    def opened(self, path: Path) -> Run | None:
+        """Return None: it reads no ONNX file."""
+        return None
+
+    def integer_share(self, graph: bytes) -> str:
+        """See :meth:`GraphEngine.integer_share`; :class:`PteModule` knows."""
+        return ""
+
+
+class PteModule(EngineModule):
+    """A calibrated model as a ``.pte`` file that ExecuTorch runs; see :class:`EngineModule`.
+
+    Args:
+        settings: the runtime.
+        graph: the bytes of the file, as a uint8 tensor.
+        interface: what the file takes and returns.
+        report: what computes where.
+    """
+
+    def __init__(
+        self, settings: GraphEngine, graph: Tensor, interface: GraphInterface, report: PteReport
+    ) -> None:
+        super().__init__(settings, graph, interface)
+        self.report = report
+
+    def summary_row(self) -> tuple[str, int, str]:
+        """Return engine, bytes of the file, and which layers run on integers."""
+        whole, floats = len(self.report.integer), len(self.report.in_float)
+        note = f"{whole} of {whole + floats} layers run on integers"
+        return self.settings.label, self.graph.numel(), f"{note}; the file is inside the module"
+
+
+def _take_tensors_alone(model: nn.Module, example: Any, structure: Structure) -> dict[str, Tensor]:
+    """Let a model take the tensors of an example and return tensors; return the former by name.
+
+    Other arguments are built in: the runtime has them among its inputs otherwise.
+    """
+    args, kwargs = call_arguments(model, example)
+    forward, names = model.forward, [*argument_names(model, len(args)), *kwargs]
+    values = dict(zip(names, (*args, *kwargs.values()), strict=True))
+    given = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+    def of_tensors(*tensors: Tensor) -> tuple[Tensor, ...]:
+        new = list({**values, **dict(zip(given, tensors, strict=True))}.values())
+        out = forward(*new[: len(args)], **dict(zip(kwargs, new[len(args) :], strict=True)))
+        return tuple(structure.tensors_of(out))
+
+    vars(model)["forward"] = of_tensors
+    return given
+
+
+def _interface(task: Task, tensors: Mapping[str, Tensor], structure: Structure) -> GraphInterface:
+    """Return what a file takes and returns: tensors of the shapes of the example alone."""
+    parameters, values = example_arguments(task.model, task.example)
+    inputs = tuple(GraphInput(name, t.dtype, tuple(t.shape)) for name, t in tensors.items())
+    constants = {name: value for name, value in values.items() if name not in tensors}
+    signature = CallSignature(class_name(task.model), parameters, inputs, constants)
+    return GraphInterface(signature, structure, ())
