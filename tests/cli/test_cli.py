@@ -176,4 +176,5 @@ def test_demo_runs_to_its_table(folder: Path, capsys: pytest.CaptureFixture[str]
     assert rows["INT8 PTQ"]["agreement"] > 0.95
     assert rows["INT8 in PyTorch"]["agreement"] > 0.95
     assert rows["W4A4 PTQ"]["accuracy"] < rows["W4A4 QAT"]["accuracy"]
+    assert rows["W4A4 PTQ"]["agreement"] < rows["W4A4 gptq_"]["agreement"]
     assert rows["INT8 PTQ"]["onnx_bytes"] < rows["FP32, fused"]["onnx_bytes"] / 2.5
