@@ -59,6 +59,8 @@ FIELDS: list[dict[str, Any]] = [
     {"block_size": 32},
     {"block_size": 32, "block_axis": 0},
     {"block_size": 16, "scale_format": "e4m3", "num_bits": (2, 1)},
+    {"axis": 0, "scale_format": "float16"},
+    {"symmetric": False, "scale_format": "bfloat16"},
     {"dynamic": True},
     {"symmetric": False},
     {"symmetric": False, "unsigned": True, "amin": -0.17, "amax": 3},

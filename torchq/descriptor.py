@@ -16,6 +16,7 @@ from torchq.errors import ConfigError
 from torchq.formats import (
     CATALOG,
     POWER_OF_TWO,
+    SCALE_TYPES,
     Format,
     Granularity,
     PerAxis,
@@ -23,7 +24,7 @@ from torchq.formats import (
     PerTensor,
     by_bits,
     check_rounding,
-    format_by_name,
+    scale_format_by_name,
 )
 from torchq.utils import check_fields, parse_json, short_repr
 
@@ -58,7 +59,8 @@ class QuantDescriptor:
             most 65536; excludes ``axis``.
         block_axis: the axis of the blocks.
         scale_format: the name of the format that block scales are rounded to: "e8m0" (MX) or
-            "e4m3" (NVFP4). None keeps float32 scales.
+            "e4m3" (NVFP4); or, of any granularity, "float16" or "bfloat16", the type that a
+            strongly typed file stores scales in. None keeps float32 scales.
         dynamic: always take the range from the data of the call; never calibrate.
         symmetric: False: the range is [amin, amax] and contains 0, which the codes represent by a
             zero point; for activations with a short negative side, as behind GELU and SiLU. An
@@ -142,11 +144,12 @@ class QuantDescriptor:
     def block_scale_format(self) -> Format | None:
         """The format that scales are rounded to, or None for float32 scales.
 
-        It is the one called :attr:`scale_format`, or the powers of two.
+        It is the one called :attr:`scale_format`, also of scales without blocks, or the powers of
+        two.
         """
         if self.power_of_two:
             return POWER_OF_TWO
-        return None if self.scale_format is None else format_by_name(self.scale_format)
+        return None if self.scale_format is None else scale_format_by_name(self.scale_format)
 
     def replace(self, **changes: Any) -> QuantDescriptor:
         """Return a copy with some fields changed."""
@@ -202,6 +205,7 @@ class QuantDescriptor:
         else:
             parts.append("per-tensor")
         flags = {
+            f"scales={self.scale_format}": bool(self.scale_format) and self.block_size is None,
             "or unsigned": self.unsigned == "auto",
             "dynamic": self.dynamic,
             "asymmetric": not self.symmetric,
@@ -369,7 +373,7 @@ def check_rules(d: Any) -> None:
         _check_scale_amax(d)
     check_rounding(d.rounding)
     if d.scale_format is not None:
-        format_by_name(d.scale_format)
+        scale_format_by_name(d.scale_format)
     for text, is_wrong in (_mistakes(d) | _asymmetric_mistakes(d)).items():
         if is_wrong:
             raise ConfigError(text)
@@ -395,7 +399,7 @@ def _mistakes(d: Any) -> dict[str, bool]:
             is_auto and (d.dynamic or d.amax is not None or is_float)
         ),
         f"scale_format={scales!r} without block_size: expected a block_size, such as 32": (
-            scales is not None and block is None
+            scales not in (None, *SCALE_TYPES) and block is None
         ),
         f"power_of_two: got scale_format={scales!r} too; expected one of them, both round the "
         "scales": d.power_of_two and scales is not None,
@@ -417,7 +421,8 @@ def _asymmetric_mistakes(d: Any) -> dict[str, bool]:
         "the zero point fits either sign to the data": is_asymmetric
         and not isinstance(d.unsigned, bool),
         f"symmetric=False: got scale_format={scales!r}; expected None, "
-        "block formats with rounded scales are symmetric": is_asymmetric and scales is not None,
+        "block formats with rounded scales are symmetric": is_asymmetric
+        and scales not in (None, *SCALE_TYPES),
         f"{lacking}: got {given} alone; expected both ends of an asymmetric range, or neither": (
             is_asymmetric and (d.amin is None) != (d.amax is None)
         ),

@@ -72,6 +72,8 @@ class Codes:
             by half their number then, which changes no value.
         widths: Bits of the activations that this is about.
         zero_points: Codes may have a zero point, which asymmetric ranges need.
+        scales: The name of the type that files have scales in, those of weights too: one of
+            :data:`torchq.formats.SCALE_TYPES`. None for float32.
         int32_biases: Integer kernels add biases as int32, in units of the scale of the input times
             that of the weight.
     """
@@ -80,6 +82,7 @@ class Codes:
     stored: Literal["", "unsigned"] = ""
     widths: tuple[int, ...] = (8,)
     zero_points: bool = True
+    scales: str | None = None
     int32_biases: bool = False
 
 
@@ -92,11 +95,16 @@ class FileRules:
         checks: Rules of the runtime: each yields a sentence for each place where a graph breaks it,
             with the layer and a fix. A finding is a warning of the export.
         float_types: Types of parameters that the runtime has kernels for.
+        notes: Returns sentences for the report of an export, from the graph and the path.
+
+    Passes find the runtime in ``model.meta["runtime"]``, and under ``"feeds"`` a function that
+    returns the tensors of the example by the names of inputs.
     """
 
     passes: tuple[Callable[[Any], None], ...] = ()
     checks: tuple[Callable[[Any], Iterable[str]], ...] = ()
     float_types: tuple[torch.dtype, ...] = (torch.float32, torch.float16)
+    notes: Callable[[Any, Path], Iterable[str]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -217,10 +225,12 @@ def _row(runtime: Runtime) -> tuple[str, ...]:
     chosen = runtime.codes is not None and runtime.codes.unsigned and input.symmetric
     if (chosen and not input.unsigned) or input.unsigned == "auto":
         types[0] += f"/u{types[0]}"
+    scales = None if runtime.codes is None else runtime.codes.scales
     grid = {
         "zero points": not input.symmetric,
         "powers of two": input.power_of_two,
         "from -127": input.narrow_range,
+        f"{scales} scales": scales is not None,
         "per channel": weight.axis is not None,
         input.rounding.replace("_", " "): input.rounding != "half_even",
     }

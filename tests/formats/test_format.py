@@ -10,6 +10,7 @@ import torch
 
 from tests.contracts import format_contract as contract
 from tests.reference import round_to
+from torchq import formats
 from torchq.errors import ConfigError
 from torchq.formats import (
     CATALOG,
@@ -201,3 +202,19 @@ def test_a_new_float_format_needs_no_code() -> None:
     assert e3m0.smallest_normal == 0.25
     assert e3m0.snap_(torch.tensor([3.1, -99.0, 0.1])).tolist() == [4.0, -16.0, 0.0]
     assert isinstance(E5M2, FloatFormat) and not isinstance(E5M2, IntFormat)
+
+
+@pytest.mark.parametrize("name", formats.SCALE_TYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scale_types_round_as_torch_does(name: str, dtype: torch.dtype) -> None:
+    """To the nearest number of the type, from the smallest scale on; larger ones stay."""
+    kind, generator = formats.SCALE_TYPES[name], torch.Generator().manual_seed(0)
+    x = torch.randn(4096, generator=generator).mul(8).exp()
+    edges = [kind.least, kind.least / 2, kind.qmax, kind.qmax * 1.0001, 3e38]
+    x = torch.cat([x, torch.tensor(edges)]).to(dtype)
+    near = x.clamp_min(kind.least).to(kind.dtype).to(dtype)
+    assert torch.equal(kind.snap_(x.clone()), torch.where(x > kind.qmax, x, near))
+    odd = kind.snap_(torch.tensor([float("nan"), float("inf")], dtype=dtype))
+    assert odd[0].isnan() and odd[1].isinf()
+    assert kind.qmax == torch.finfo(kind.dtype).max
+    assert kind.smallest_normal == torch.finfo(kind.dtype).tiny <= kind.least

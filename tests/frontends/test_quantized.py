@@ -57,8 +57,11 @@ def contents(path: Path) -> Counter[bytes]:
     return Counter(numpy_helper.to_array(t).tobytes() for t in onnx.load(path).graph.initializer)
 
 
-@pytest.mark.parametrize("target", [None, "tensorrt", "openvino"])
-def test_codes_survive_the_way_there_and_back(target: str | None, tmp_path: Path) -> None:
+SINGLE = torchq.runtimes.TensorRt(precision="float32")
+
+
+@pytest.mark.parametrize("target", [None, SINGLE, "openvino"], ids=str)
+def test_codes_survive_the_way_there_and_back(target: Any, tmp_path: Path) -> None:
     model, x = Residual().eval(), torch.randn(4, 8, 8, 8)
     options: dict[str, Any] = {} if target is None else {"target": target}
     torchq.quantize_(model, **({} if target is None else {**options, "example": x}))

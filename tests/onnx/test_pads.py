@@ -72,7 +72,7 @@ class Mobile(nn.Module):
 NARROW = torchq.recipes.int8(reduce_range=True)
 
 
-def exported(model: nn.Module, x: Tensor, path: Path, *target: str | None, **options: Any) -> Any:
+def exported(model: nn.Module, x: Tensor, path: Path, *target: Any, **options: Any) -> Any:
     torch.manual_seed(0)
     return write(model, x, path, *target, config=NARROW, **options)
 
@@ -107,9 +107,12 @@ class Shared(nn.Module):
         return y + F.max_pool2d(x, 2, 1)
 
 
-@pytest.mark.parametrize("target", [None, "onnxruntime", "openvino", "tensorrt", "qnn"])
+SINGLE = torchq.runtimes.TensorRt(precision="float32")
+
+
+@pytest.mark.parametrize("target", [None, "onnxruntime", "openvino", SINGLE, "qnn"], ids=str)
 @pytest.mark.parametrize("dynamo", EXPORTERS)
-def test_zeros_become_pads(target: str | None, dynamo: bool, tmp_path: Path) -> None:
+def test_zeros_become_pads(target: Any, dynamo: bool, tmp_path: Path) -> None:
     path, x = tmp_path / "model.onnx", images(2, 16, 12, 10)
     layers = (nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.ZeroPad2d((0, 1, 2, 3)))
     model = nn.Sequential(*layers, nn.Conv2d(16, 32, 2, padding=1), torchq.nn.QuantIdentity())

@@ -121,6 +121,7 @@ class HalfInside(nn.Module):
         return self.head(y), y
 
 
+@pytest.mark.filterwarnings("ignore:export_onnx")
 @pytest.mark.parametrize("target", [None, "onnxruntime", "openvino", "tensorrt"])
 def test_a_right_file_of_a_half_model_agrees(target: str | None, tmp_path: Path) -> None:
     """A code that float16 rounds to the other side is a tie; another bias is an error."""

@@ -96,6 +96,7 @@ SMALL = [
     for target in (None, "onnxruntime", "openvino")
     for has_example in (False, True)
 ]
+SMALL += [pytest.param(name, "tensorrt", True, id=f"{name}-tensorrt") for name in NETWORKS]
 LARGE = [pytest.param(name, "onnxruntime", True, id=name) for name in ZOO]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchq.calib.observer import gather_full_tensor
 from torchq.errors import CalibrationError, ConfigError
-from torchq.formats import Format, Granularity, PerTensor
+from torchq.formats import Format, Granularity, PerTensor, ScaleType
 from torchq.functional import Range, compute_dtype, dequantize, fake_quantize, quantize
 from torchq.functional.scale import scale_and_zero_point
 
@@ -77,12 +77,13 @@ def search_range(
         if not symmetric:
             return _search_ends(x, whole, format, granularity, scale_format)
         rows_are_independent = x.dim() > 0 and whole.high.shape[:1] == x.shape[:1]
-        if scale_format is not None or not rows_are_independent:
+        joins_rows = scale_format is not None and not isinstance(scale_format, ScaleType)
+        if joins_rows or not rows_are_independent:
             return Range(_search(x, whole.high, format, granularity, scale_format, candidates))
         # Rows do not share an amax, so each piece stays in the cache through all candidates.
         rows = max(1, _PIECE * x.shape[0] // x.numel())
         parts = zip(x.split(rows), whole.high.split(rows), strict=True)
-        found = [_search(*part, format, granularity, None, candidates) for part in parts]
+        found = [_search(*part, format, granularity, scale_format, candidates) for part in parts]
         return Range(torch.cat(found))
 
 

@@ -181,9 +181,10 @@ _CONVERT = [
     _row("--to", "the file to write", "FILE.pt2", required=True),
     _many("--shape", _OPEN, "1,3,224,224", default=[]),
 ]
+_CACHE = "in place of --data: ranges of the tensors of MODEL.onnx, calib.cache"
 _QUANTIZE = {
     "what to quantize": _SOURCE,
-    "calibration data": _DATA,
+    "calibration data": [*_DATA, _row("--cache", _CACHE, "FILE")],
     "how": _METHOD,
     "output": [*_OUTPUT, _JSON],
     "comparison with the float model": [*_COMPARISON, *_REPORT],

@@ -104,7 +104,12 @@ def accuracy(output: Any, batch: Any) -> Tensor:
 def read_batches(
     model: nn.Module, args: argparse.Namespace, held_out: int = 0
 ) -> tuple[list[Any], list[Any]]:
-    """Return the batches to calibrate on, and up to ``held_out`` that come after them."""
+    """Return the batches to calibrate on, and up to ``held_out`` that come after them.
+
+    With a cache there is one batch of random images, which only shows what reads a tensor.
+    """
+    if getattr(args, "cache", None) is not None:
+        return [_random_images(model, args)], []
     size, fixed = args.image_size or (_SIZE, _SIZE), None
     if is_network_file(args.model) and Path(args.data).is_dir():
         size, fixed = _image_size(model, args), fixed_batch(model, args)
@@ -121,6 +126,26 @@ def read_batches(
         wanted = "at least one" if fixed is None else f"at least {fixed} images, as the file fixes"
         raise ConfigError(f"--data: got no batch; expected {wanted}")
     return calibration, rest
+
+
+def _random_images(model: nn.Module, args: argparse.Namespace) -> Tensor:
+    """Return random images of the size that an ONNX file takes, which show what reads a tensor."""
+    if args.data is not None or not args.model.endswith(".onnx"):
+        got = "--data too" if args.data is not None else f"the model {args.model}"
+        raise ConfigError(
+            f"--cache {args.cache}: got {got}; expected MODEL.onnx and no --data, since the cache "
+            "has ranges of tensors of that file"
+        )
+    shapes: Any = model.input_shapes
+    known = len(shapes) == 1 and shapes[0] and all(shapes[0][1:])
+    size = shapes[0][1:] if known else (3, *_image_size(model, args))
+    generator = torch.Generator().manual_seed(args.seed)
+    return torch.randn(fixed_batch(model, args) or 1, *size, generator=generator)
+
+
+def _source(args: argparse.Namespace) -> str:
+    """Return where the inputs of a command come from, as the user wrote it."""
+    return f"--data {args.data}" if args.data is not None else f"--cache {args.cache}"
 
 
 def _pieces(batches: list[Any], size: int | None) -> list[Any]:
@@ -151,8 +176,9 @@ def _image_size(model: nn.Module, args: argparse.Namespace) -> tuple[int, int]:
     stated = shapes[0] or [None, 3, None, None]
     if len(shapes) != 1 or len(stated) != 4 or stated[1] not in (3, None):
         raise ConfigError(
-            f"--data {args.data}: {args.model} takes inputs of shapes {shapes}; a folder gives "
-            "images (N, 3, height, width). Pass package.module:loader"
+            f"{_source(args)}: {args.model} takes inputs of shapes {shapes}; a folder gives "
+            "images (N, 3, height, width). Pass package.module:loader, or call "
+            "torchq.onnx.apply_calibration_cache from Python for a cache"
         )
     wanted = args.image_size or (_SIZE, _SIZE)
     height, width = (fixed or side for fixed, side in zip(stated[2:], wanted, strict=True))
@@ -185,8 +211,9 @@ def prepare(
     if args.model is None:
         require(args, "model", "data")
     model = read_model(args)
-    config = named_config(args.recipe)
-    require(args, "data")
+    config, cache = named_config(args.recipe), getattr(args, "cache", None)
+    if cache is None:
+        require(args, "data")
     check()
     calibration, rest = read_batches(model, args, held_out)
     fixed = fixed_batch(model, args)
@@ -205,6 +232,10 @@ def prepare(
         return Prepared(model, example, fixed is not None, calibration, rest or calibration)
     if getattr(args, "export", None):
         torchq.onnx.preflight.check_formats(model, args.opset)
+    if cache is not None:
+        found = torchq.onnx.apply_calibration_cache(model, cache, (example,))
+        say(f"took {len(found)} ranges from {cache}")
+        return Prepared(model, example, fixed is not None, calibration, calibration)
     started = time.perf_counter()
     torchq.calibrate(model, calibration, method=args.calib, on_unseen=args.on_unseen)
     say(f"calibrated on {_counted(calibration)} in {time.perf_counter() - started:.1f} s")
@@ -227,9 +258,10 @@ def _wrong_size(images: Tensor, args: argparse.Namespace) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # whatever the model's code raises
-        advice = "; pass another --image-size" if Path(args.data).is_dir() else ""
+        folder = args.data is None or Path(args.data).is_dir()
+        advice = "; pass another --image-size" if folder else ""
         raise ConfigError(
-            f"--data {args.data}: the model fails on a batch of shape {tuple(images.shape)} "
+            f"{_source(args)}: the model fails on a batch of shape {tuple(images.shape)} "
             f"({type(error).__name__}: {_first_line(error)}){advice}"
         ) from None
 

@@ -77,6 +77,8 @@ def _own_writer(args: argparse.Namespace) -> Writer | None:
 def _report_path(args: argparse.Namespace) -> str | None:
     """Return where the report goes, or None."""
     beside = args.export or args.save
+    if args.cache:
+        return args.report
     default = str(Path(beside).with_suffix(".report.html")) if beside else _REPORT
     return None if args.no_report else args.report or default
 
@@ -85,7 +87,7 @@ def _compare(
     found: Prepared, metric: object, args: argparse.Namespace, say: Callable[[object], None]
 ) -> dict[str, Any] | None:
     """Say how far the quantized model is from the float one, and return the figures."""
-    if not args.compare:
+    if not args.compare or args.cache:
         return None
     outputs = compare_outputs(found.model, found.held_out, metric)
     where = "data that it was not calibrated with" if found.is_held_out else "its calibration data"
@@ -114,8 +116,10 @@ def _write(
     elif args.export:
         options = {"opset": args.opset, "target": args.target}
         options["dynamic_batch"] = not found.fixed_batch
-        torchq.export_onnx(model, (found.example,), args.export, **options)
+        report = torchq.export_onnx(model, (found.example,), args.export, **options)
         say(f"wrote {args.export} ({Path(args.export).stat().st_size / 2**20:.2f} MiB)")
+        for note in report.notes:
+            say(note)
         batches = [example_of(batch) for batch in found.calibration[: args.verify]]
         say(torchq.verify_onnx(model, args.export, batches))
         written["export"] = args.export

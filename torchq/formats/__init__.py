@@ -16,16 +16,19 @@ from torchq.formats.format import (
     INT8,
     INT16,
     POWER_OF_TWO,
+    SCALE_TYPES,
     UINT4,
     UINT8,
     FloatFormat,
     Format,
     IntFormat,
     PowersOfTwo,
+    ScaleType,
     by_bits,
     format_by_name,
     integer_format,
     power_of_two_below,
+    scale_format_by_name,
 )
 from torchq.formats.granularity import Granularity, PerAxis, PerBlock, PerTensor
 from torchq.formats.rounding import ROUNDINGS, check_rounding, round_, round_number
@@ -43,6 +46,7 @@ __all__ = [
     "INT16",
     "POWER_OF_TWO",
     "ROUNDINGS",
+    "SCALE_TYPES",
     "UINT4",
     "UINT8",
     "FloatFormat",
@@ -53,6 +57,7 @@ __all__ = [
     "PerBlock",
     "PerTensor",
     "PowersOfTwo",
+    "ScaleType",
     "by_bits",
     "format_by_name",
     "check_rounding",
@@ -60,4 +65,5 @@ __all__ = [
     "power_of_two_below",
     "round_",
     "round_number",
+    "scale_format_by_name",
 ]

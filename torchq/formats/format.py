@@ -276,6 +276,45 @@ def _power_from_table(x: Tensor) -> Tensor:
 POWER_OF_TWO = PowersOfTwo()
 
 
+@dataclass(frozen=True)
+class ScaleType(FloatFormat):
+    """A type of torch that scales are stored in, so that a file has them to the last bit.
+
+    Scales become the nearest numbers of the type, and ``least`` at least: smaller ones would lose
+    digits or become 0, and a scale of 0 is none. Larger ones than the type has stay as they are,
+    for tensors that the type cannot hold either.
+
+    Attributes:
+        dtype: the type.
+        least: the smallest scale, a normal number of the type.
+    """
+
+    dtype: torch.dtype = torch.float32
+    least: float = 0.0
+
+    def snap_(self, x: Tensor) -> Tensor:
+        """Round to numbers of the type in place.
+
+        Args:
+            x: float32 or float64, >= 0. NaN and infinity stay.
+        """
+        if torch.onnx.is_in_onnx_export():
+            near = x.clamp_min(self.least).to(self.dtype).to(x.dtype)
+        else:
+            near = super().snap_(x.clamp_min(self.least))
+        return x.copy_(torch.where(x > self.qmax, x, near))
+
+
+_HALF = ScaleType("float16", False, 5, 10, bias=15, reserved=1024, dtype=torch.float16)
+_BRAIN = ScaleType("bfloat16", False, 8, 7, bias=127, reserved=128, dtype=torch.bfloat16)
+#: The types of scales in files that are float16 or bfloat16 throughout, by name. The second one
+#: ends where rounding to it would need subnormal numbers of float32.
+SCALE_TYPES: dict[str, ScaleType] = {
+    "float16": dataclasses.replace(_HALF, least=2.0**-14),
+    "bfloat16": dataclasses.replace(_BRAIN, least=2.0**-110),
+}
+
+
 CATALOG: Registry[str, Format] = Registry("format")
 
 
@@ -332,6 +371,19 @@ def format_by_name(name: str) -> Format:
         448.0
     """
     return CATALOG[name]
+
+
+def scale_format_by_name(name: str) -> Format:
+    """Return the format of scales called ``name``: a type that files store, or another format.
+
+    Raises:
+        ConfigError: an unknown name.
+
+    Example:
+        >>> float(scale_format_by_name("float16").snap_(torch.tensor(0.1)))
+        0.0999755859375
+    """
+    return SCALE_TYPES[name] if name in SCALE_TYPES else CATALOG[name]
 
 
 def by_bits(

@@ -20,7 +20,14 @@ import math
 import torch
 from torch import Tensor
 
-from torchq.formats import POWER_OF_TWO, FloatFormat, Format, PowersOfTwo, power_of_two_below
+from torchq.formats import (
+    POWER_OF_TWO,
+    FloatFormat,
+    Format,
+    PowersOfTwo,
+    ScaleType,
+    power_of_two_below,
+)
 from torchq.functional.gradient import straight_through
 
 
@@ -38,10 +45,12 @@ def scale_from_amax(amax: Tensor, format: Format, scale_format: Format | None = 
     """Return the scale for each amax.
 
     Args:
-        amax: float32 or float64, any shape, >= 0. With ``scale_format``, all blocks of one tensor.
+        amax: float32 or float64, any shape, >= 0. With a format of block scales, all blocks of one
+            tensor.
         format: The number format; amax is mapped to its ``qmax``.
         scale_format: Round the scales to this format. :data:`torchq.formats.POWER_OF_TWO` rounds
-            up to a power of two. A format without mantissa bits (E8M0) gives
+            up to a power of two, and a :class:`torchq.formats.ScaleType` to the nearest number of
+            its type. A format without mantissa bits (E8M0) gives
             ``2**(floor(log2(amax)) - floor(log2(qmax)))`` (OCP Microscaling Formats 1.0, section
             6.3). Any other format gets a second scale for the whole tensor, which brings the
             largest block scale to the format's maximum (NVFP4).
@@ -71,7 +80,7 @@ def _over(x: Tensor, number: float) -> Tensor:
 
 def _rounded_scale(amax: Tensor, format: Format, scale_format: Format) -> Tensor:
     """Return scales as numbers of ``scale_format``, those of blocks times one for the tensor."""
-    if isinstance(scale_format, PowersOfTwo):
+    if isinstance(scale_format, (PowersOfTwo, ScaleType)):
         return scale_format.snap_(_over(amax, format.qmax))
     if isinstance(scale_format, FloatFormat) and scale_format.mantissa_bits == 0:
         exact = power_of_two_below(amax) / 2.0 ** (math.frexp(format.qmax)[1] - 1)

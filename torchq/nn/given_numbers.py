@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
-from torchq.formats import PerTensor
+from torchq.formats import PerTensor, ScaleType
 from torchq.functional import QParams
 
 
@@ -34,10 +34,12 @@ def checked_qparams(
     where: str, d: QuantDescriptor, scale: Any, zero_point: Any, device: torch.device
 ) -> QParams:
     """Return a scale (float32) and a zero point (int32) that a quantizer can hold as they are."""
-    if d.learn_amax or d.dynamic or d.scale_amax is not None or d.block_scale_format:
+    typed = d.block_scale_format if isinstance(d.block_scale_format, ScaleType) else None
+    rounded = d.block_scale_format is not None and typed is None
+    if d.learn_amax or d.dynamic or d.scale_amax is not None or rounded:
         raise ConfigError(
             f"{where}: got set_qparams for {d}; expected a descriptor without learn_amax, dynamic, "
-            "scale_amax, scale_format and power_of_two. Use set_amax"
+            "scale_amax, scale_format of blocks and power_of_two. Use set_amax"
         )
     given, point = checked_numbers(where, "scale", scale, device), as_tensor(zero_point).to(device)
     point = point.expand(given.shape) if point.numel() == 1 else point
@@ -55,6 +57,11 @@ def checked_qparams(
         )
     smallest = torch.finfo(torch.float32).tiny
     is_scale = (given >= smallest) & (given * d.format.qmax < torch.inf)
+    if typed is not None and not given.is_meta and not given.equal(typed.snap_(given.clone())):
+        raise ConfigError(
+            f"{where}: got scales up to {float(given.max()):.9g} for {d}; expected numbers that "
+            f"{typed} holds. Use set_amax, whose scales are rounded"
+        )
     if not given.is_meta and not bool(is_scale.all()):
         raise ConfigError(
             f"{where}: got scales from {float(given.min()):.3g} to {float(given.max()):.3g}; "

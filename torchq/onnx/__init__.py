@@ -4,6 +4,7 @@ The optional packages (``onnx``, ``onnx_ir``, ``onnxscript``, ``onnxruntime``) a
 they are used first.
 """
 
+from torchq.onnx.calibration_cache import apply_calibration_cache, read_calibration_cache
 from torchq.onnx.export import export_onnx
 from torchq.onnx.report import ExportReport
 from torchq.onnx.verify.report import LayerAgreement, OutputAgreement, VerifyReport
@@ -14,6 +15,8 @@ __all__ = [
     "LayerAgreement",
     "OutputAgreement",
     "VerifyReport",
+    "apply_calibration_cache",
     "export_onnx",
+    "read_calibration_cache",
     "verify_onnx",
 ]

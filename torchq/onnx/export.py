@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,12 +137,15 @@ def export_onnx(
         graph = _first_that_traces(calls, version, modern, active)
         next_stage()
         set_opset(graph, version)
+        graph.meta.update(runtime=runtime, feeds=calls[-1].feeds)
         found = _shape_for(runtime, graph)
         next_stage()
         name = None if runtime is None else runtime.name
         write_record(graph, target=name)
         size = save_model(graph, path)
-    return report_on(graph, path, name, "dynamo" if modern else "torchscript", size, found)
+    report = report_on(graph, path, name, "dynamo" if modern else "torchscript", size, found)
+    notes = None if runtime is None or runtime.file is None else runtime.file.notes
+    return report if notes is None else replace(report, notes=tuple(notes(graph, path)))
 
 
 def _runtime_for(model: nn.Module, target: str | Runtime | None) -> Runtime | None:

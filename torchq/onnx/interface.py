@@ -169,6 +169,11 @@ class ExampleCall:
             self.args = tuple(doubled.get(id(value), value) for value in self.args)
             self.kwargs = {k: doubled.get(id(value), value) for k, value in self.kwargs.items()}
 
+    def feeds(self) -> dict[str, Tensor]:
+        """Return the tensors of the call by their names in the file."""
+        tensors = nested_tensors(self.model, self.args, self.kwargs)
+        return {self._in_file[name]: tensor for name, tensor in tensors.items()}
+
     @property
     def shapes(self) -> dict[str, dict[int, str]]:
         """Open dimensions by name in the file, of the tensors that have any."""

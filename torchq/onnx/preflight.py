@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from torchq.errors import ExportError
+from torchq.formats import SCALE_TYPES
 from torchq.functional.onnx_ops import opset_needed
 from torchq.nn import TensorQuantizer
 from torchq.onnx.torch_exporters import TORCHSCRIPT_MAX
@@ -208,7 +209,7 @@ def _needed_opset(name: str, quantizer: TensorQuantizer) -> tuple[int, str]:
         needed = opset_needed(descriptor.format, descriptor.granularity)
     except ExportError as error:
         raise ExportError(f"{name}: {error}") from None
-    if descriptor.scale_format is not None:
+    if descriptor.scale_format not in (None, *SCALE_TYPES):
         raise ExportError(
             f"{name}: has {descriptor.scale_format} block scales; expected float32 ones, "
             "ONNX Q/DQ has no others"

@@ -26,6 +26,7 @@ class ExportReport:
         merged: Quantizers whose Q/DQ nodes another quantizer provides, because both had the same
             input and range: name -> name of the provider.
         warnings: Rules of the target that the model does not follow; each names a layer and a fix.
+        notes: What the target has to say of the file, such as how to run it.
     """
 
     path: Path
@@ -38,6 +39,7 @@ class ExportReport:
     weights: tuple[str, ...]
     merged: dict[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         share = ""
@@ -49,6 +51,7 @@ class ExportReport:
             f"opset {self.opset}, {self.exporter} exporter, target {self.target or 'any'}",
             f"{len(self.weights)} weights stored quantized, "
             f"{len(self.activations)} activations quantized, {len(self.merged)} merged",
+            *self.notes,
         ]
         if self.warnings:
             lines += ["warnings:", bullets(self.warnings)]

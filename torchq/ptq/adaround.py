@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.errors import CalibrationError, ConfigError
+from torchq.formats import SCALE_TYPES
 from torchq.functional import Range, learned_fake_quantize
 from torchq.graph import Forward, map_tensors, tensors_in
 from torchq.nn import TensorQuantizer
@@ -229,7 +230,8 @@ def _learnable_ranges(model: nn.Module, part: nn.Module) -> list[TensorQuantizer
 def _can_learn(quantizer: TensorQuantizer) -> bool:
     d = quantizer.descriptor
     is_on = quantizer.quantizing and quantizer.calibrated and not d.dynamic and d.fake_quant
-    return is_on and d.format.is_integer and d.block_scale_format is None
+    usual = not d.power_of_two and d.scale_format in (None, *SCALE_TYPES)
+    return is_on and d.format.is_integer and usual
 
 
 def rectified_sigmoid(v: Tensor) -> Tensor:

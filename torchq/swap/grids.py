@@ -25,3 +25,14 @@ def in_codes(descriptor: D, codes: Codes) -> D:
     if not codes.unsigned or is_fixed or not is_plain or d.num_bits not in codes.widths:
         return descriptor
     return descriptor.replace(unsigned="auto")
+
+
+def in_file(descriptor: D, codes: Codes) -> D:
+    """Return how a tensor is quantized where files have scales of a type of their own.
+
+    Scales that are rounded already, or taken from each call, stay.
+    """
+    d = descriptor
+    if d is None or codes.scales is None or d.dynamic or d.block_scale_format is not None:
+        return descriptor
+    return d.replace(scale_format=codes.scales)

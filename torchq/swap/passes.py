@@ -17,7 +17,7 @@ from torchq.formats import Granularity, PerTensor
 from torchq.graph import OPERATORS, Call, Flow, effects_of, operator_named
 from torchq.nn import InputQuantized, QuantModule, TensorQuantizer, quantized_class
 from torchq.swap.facts import Facts, Value, adds_zeros
-from torchq.swap.grids import in_codes
+from torchq.swap.grids import in_codes, in_file
 from torchq.swap.plan import ALREADY, Decision, Plan, canonical_groups
 
 Pass: TypeAlias = Callable[[Plan, Facts], Plan]
@@ -506,6 +506,7 @@ def choose_grids(plan: Plan, facts: Facts) -> Plan:
     may become unsigned. It is so for good where operators show that no value can be negative, in
     all places that share the range; calibration settles the others. A target without unsigned
     codes has signed ones where calibration would choose. What a rule fixes as unsigned stays.
+    Scales have the type that files have, those of weights too.
     """
     if facts.codes is None:
         return plan
@@ -518,8 +519,9 @@ def choose_grids(plan: Plan, facts: Facts) -> Plan:
                 for slot in proved
                 if slot.rpartition(".")[0] == d.name
             ]
-            forms = (in_codes(d.input, facts.codes), in_codes(d.output, facts.codes))
-            d = replace(d, input=forms[0], output=forms[1], unsigned=tuple(sorted(slots)))
+            forms = (in_codes(d.input, facts.codes), d.weight, in_codes(d.output, facts.codes))
+            own, weight, output = (in_file(form, facts.codes) for form in forms)
+            d = replace(d, input=own, weight=weight, output=output, unsigned=tuple(sorted(slots)))
         rows.append(d)
     return replace(plan, decisions=tuple(rows))
 

@@ -51,7 +51,8 @@ def from_onnx(source: Any, *, free_batch: bool = False) -> fx.GraphModule:
             and returns its output, or a tuple of its outputs in order. ``input_names`` and
             ``output_names`` give the names in the file, ``input_shapes`` what it says of shapes;
             each graph node has the name and the operator of the file's node in
-            ``meta["onnx_name"]`` and ``meta["onnx_op"]``.
+            ``meta["onnx_name"]`` and ``meta["onnx_op"]``, and the names of the tensors that it
+            computes in ``meta["onnx_tensors"]``.
 
     Raises:
         FrontendError: the file is broken, or operators cannot be converted: the text names all of
@@ -121,7 +122,7 @@ class Importer:
                 f"{self.where}: torch has no type for the elements of the input {name!r}"
             )
         node = builder.input(name)
-        node.meta["onnx_name"] = name
+        node.meta |= {"onnx_name": name, "onnx_tensors": (name,)}
         sizes = builder.shapes.get(name)
         if sizes is not None and any(sizes):
             checked = builder.graph.call_function(with_sizes, (node, name, sizes))
@@ -173,6 +174,9 @@ class Importer:
         for output, value in zip(proto.output, results, strict=False):
             if output:
                 builder.values[output] = value
+                if isinstance(value, fx.Node):
+                    known = value.meta.get("onnx_tensors", ())
+                    value.meta["onnx_tensors"] = (*known, output)
         for output in proto.output[len(results) :]:
             if output:
                 context.refuse(f"its output {output!r} is not supported")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchq.onnx.ir import (
+    DataType,
     Model,
     Node,
     Value,
@@ -147,6 +148,32 @@ def known_shapes(model: Model, open_names: bool = False) -> dict[str, Shape]:
     Shapes that the exporter noted elsewhere are not used: the TorchScript exporter notes the batch
     size of the example there.
     """
+    slim = _slim(model)
+    # Inference makes up names for dimensions that it does not know.
+    names = {d.dim_param for value in slim.graph.input for d in value.type.tensor_type.shape.dim}
+    found = _onnx.shape_inference.infer_shapes(slim, data_prop=True).graph
+    stored = model.graph.initializers.values()
+    shapes = {value.name: tuple(value.shape.numpy()) for value in stored}
+    for value in (*found.input, *found.value_info, *found.output):
+        kind = value.type.tensor_type
+        if kind.HasField("shape"):
+            lengths = (_length(dim) for dim in kind.shape.dim)
+            shapes[value.name] = tuple(
+                n if open_names or isinstance(n, int) or n in names else None for n in lengths
+            )
+    return shapes
+
+
+def known_types(model: Model) -> dict[str, DataType]:
+    """Return the types of the elements of all tensors of the graph, by name of the value."""
+    found = _onnx.shape_inference.infer_shapes(_slim(model)).graph
+    inferred = (*found.input, *found.value_info, *found.output)
+    types = {value.name: onnx_ir.DataType(value.type.tensor_type.elem_type) for value in inferred}
+    return types | {name: data_type(v) for name, v in model.graph.initializers.items()}
+
+
+def _slim(model: Model) -> Any:
+    """Return a model of the same nodes, without the contents of large tensors."""
     graph = model.graph
     slim = _onnx.ModelProto(ir_version=model.ir_version)
     slim.graph.name = "shapes"
@@ -161,18 +188,7 @@ def known_shapes(model: Model, open_names: bool = False) -> dict[str, Shape]:
     slim.graph.input.extend(map(serde.serialize_value, graph.inputs))
     slim.graph.output.extend(_without_shape(value) for value in graph.outputs)
     _add_stored(slim, graph.initializers.values(), {value.name for value in graph.inputs})
-    # Inference makes up names for dimensions that it does not know.
-    names = {d.dim_param for value in slim.graph.input for d in value.type.tensor_type.shape.dim}
-    found = _onnx.shape_inference.infer_shapes(slim, data_prop=True).graph
-    shapes = {value.name: tuple(value.shape.numpy()) for value in graph.initializers.values()}
-    for value in (*found.input, *found.value_info, *found.output):
-        kind = value.type.tensor_type
-        if kind.HasField("shape"):
-            lengths = (_length(dim) for dim in kind.shape.dim)
-            shapes[value.name] = tuple(
-                n if open_names or isinstance(n, int) or n in names else None for n in lengths
-            )
-    return shapes
+    return slim
 
 
 def _to_infer(node: Node) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
 from torch import Tensor
 
 from torchq.onnx.ir import (
@@ -119,10 +120,12 @@ class Behind:
     Attributes:
         layers: The paths of the layers.
         share: how many of its codes may be another one, by the operators among them.
+        dtype: the type of a strongly typed file.
     """
 
     layers: tuple[str, ...]
     share: float
+    dtype: torch.dtype | None = None
 
 
 def behind(value: Value | None, share: float = SHARE) -> Behind:

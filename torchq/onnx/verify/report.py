@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchq.errors import ExportError
-from torchq.onnx.verify.exposed import Behind
+from torchq.onnx.verify.exposed import MERGED_SHARE, Behind
 from torchq.utils.text import table
 
 #: Agreement of an expected and a found output, both of one batch: a number between 0 and 1, or a
@@ -26,6 +26,8 @@ ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 #: Sums that are rounded to a shorter type differ by a unit in its last place or two, which is a
 #: part of a code that does not get smaller with the code.
 HALF_SHARES = {torch.float16: 0.05, torch.bfloat16: 0.5}
+#: Sums of codes whose scales are a simple ratio apart lie at ties, which this rounding breaks.
+HALF_SHARE_OF_SUMS = 0.5
 _GOOD_SHARE = 0.999
 
 
@@ -261,7 +263,7 @@ class Codes:
         self, name: str, parameters: str, behind: Behind, dtypes: Mapping[str, torch.dtype]
     ) -> None:
         self._fixed = (parameters, behind.layers)
-        computed = {dtypes[layer] for layer in behind.layers if layer in dtypes}
+        computed = {behind.dtype, *(dtypes[layer] for layer in behind.layers if layer in dtypes)}
         self._half = next((dtype for dtype in computed if dtype in ROUNDING), None)
         self.name, self._elements, self._differ, self._max = name, 0, 0, 0.0
         self._least, self._share = behind.share, 0.0
@@ -275,6 +277,8 @@ class Codes:
             )
         self._count(difference(expected, found), 0.0)
         self._share = HALF_SHARES.get(self._half or dtype, self._least)
+        if self._least >= MERGED_SHARE and not self._fixed[1] and self._share > self._least:
+            self._share = HALF_SHARE_OF_SUMS
 
     def add_output(self, expected: Tensor, found: Tensor) -> None:
         """Add one batch of an output; elements beyond float rounding differ."""

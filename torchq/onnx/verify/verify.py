@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.errors import ExportError, TorchqError
+from torchq.formats import SCALE_TYPES
 from torchq.graph import call_arguments, call_model, tensors_in
 from torchq.nn import TensorQuantizer, exact_sums
 from torchq.nn.correction import folded_corrections
@@ -106,7 +107,7 @@ def verify_onnx(
     model, path = unwrap(model), Path(path)
     check_batches("verify_onnx", batches, num_batches)
     graph = load_model(path)
-    session, optimized = _default_session(path)
+    session, optimized = _default_session(path, "precision" in read_record(graph))
     with folded_corrections(model), named_errors(path):
         file = _File(model, path, graph, optimized)
         run = file.usual_run() or session.run
@@ -130,12 +131,17 @@ def verify_onnx(
     return VerifyReport(os.fspath(path), outputs.result(), file.rows(), file.session, file.hint)
 
 
-def _default_session(path: Path) -> tuple[Any, bool]:
-    """Return the file as ONNX Runtime optimises it, or, as with some FP8, as it is written."""
+def _default_session(path: Path, typed: bool) -> tuple[Any, bool]:
+    """Return the file as ONNX Runtime optimises it, or, as with some FP8, as it is written.
+
+    It cannot optimise some that are strongly typed, which are for other runtimes.
+    """
     try:
         return open_session(path, optimize=True), True
     except ExportError as error:
         session = open_session(path, optimize=False)
+        if typed:
+            return session, False
         warnings.warn(f"verify_onnx: {error}. Compared without optimisations", stacklevel=3)
         return session, False
 
@@ -165,6 +171,7 @@ class _File:
     def __init__(self, model: nn.Module, path: Path, graph: Model, optimized: bool) -> None:
         record = read_record(graph)
         self._path, self._runtime = path, RUNTIMES.get(str(record.get("target")))
+        self._typed = SCALE_TYPES.get(str(record.get("precision")))
         # What a target added to layers is taken away: the rest must be the model's own.
         self._faults = undo_export(graph)
         self.known, stored = quantizers(model), quantizer_nodes(graph)
@@ -194,7 +201,8 @@ class _File:
             for name, in_file in places.items()
         }
         outputs = graph.graph.outputs
-        self._outputs = [Codes(f"output {v.name}", "", behind(v), dtypes) for v in outputs]
+        ends = ((v.name, self._in_file_type(behind(v))) for v in outputs)
+        self._outputs = [Codes(f"output {name}", "", end, dtypes) for name, end in ends]
         self._exposed = ExposedFile(path, nodes, self._runtime, optimized=optimized)
         self.session = self._exposed.session
         self.hint = _hint(model, self._runtime)
@@ -216,7 +224,13 @@ class _File:
         plans = any(getattr(module, "bias_format", "") for module in modules.values())
         if plans and not all(forms.get(name, "int32") for name in found.layers):
             found = replace(found, share=max(found.share, APPROXIMATE_SHARE))
-        return found
+        # What a strongly typed file is given is float32.
+        is_given = value is not None and value.producer() is None
+        return found if is_given else self._in_file_type(found)
+
+    def _in_file_type(self, found: Behind) -> Behind:
+        """Return what computes a value in a strongly typed file, with its type."""
+        return found if self._typed is None else replace(found, dtype=self._typed.dtype)
 
     def _share(self) -> float:
         """Return the share of codes that the runtime may have others of."""

@@ -1,4 +1,4 @@
-"""NVIDIA TensorRT.
+"""Where TensorRT wants Q/DQ pairs, and with which parameters.
 
 Sources: the onnx-tensorrt importer (10.1), issues 1694, 2380, 3412, 3987 and 4560 of
 NVIDIA/TensorRT, and the source of NVIDIA ModelOpt.
@@ -7,10 +7,6 @@ NVIDIA/TensorRT, and the source of NVIDIA ModelOpt.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
 
 from torchq.onnx.ir import (
     Model,
@@ -22,19 +18,14 @@ from torchq.onnx.ir import (
     nodes_of,
 )
 from torchq.onnx.qdq import axis_of, element_type, format_of, pair_name, qparams_of
-from torchq.runtime import Codes, FileRules, Placement
 from torchq.runtimes.checks import (
-    AVG_POOLS,
     CONVOLUTIONS,
     LAYERS,
-    check_fused_norms,
-    check_one_range_per_tensor,
     dequantized,
     layer_name,
     scales_of,
     weight_of,
 )
-from torchq.runtimes.onnxruntime import OnnxRuntime
 
 
 def check_activation_types(model: Model) -> Iterator[str]:
@@ -124,47 +115,3 @@ def check_concatenations(model: Model) -> Iterator[str]:
                 f"{pair_name(pairs[0])}: the inputs of {node.name} have different scales; "
                 "use QuantCat, or torchq.qat.share_range_"
             )
-
-
-_PLACEMENT = Placement(
-    # TensorRT adds in int32 to the result of a convolution, before that is rounded. It moves
-    # quantizers through max pooling by itself.
-    operators=frozenset(["add", "cat"]),
-    modules=(AVG_POOLS,),
-    one_branch=True,
-)
-_CODES = Codes(unsigned=False, zero_points=False)
-_FILE = FileRules(
-    float_types=(torch.float32, torch.float16, torch.bfloat16),
-    checks=(
-        check_activation_types,
-        check_transposed_axis,
-        check_channels,
-        check_residual_adds,
-        check_concatenations,
-        check_one_range_per_tensor,
-        check_fused_norms,
-    ),
-)
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class TensorRt(OnnxRuntime):
-    """TensorRT, through the provider of onnxruntime-gpu.
-
-    Attributes:
-        quantized: see :class:`torchq.runtimes.Engine`.
-    """
-
-    measured: ClassVar[bool] = False  # it is for GPUs, and takes minutes to open a file
-    name: str = "tensorrt"
-    placement: Placement | None = _PLACEMENT
-    codes: Codes | None = _CODES
-    file: FileRules | None = _FILE
-    limits: tuple[str, ...] = (
-        "FP8 needs strongly typed networks.",
-        "FP8 convolutions were reported missing for some shapes (issues 3987 and 4560).",
-    )
-    versions: str = "documents of 10.1"
-    proved: str = "structure alone"
-    provider: str = "tensorrt"

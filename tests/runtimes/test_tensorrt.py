@@ -1,0 +1,398 @@
+"""Strongly typed files for TensorRT: what they hold, and that the check of them can say no."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchq
+from tests.onnx.exported import Residual, calibrated, run_file
+from torchq.errors import ConfigError, ExportError
+from torchq.onnx.ir import (
+    Model,
+    add_initializer,
+    add_node,
+    computed_by,
+    data_type,
+    load_model,
+    nodes_of,
+    onnx_ir,
+    replace_stored,
+    save_model,
+    value_of,
+)
+from torchq.onnx.qdq import qparams_of, quantizer_nodes, weight_nodes
+from torchq.runtimes import TensorRt
+from torchq.runtimes.tensorrt import check_file
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+pytestmark = pytest.mark.filterwarnings("ignore:export_onnx.target='tensorrt'")
+LEAST = 2.0**-14
+
+
+class Mobile(nn.Module):
+    """An inverted residual with squeeze and excitation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.wide = nn.Conv2d(3, 16, 3, 2, 1), nn.Conv2d(16, 32, 1)
+        self.each, self.back = nn.Conv2d(32, 32, 3, 1, 1, groups=32), nn.Conv2d(32, 16, 1)
+        self.down, self.up = nn.Conv2d(32, 8, 1), nn.Conv2d(8, 32, 1)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.hardswish(self.stem(x))
+        y = F.relu6(self.each(F.relu6(self.wide(x))))
+        gate = self.up(self.down(F.adaptive_avg_pool2d(y, 1)).relu())
+        x = x + self.back(y * F.hardsigmoid(gate))
+        return self.head(x.mean((2, 3)))
+
+
+class Detector(nn.Module):
+    """Two scales with SiLU, joined, and a head that weighs distances by a softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 16, 3, 2, 1), nn.Conv2d(16, 32, 3, 2, 1)
+        self.join, self.box = nn.Conv2d(48, 16, 3, 1, 1), nn.Conv2d(16, 32, 1)
+        self.register_buffer("places", torch.arange(8.0).reshape(1, 1, 8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.silu(self.one(x))
+        y = F.silu(self.two(x))
+        z = F.silu(self.join(torch.cat([x, F.interpolate(y, scale_factor=2)], 1)))
+        return (self.box(z).reshape(-1, 4, 8, 64).softmax(2) * self.places).sum(2) * 8
+
+
+class Attention(nn.Module):
+    """A block of a language model with a mask of the most negative numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.norm = nn.Embedding(20, 16), nn.LayerNorm(16, eps=1e-12)
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+        self.wide, self.back = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, words: Tensor, mask: Tensor) -> Tensor:
+        x = self.words(words)
+        hidden = (1.0 - mask[:, None, :].to(x.dtype)) * torch.finfo(torch.float32).min
+        scores = self.q(x) @ self.k(x).transpose(-1, -2) / 4 + hidden
+        x = self.norm(x + self.out(scores.softmax(-1) @ self.v(x)))
+        return self.norm(x + self.back(F.gelu(self.wide(x))))
+
+
+class Patches(nn.Module):
+    """A vision transformer of one block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, 16, 4, 4)
+        self.places = nn.Parameter(torch.randn(1, 16, 16) * 0.1)
+        self.block = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patch(x).flatten(2).transpose(1, 2) + self.places
+        return self.head(self.block(x).mean(1))
+
+
+class Segmenter(nn.Module):
+    """A U-Net of two levels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.top, self.deep = nn.Conv2d(3, 16, 3, 1, 1), nn.Conv2d(16, 32, 3, 1, 1)
+        self.up, self.last = nn.ConvTranspose2d(32, 16, 2, 2), nn.Conv2d(32, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.top(x).relu()
+        y = self.up(self.deep(F.max_pool2d(x, 2)).relu())
+        return self.last(torch.cat([x, y], 1))
+
+
+IMAGES = (torch.randn(2, 3, 16, 16),)
+WORDS = (torch.randint(0, 20, (2, 6)), torch.tensor([[1] * 6, [1, 1, 1, 0, 0, 0]]))
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
+    "residual": (Residual, IMAGES),
+    "mobile": (Mobile, IMAGES),
+    "detector": (Detector, IMAGES),
+    "language": (Attention, WORDS),
+    "vision transformer": (Patches, IMAGES),
+    "u-net": (Segmenter, IMAGES),
+}
+
+
+def written(
+    model: nn.Module, example: Any, path: Path, target: Any = "tensorrt", **options: Any
+) -> Any:
+    """Quantize, calibrate and export a model; the report."""
+    torchq.quantize_(model.eval(), target=target, example=example)
+    torchq.calibrate(model, [example], progress=False)
+    options = {"dynamo": False, "target": target, "progress": False, **options}
+    return torchq.export_onnx(model, example, path, **options)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_files_are_strongly_typed_and_have_the_codes_of_the_model(
+    name: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    make, example = NETWORKS[name]
+    model, path = make(), tmp_path / "m.onnx"
+    written(model, example, path)
+    found = check_file(path)
+    assert found.ok, str(found)
+    assert "not run: TensorRT's parser" in str(found)
+    assert bool(found.kept) == (name == "language")
+    proof = torchq.verify_onnx(model, path, [example], progress=False)
+    assert proof.ok, proof.table()
+    graph = load_model(path)
+    assert {value.dtype.name for value in graph.graph.outputs} == {"FLOAT"}
+    floats = {data_type(v).name for v in graph.graph.initializers.values()} - {"INT64", "INT8"}
+    assert floats <= {"FLOAT16", "FLOAT"}
+
+
+def test_scales_are_numbers_of_the_type_in_plan_file_and_loaded_model(tmp_path: Path) -> None:
+    """Nearly dead filters get the smallest normal number, and codes of 0."""
+    torch.manual_seed(0)
+    model, x = (
+        nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)),
+        torch.randn(2, 8, 9, 9),
+    )
+    with torch.no_grad():
+        model[2].weight[1] *= 1e-6
+    report = written(model, x, tmp_path / "m.onnx")
+    quantizer = model[2].weight_quantizer
+    assert quantizer.descriptor.scale_format == "float16"
+    assert float(quantizer.scale.flatten()[1]) == LEAST
+    assert torch.count_nonzero(quantizer(model[2].weight[1:2].expand(8, -1, -1, -1))[1]) == 0
+    nodes = {**quantizer_nodes(load_model(tmp_path / "m.onnx"))}
+    nodes |= weight_nodes(load_model(tmp_path / "m.onnx"))
+    for name, node in nodes.items():
+        scale, own = qparams_of(node).scale, model.get_submodule(name).scale.flatten()
+        assert torch.equal(scale.flatten(), own) and torch.equal(own.half().float(), own)
+        assert value_of(node.inputs[1]).dtype is (
+            torch.float32 if name == "0.input_quantizer" else torch.float16
+        )
+    assert set(report.weights) <= set(nodes)
+    torchq.save(model, tmp_path / "m.pt")
+    twin = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval()
+    torchq.load(twin, tmp_path / "m.pt")
+    assert torch.equal(twin(x), model(x))
+    assert twin[2].weight_quantizer.descriptor == quantizer.descriptor
+
+
+def test_learned_ranges_have_gradients_through_rounded_scales() -> None:
+    model, x = nn.Sequential(nn.Conv2d(8, 8, 3)), torch.randn(2, 8, 9, 9)
+    torchq.quantize_(model, target="tensorrt")
+    torchq.calibrate(model, [x], progress=False)
+    torchq.qat.learn_ranges_(model)
+    model(x).square().sum().backward()
+    amax = model[0].input_quantizer.amax
+    assert amax.grad is not None and float(amax.grad.abs()) > 0
+    scale = model[0].input_quantizer.scale
+    assert torch.equal(scale.half().float(), scale)
+
+
+class Overflowing(nn.Module):
+    """Squares and factors that float16 cannot hold, between two convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = 600 * self.first(x)
+        x = x / torch.sqrt((x * x).mean((2, 3), keepdim=True) + 1e-8)
+        return self.second(torch.tanh(x * 1e6 / 1e6))
+
+
+def test_what_overflows_stays_in_float32_with_its_readers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, path, x = Overflowing(), tmp_path / "m.onnx", torch.randn(2, 8, 12, 12)
+    report = written(model, x, path)
+    found = check_file(path)
+    assert found.ok, str(found)
+    kept = {node.op_type: node for node in load_model(path).graph if node.name in found.kept}
+    assert {"Mul", "ReduceMean", "Add", "Sqrt", "Div"} <= set(kept)
+    assert not {"Conv", "Tanh"} & set(kept) or "Conv" not in kept
+    casts = nodes_of(load_model(path), "Cast")
+    assert all(computed_by(n.inputs[0], "DequantizeLinear") is None for n in casts)
+    assert f"{len(found.kept)} nodes kept in float32" in str(report)
+    assert any("a range of" in why for why in found.kept.values())
+    assert any("the stored number 1e+06" in why for why in found.kept.values())
+    assert torchq.verify_onnx(model, path, [x], progress=False).ok
+
+
+def test_the_report_tells_how_to_build_an_engine_and_what_was_not_run(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    text = str(written(Residual(), IMAGES, path))
+    assert f"trtexec --onnx={path} --saveEngine=m.engine --stronglyTyped" in text
+    assert "TensorRT 11: the same without --stronglyTyped" in text
+    assert "not run: TensorRT's parser, its builder, any GPU" in text
+    assert any("not run" in limit for limit in torchq.runtimes.RUNTIMES["tensorrt"].limits)
+
+
+# --- the check says no ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def residual(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("tensorrt") / "m.onnx"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        written(Residual(), IMAGES, path)
+    return path
+
+
+def cast(model: Model, node: Any, index: int, kind: str) -> Any:
+    """Put a Cast in front of an input of a node."""
+    value = node.inputs[index]
+    dtype = onnx_ir.DataType[kind]
+    new = add_node(value.producer(), "Cast", [value], f"{value.name}/{kind}", {"to": dtype.value})
+    node.replace_input_with(index, new)
+    return new.producer()
+
+
+def cast_behind_a_pair(model: Model) -> None:
+    conv = nodes_of(model, "Conv")[2]
+    cast(model, cast(model, conv, 0, "FLOAT"), 0, "FLOAT16")
+    cast(model, conv, 0, "FLOAT16")
+
+
+def casts_between_operators(model: Model) -> None:
+    relu = nodes_of(model, "Relu")[0]
+    cast(model, relu, 0, "FLOAT")
+    cast(model, relu, 0, "FLOAT16")
+
+
+def one_scale_in_float32(model: Model) -> None:
+    pair = [*weight_nodes(model).values()][1]
+    name = f"{pair.inputs[1].name}/single"
+    single = add_initializer(model.graph, name, value_of(pair.inputs[1]).float())
+    pair.replace_input_with(1, single)
+
+
+def scale_below_normal_numbers(model: Model) -> None:
+    scale = [*weight_nodes(model).values()][1].inputs[1]
+    numbers = value_of(scale)
+    numbers[0] = 2.0**-20
+    replace_stored(scale, numbers)
+
+
+def two_scales_in_one_pair(model: Model) -> None:
+    quantize = [*quantizer_nodes(model).values()][2]
+    other = add_initializer(model.graph, "other", value_of(quantize.inputs[1]) * 1.01)
+    quantize.replace_input_with(1, other)
+
+
+def overflowing_constant(model: Model) -> None:
+    bias = nodes_of(model, "Conv")[1].inputs[2]
+    replace_stored(bias, (value_of(bias).float() + 1e6).half())
+
+
+def no_pair_on_a_residual_input(model: Model) -> None:
+    add = nodes_of(model, "Add")[0]
+    for index, value in enumerate(add.inputs):
+        pair = computed_by(value, "DequantizeLinear")
+        if pair is not None:
+            add.replace_input_with(index, pair.inputs[0].producer().inputs[0])
+
+
+DAMAGE: dict[Callable[[Model], None], str] = {
+    cast_behind_a_pair: "a Cast stands between a DequantizeLinear and",
+    casts_between_operators: "a Cast to float32 in front of .*, which is not kept",
+    one_scale_in_float32: "has FLOAT scales in front of|reads FLOAT and FLOAT16",
+    scale_below_normal_numbers: "has scales from 9.54e-07 to .* no normal FLOAT16 numbers",
+    two_scales_in_one_pair: "and its DequantizeLinear have different scales",
+    overflowing_constant: "holds numbers that FLOAT16 cannot, read by",
+    no_pair_on_a_residual_input: "TensorRT fuses an addition whose identity branch is quantized",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+def test_the_check_says_no_to_a_damaged_file(
+    damage: Callable[[Model], None], residual: Path, tmp_path: Path
+) -> None:
+    model = load_model(residual)
+    damage(model)
+    save_model(model, tmp_path / "m.onnx", check=False)
+    found = check_file(tmp_path / "m.onnx")
+    assert not found.ok
+    with pytest.raises(AssertionError, match=DAMAGE[damage]):
+        raise AssertionError(str(found).replace("\n  ", " "))
+
+
+# --- settings and refusals ------------------------------------------------------------------------
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3))
+
+
+X = torch.randn(2, 16, 9, 9)
+
+
+def test_bfloat16_float32_and_typed_inputs(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    written(small(), X, path, TensorRt(precision="bfloat16"))
+    assert check_file(path).ok and check_file(path).precision == "bfloat16"
+    model = small()
+    written(model, X, path, TensorRt(precision="float32"))
+    assert model[0].weight_quantizer.descriptor.scale_format is None
+    kinds = {v.dtype.name for v in load_model(path).graph.initializers.values()}
+    assert kinds == {"FLOAT", "INT8"} and torchq.verify_onnx(model, path, [X], progress=False).ok
+    with pytest.raises(ExportError, match="was not written in float16 or bfloat16"):
+        check_file(path)
+    model = small()
+    written(model, X, path, TensorRt(typed_io=True))
+    graph = load_model(path).graph
+    assert {v.dtype.name for v in (*graph.inputs, *graph.outputs)} == {"FLOAT16"}
+    assert not nodes_of(load_model(path), "Cast") and check_file(path).ok
+    assert (run_file(path, X.half())[0].float() - model(X)).abs().max() < 0.01
+    with pytest.raises(ConfigError, match="got precision 'int8'; expected one of 'float16'"):
+        TensorRt(precision="int8")
+
+
+def test_what_cannot_be_typed_is_refused_and_nothing_written(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    with pytest.raises(ExportError, match="opset 17 has no scales in float16; expected 19"):
+        written(small(), X, path, opset=17)
+    model = small()
+    with torch.no_grad():
+        model[2].weight[3] *= 1e-6
+    model = calibrated(model, X)
+    with pytest.raises(
+        ExportError, match=r"2\.weight_quantizer: has scales from .*, and float16 holds 6.1e-05"
+    ):
+        torchq.export_onnx(model, X, path, target="tensorrt", dynamo=False)
+    assert not path.exists()
+
+
+def test_scales_of_a_model_for_no_target_are_rounded_with_a_warning(tmp_path: Path) -> None:
+    model = calibrated(small(), X)
+    report = torchq.export_onnx(model, X, tmp_path / "m.onnx", target="tensorrt", dynamo=False)
+    (text,) = [text for text in report.warnings if "float16 numbers" in text]
+    assert text.startswith("0.input_quantizer, ") and "quantize_ with target='tensorrt'" in text
+    assert check_file(tmp_path / "m.onnx").ok
+
+
+def test_deploy_runs_the_file_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here on the provider for CPUs."""
+    providers = {"cpu": "CPUExecutionProvider", "tensorrt": "CPUExecutionProvider"}
+    monkeypatch.setattr("torchq.runtimes.onnxruntime._PROVIDERS", providers)
+    model = small().eval()
+    torchq.quantize_(model, target="tensorrt", example=X)
+    torchq.calibrate(model, [X], progress=False)
+    deployed = torchq.deploy(model, X, target="tensorrt", progress=False)
+    assert deployed.target == "tensorrt" and deployed.settings.precision == "float32"
+    assert (deployed(X) - model(X)).abs().max() < 1e-2

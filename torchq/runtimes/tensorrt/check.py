@@ -1,0 +1,219 @@
+"""A proof that a file is strongly typed as TensorRT 10 and 11 want it, from the file alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from torchq.errors import ExportError
+from torchq.formats import SCALE_TYPES
+from torchq.onnx.ir import (
+    DataType,
+    Model,
+    Node,
+    Value,
+    computed_by,
+    data_type,
+    is_constant,
+    is_output,
+    load_model,
+    nodes_of,
+    opset_of,
+    readers,
+    value_of,
+)
+from torchq.onnx.passes.constants import known_types
+from torchq.onnx.qdq import pair_name, read_record
+from torchq.runtimes.tensorrt.rules import check_residual_adds
+from torchq.runtimes.tensorrt.typed import formal_of, schema_of
+from torchq.utils import bullets
+
+NOT_RUN = "not run: TensorRT's parser, its builder, any GPU. Nothing is known of speed."
+_FLOATS = ("FLOAT", "FLOAT16", "BFLOAT16")
+
+
+@dataclass(frozen=True)
+class FileCheck:
+    """What :func:`check_file` found; ``print`` it.
+
+    Attributes:
+        path: The file.
+        precision: Its float type.
+        problems: Sentences that each name a node and what is wrong.
+        kept: Node that stays in float32 -> the reason that the export gave.
+        counts: How many pairs, casts and float nodes were looked at.
+        not_run: What this does not prove.
+    """
+
+    path: str
+    precision: str
+    problems: tuple[str, ...]
+    kept: dict[str, str]
+    counts: str
+    not_run: str = NOT_RUN
+
+    @property
+    def ok(self) -> bool:
+        """True if nothing is wrong."""
+        return not self.problems
+
+    def __str__(self) -> str:
+        verdict = (
+            f"strongly typed {self.precision}" if self.ok else f"{len(self.problems)} PROBLEMS"
+        )
+        lines = [f"{self.path}: {verdict}; {self.counts}, {len(self.kept)} kept in float32"]
+        if self.problems:
+            lines.append(bullets(self.problems))
+        return "\n".join([*lines, self.not_run])
+
+
+def check_file(path: str | os.PathLike[str]) -> FileCheck:
+    """Prove that a file of ``export_onnx(target="tensorrt")`` is strongly typed, or say where not.
+
+    It reads the file alone: every operator has inputs of one type where the standard wants it, no
+    Cast stands between a DequantizeLinear and its layer or between two nodes in float32, scales
+    have the type of their neighbours and are normal numbers of it, both scales of a pair are equal,
+    no stored number overflows, and an addition to the result of a layer has a pair on its other
+    operand.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The problems, and what was not run.
+
+    Raises:
+        ExportError: The file is broken, or was not written for TensorRT in such a precision.
+        MissingExtraError: A package of the extra "export" is not installed.
+    """
+    model = load_model(path)
+    precision = read_record(model).get("precision")
+    if precision not in SCALE_TYPES:
+        raise ExportError(
+            f"{path}: was not written in float16 or bfloat16 for TensorRT; expected a file of "
+            "torchq.export_onnx(..., target='tensorrt')"
+        )
+    problems = (*check_typing(model), *check_residual_adds(model))
+    kinds = ("QuantizeLinear", "DequantizeLinear", "Cast")
+    counts = ", ".join(f"{len(nodes_of(model, kind))} {kind}" for kind in kinds)
+    kept = dict(read_record(model).get("kept", {}))
+    return FileCheck(os.fspath(path), precision, problems, kept, counts)
+
+
+def check_typing(model: Model) -> Iterator[str]:
+    """Yield what keeps a file from being strongly typed; nothing for float32 files."""
+    record = read_record(model)
+    if record.get("precision") in SCALE_TYPES:
+        found = _Types(model, record["precision"], record)
+        yield from found.mixed()
+        yield from found.casts()
+        yield from found.scales()
+        yield from found.numbers()
+
+
+class _Types:
+    """The types of the values of a graph, and what is wrong with them."""
+
+    def __init__(self, model: Model, precision: str, record: dict[str, object]) -> None:
+        self.model, self.short = model, SCALE_TYPES[precision]
+        self.types: dict[str, DataType] = known_types(model)
+        self.kept = set(record.get("kept", ()))  # type: ignore[call-overload]
+        self.infinite = set(record.get("infinite", ()))  # type: ignore[call-overload]
+
+    def _type(self, value: Value | None) -> str:
+        """Return the name of a float type; "" for others."""
+        dtype = None if value is None else self.types.get(value.name)
+        return dtype.name if dtype is not None and dtype.name in _FLOATS else ""
+
+    def mixed(self) -> Iterator[str]:
+        """Yield operators whose inputs have several float types, or one without a reason."""
+        for node in self.model.graph:
+            schema = schema_of(node, opset_of(self.model))
+            groups: dict[str, set[str]] = {}
+            for index, value in enumerate(node.inputs if schema else ()):
+                formal = formal_of(schema, index, False)
+                if self._type(value) and formal is not None:
+                    groups.setdefault(formal.type_str, set()).add(self._type(value))
+            found = next((sorted(types) for types in groups.values() if len(types) > 1), None)
+            if found:
+                yield f"{node.name}: reads {' and '.join(found)}; {node.op_type} takes one type"
+            elif self._is_long(node) and node.name not in self.kept:
+                yield f"{node.name}: computes in FLOAT, and the record of the file has no reason"
+
+    def _is_long(self, node: Node) -> bool:
+        """Return True for a node that computes in float32 and is no pair and no Cast."""
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear", "Cast"):
+            return False
+        return any(self._type(value) == "FLOAT" for value in node.outputs)
+
+    def casts(self) -> Iterator[str]:
+        """Yield casts between float types that stand elsewhere than at a border."""
+        for node in nodes_of(self.model, "Cast"):
+            source, result = node.inputs[0], node.outputs[0]
+            if not (self._type(source) and self._type(result)):
+                continue
+            name = f"{node.name}: a Cast"
+            before, users = computed_by(source), readers(result)
+            if computed_by(source, "DequantizeLinear") is not None:
+                yield f"{name} stands between a DequantizeLinear and {_named(users)}"
+            elif is_constant(source):
+                yield f"{name} reads a stored tensor; store it in the type"
+            elif self._type(source) == self._type(result):
+                yield f"{name} changes nothing"
+            elif self._type(result) == "FLOAT":
+                if not is_output(result) and not all(map(self._is_kept, users)):
+                    yield f"{name} to float32 in front of {_named(users)}, which is not kept"
+            elif before is not None and not self._is_kept(before):
+                yield f"{name} from float32 behind {before.name}, which is not kept"
+            elif before is not None and any(map(self._is_kept, users)):
+                yield f"{name} stands between two nodes in float32"
+
+    def _is_kept(self, node: Node) -> bool:
+        return node.name in self.kept
+
+    def scales(self) -> Iterator[str]:
+        """Yield pairs whose scales have another type or value than their place wants."""
+        for node in nodes_of(self.model, "QuantizeLinear", "DequantizeLinear"):
+            scale = node.inputs[1]
+            if not is_constant(scale):
+                continue
+            quantizes, name = node.op_type == "QuantizeLinear", f"{pair_name(node)}: {node.op_type}"
+            own = data_type(scale).name
+            if quantizes and own != self._type(node.inputs[0]):
+                yield f"{name} has {own} scales for a {self._type(node.inputs[0])} tensor"
+            if not quantizes:
+                yield from self._readers_type(node, own, name)
+            numbers = value_of(scale).float()
+            low, high = float(numbers.min()), float(numbers.max())
+            if own != "FLOAT" and not (self.short.least <= low and high <= self.short.qmax):
+                yield f"{name} has scales from {low:.3g} to {high:.3g}, no normal {own} numbers"
+            for user in readers(node.outputs[0]) if quantizes else ():
+                if user.op_type == "DequantizeLinear" and is_constant(user.inputs[1]):
+                    other = value_of(user.inputs[1]).float()
+                    if not torch.equal(other, numbers):
+                        yield f"{name} and its DequantizeLinear have different scales"
+
+    def _readers_type(self, node: Node, own: str, name: str) -> Iterator[str]:
+        """Yield layers of another type than the scales of a DequantizeLinear in front of them."""
+        short = self.short.name.upper()
+        for user in readers(node.outputs[0]):
+            is_pair = user.op_type in ("QuantizeLinear", "DequantizeLinear", "Cast")
+            wanted = "FLOAT" if self._is_kept(user) else short
+            if not is_pair and own != wanted:
+                yield f"{name} has {own} scales in front of {user.name}, which computes in {wanted}"
+
+    def numbers(self) -> Iterator[str]:
+        """Yield stored numbers that became infinite."""
+        for name, value in self.model.graph.initializers.items():
+            if self._type(value) in ("", "FLOAT") or name in self.infinite:
+                continue
+            if not bool(value_of(value).float().isfinite().all()):
+                users = _named(readers(value))
+                yield f"{name}: holds numbers that {self._type(value)} cannot, read by {users}"
+
+
+def _named(nodes: list[Node]) -> str:
+    return ", ".join(str(node.name) for node in nodes) or "nothing"
