@@ -215,7 +215,19 @@ def test_layers_that_are_left_alone_are_named() -> None:
         "unused": "no batch reached it",
         "pair": "it is no convolution or linear layer",
     }
-    assert "corrected bias of 1 layers, 3 not" in str(report)
+    assert "corrected bias of 1 layers, 3 not; used by the first of several calls" in str(report)
+
+
+def test_few_results_are_not_fitted_and_named() -> None:
+    """The mean of so few errors is more wrong for other data than none at all."""
+    model = net()
+    torchq.quantize_(model, torchq.recipes.int8())
+    report = torchq.calibrate(model, [batches()[0][:3]], progress=False)
+    assert report.correction is not None
+    assert report.correction.skipped == {
+        "5": "3 results of each channel are too few; pass more batches"
+    }
+    assert not model[5].is_corrected and model[0].is_corrected
 
 
 def test_ranges_that_clip_get_no_shift_without_a_gain() -> None:
@@ -272,3 +284,32 @@ def test_a_model_without_biases_cannot_be_corrected() -> None:
     torchq.calibrate(model, [torch.rand(2, 4)], progress=False)
     with pytest.raises(ConfigError, match=r"got no layer to correct \(0: it has no bias"):
         correct_bias_(model, [torch.rand(2, 4)], progress=False)
+
+
+@pytest.mark.parametrize("config", [torchq.recipes.int8(), W3], ids=["own errors", "in order"])
+def test_an_interrupted_correction_restores_everything(config: QuantConfig) -> None:
+    """Wherever it is interrupted: while ranges are found, or in each run of the correction."""
+    model, x = calibrated(config), batches()[0]
+    before, state = model(x), {k: v.clone() for k, v in model.state_dict().items()}
+    left = 0
+
+    def stop(module: nn.Module, *_: Any) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise KeyboardInterrupt
+
+    handle = model[2].register_forward_hook(stop)
+    for run in range(1, 10):
+        left = run
+        try:
+            # Other data, which give other ranges and corrections.
+            torchq.calibrate(model, [3 * b for b in batches()], force=True, progress=False)
+        except KeyboardInterrupt:
+            assert torch.equal(model(x), before)
+            assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())
+        else:
+            break
+    handle.remove()
+    assert run > 4 and left > 0
+    assert not torch.equal(model(x), before)

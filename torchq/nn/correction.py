@@ -158,9 +158,8 @@ def fold_corrections_(model: M) -> M:
 @contextmanager
 def folded_corrections(model: nn.Module) -> Iterator[None]:
     """Let the parameters of a model be those of kernels and files, inside a ``with`` block."""
-    layers = [m for m in model.modules() if isinstance(m, Corrected) and m.is_corrected]
     with ExitStack() as stack:
-        for layer in layers:
+        for layer in corrected_layers(model):
             stack.enter_context(state_kept(layer))
             for parameter in layer.parameters():
                 stack.callback(setattr, parameter, "data", parameter.data)
@@ -168,8 +167,12 @@ def folded_corrections(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def corrected_layers(model: nn.Module) -> list[Corrected]:
+    """Return the layers of a model whose results are corrected."""
+    return [m for m in model.modules() if isinstance(m, Corrected) and m.is_corrected]
+
+
 def forget_corrections(model: nn.Module) -> None:
     """Let all layers of a model compute without a correction."""
-    for module in model.modules():
-        if isinstance(module, Corrected) and module.is_corrected:
-            module.forget_correction()
+    for layer in corrected_layers(model):
+        layer.forget_correction()

@@ -18,7 +18,7 @@ from torchq.calib import methods, sync
 from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward, call_model
 from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
-from torchq.nn.correction import forget_corrections
+from torchq.nn.correction import corrected_layers, forget_corrections
 from torchq.utils import (
     check_batches,
     device_of,
@@ -144,7 +144,7 @@ def calibrate(
             model with 4 bits and fewer can be read only once.
 
     Anything else that ends the call, such as Ctrl-C or an error of the model, leaves every range
-    as it was.
+    and correction as it was.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2, bias=False))
@@ -162,7 +162,8 @@ def calibrate(
     _check_readable(model, batches if correct and todo else None)
     count, unseen, shows = 0, list[str](), progress and _is_first(group)
     buffers = [b for quantizer in todo.values() for b in quantizer.buffers()]
-    with undone_on_error(*todo.values(), written=buffers, but=CalibrationError), torch.no_grad():
+    parts = (*todo.values(), *corrected_layers(model))
+    with undone_on_error(*parts, written=buffers, but=CalibrationError), torch.no_grad():
         with _weights_after_errors(model, pending):
             if batches is not None and (activations or group or samples):
                 observing = _observing(model, activations, method, options)

@@ -32,6 +32,8 @@ _FEW_BITS = 4
 _WHOLE = frozenset(["max", "moving_average"])
 #: Positions of a layer and batch that the fit looks at.
 _POSITIONS = 4096
+#: Results of a channel for each number that is fitted to them, below which it is left alone.
+_FEW_RESULTS = 4
 #: Limits of a gain; a least-squares fit beyond them has seen too little.
 _GAINS = (0.5, 2.0)
 #: The error beside the deviation of results from which on better rounding is advised.
@@ -48,6 +50,7 @@ class Correction:
         skipped: path of each other quantized layer -> why its results are not corrected.
         gains: True if each output channel has a gain too.
         batches: how many were read.
+        repeated: paths of corrected layers that run several times; their first call was fitted.
         errors: path of each corrected layer -> the root mean square of the error that is left in
             its results over their deviation. With gains it holds the errors of earlier layers too.
     """
@@ -56,6 +59,7 @@ class Correction:
     skipped: Mapping[str, str] = field(default_factory=dict)
     gains: bool = False
     batches: int = 0
+    repeated: tuple[str, ...] = ()
     errors: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -69,6 +73,8 @@ class Correction:
         what = "gain and bias" if self.gains else "bias"
         rest = f", {len(self.skipped)} not" if self.skipped else ""
         text = f"corrected {what} of {len(self.layers)} layers{rest}"
+        if self.repeated:
+            text += f"; {', '.join(self.repeated[:3])} by the first of several calls"
         if not self.weak:
             return text
         error, worst = max((self.errors[name], name) for name in self.weak)
@@ -150,9 +156,11 @@ def correct(
         count = run(model, fits, _batches_of_ranks(batches, group, device), call, group)
         for name, fit in fits.items():
             fit.check(name)
-        skipped |= {name: "no batch reached it" for name, fit in fits.items() if fit.sums is None}
-        changes = {name: fit.apply() for name, fit in fits.items() if fit.sums is not None}
-    return Correction(changes, skipped, gains, count, {n: fits[n].error() for n in changes})
+        skipped |= {name: fit.obstacle for name, fit in fits.items() if fit.obstacle}
+        changes = {name: fit.apply() for name, fit in fits.items() if not fit.obstacle}
+        repeated = tuple(name for name in changes if fits[name].repeated)
+        errors = {name: fits[name].error() for name in changes}
+    return Correction(changes, skipped, gains, count, repeated, errors)
 
 
 def _candidates(
@@ -209,6 +217,7 @@ class _Fit:
         #: What ranks joined already, of which nothing is sent again.
         self.known: tuple[float, Tensor | None] = (0.0, None)
         self.rows: Tensor | None = None
+        self.repeated = False
         #: The quantizer of its results, which is out of the way while results are fitted.
         self.of_results: Any = None
 
@@ -218,6 +227,14 @@ class _Fit:
         new = torch.stack([y.sum(1), r.sum(1), (y * r).sum(1), (r * r).sum(1), (y * y).sum(1)])
         self.sums = new if self.sums is None else self.sums + new
         self.count += y.shape[1]
+
+    @property
+    def obstacle(self) -> str:
+        """Why nothing follows from the sums; "" if something does."""
+        if self.sums is None:
+            return "no batch reached it"
+        few = f"{self.count:.0f} results of each channel are too few; pass more batches"
+        return few if self.count < _FEW_RESULTS * (1 + self.gains) else ""
 
     def solve(self) -> tuple[Tensor | None, Tensor]:
         """Return gain and shift for the sums so far."""
@@ -297,6 +314,7 @@ def _hooks(
     def hook_of(fit: _Fit) -> Any:
         def hook(layer: nn.Module, args: Any, kwargs: Any, out: Tensor) -> Any:
             if id(layer) in seen:
+                fit.repeated = True
                 return None
             seen.add(id(layer))
             return see(fit, args, kwargs, out)
