@@ -160,6 +160,21 @@ class Twice(nn.Module):
         return F.hardtanh(F.hardtanh(y.relu(), 0.0, 100.0), 0.0, 0.25)
 
 
+def test_parts_of_a_tensor_are_slices_between_pairs() -> None:
+    class Parts(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            a, b = self[0](x).chunk(2, dim=1)
+            _, c = b.split([1, 3], 1)
+            return self[1](torch.cat([a, b, c], 1))
+
+    x = torch.randn(2, 3, 8, 8)
+    model = calibrated(Parts(nn.Conv2d(3, 8, 3), nn.Conv2d(11, 4, 1)), x)
+    program = to_exported_program(model, x)
+    assert [node.args[1:4] for node in nodes(program, "slice")] == [(1, 0, 4), (1, 4, 8), (1, 1, 4)]
+    assert all(is_dq(n.args[0]) and all(map(is_q, n.users)) for n in nodes(program, "slice"))
+    assert torch.equal(program.module()(x), model(x))
+
+
 def test_grids_that_differ_are_kept_apart_in_a_concatenation() -> None:
     """Rule 7, also where the model has other ranges for what it joins: they are read in Q first."""
 
@@ -270,6 +285,29 @@ def test_the_command_line_checks_the_ending_and_the_package(
     assert "executorch is not installed" in capsys.readouterr().err
     assert main([*rest, "--target", "openvino", "--export", "m.pte"]) != 0
     assert "expected a name that ends in .onnx" in capsys.readouterr().err
+
+
+def test_the_command_line_writes_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needs_executorch()
+    lines = (
+        "import torch",
+        "from torch import nn",
+        "def build():",
+        "    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1))",
+        "def load():",
+        "    return [torch.randn(2, 3, 8, 8) for _ in range(3)]",
+    )
+    (tmp_path / "net_of_pte.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    source = ["--model", "net_of_pte:build", "--data", "net_of_pte:load", "--no-report"]
+    assert main(["quantize", *source, "--target", "executorch", "--export", "net.pte"]) == 0
+    out = capsys.readouterr().out
+    assert "net.pte: 0.00 MiB for inputs of the shape (1, 3, 8, 8); 1 layers on integers" in out
+    assert "2: its result is read in float by the output of the model" in out
+    assert Path("net.pte").read_bytes()[4:6] == b"ET"
 
 
 @pytest.fixture(scope="module")

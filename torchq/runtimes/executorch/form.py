@@ -73,6 +73,7 @@ def write_form(program: ExportedProgram) -> tuple[ExportedProgram, dict[str, str
         program = program.run_decompositions({})  # in-place operators become others
     graph = program.graph
     keep_dimensions(graph)
+    slice_parts(graph)
     remove_idle(graph)
     quantize_in_front_of_moves(graph)
     quantize_behind_moves(graph)
@@ -148,6 +149,26 @@ def keep_dimensions(graph: fx.Graph) -> None:
         node.replace_all_uses_with(view, lambda user, view=view: user is not view)
         view.meta.update(node.meta)
         node.meta = {**node.meta, "val": view.meta["val"].reshape((*flat, 1, 1))}
+
+
+def slice_parts(graph: fx.Graph) -> None:
+    """Take parts of a tensor one by one: XNNPACK has no operator with several results.
+
+    Before: chunk or split -> getitem for each part. After: a slice for each part.
+    """
+    for node in list(graph.nodes):
+        if kind_of(node) not in ("chunk", "split", "split_with_sizes"):
+            continue
+        source, dim = node.args[0], (*node.args, node.kwargs.get("dim", 0))[2]
+        lengths = [part.shape[dim] for part in node.meta["val"]]
+        for item in list(node.users):
+            start = sum(lengths[: item.args[1]])
+            given = (source, dim, start, start + lengths[item.args[1]])
+            with graph.inserting_before(item):
+                part = graph.call_function(torch.ops.aten.slice.Tensor, given)
+            part.meta.update(item.meta)
+            _replace(item, part)
+        graph.erase_node(node)
 
 
 def remove_idle(graph: fx.Graph) -> None:
