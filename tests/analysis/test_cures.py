@@ -206,6 +206,6 @@ def test_the_metric_of_detections_judges_by_boxes() -> None:
     with pytest.raises(torchq.errors.ConfigError, match="doctor: got metric 'sqnr'; expected a fu"):
         examined(model, metric="sqnr")
     with torch.no_grad():
-        model.layer.bias[4] = -30  # type: ignore[index,union-attr]
+        model.get_parameter("layer.bias")[4] = -30
     with pytest.raises(torchq.errors.CalibrationError, match="the float model detects nothing"):
         examined(model, metric="detections")

@@ -39,6 +39,13 @@ def test_report(printed: Printed, folder: Path) -> None:
     assert "mean" in (folder / "r.html").read_text()
 
 
+@pytest.mark.parametrize("command", ["report", "doctor"])
+def test_detections_are_a_metric_by_name(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Here for a model that detects nothing, which the error says."""
+    assert main([command, *SOURCE, "--metric", "detections"]) == 2
+    assert "Detections: got the output" in capsys.readouterr().err
+
+
 def test_inspect(printed: Printed) -> None:
     text = printed("inspect", "--model", "user_net:build")
     assert "0.weight_quantizer" in text

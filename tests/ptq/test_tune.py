@@ -110,7 +110,7 @@ def run(code: str, model: nn.Module, recipe: Any = None) -> None:
 def quick_adaround(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let AdaRound learn for two steps."""
     quick: Any = partial(torchq.ptq.adaround_, steps=2)
-    monkeypatch.setitem(ALGORITHMS, "adaround_", quick)  # type: ignore[index]
+    monkeypatch.setitem(ALGORITHMS, "adaround_", quick)
 
 
 @pytest.mark.usefixtures("quick_adaround")
@@ -187,7 +187,7 @@ def test_inputs_that_no_batch_reaches_stay_float() -> None:
             self.used, self.unused = net(), nn.Linear(6, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.used(x)  # type: ignore[no-any-return]
+            return self.used(x)
 
     metric = Metric(Branches)
     with pytest.warns(UserWarning, match="no batch reached unused.input_quantizer: these inputs s"):

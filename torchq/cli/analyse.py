@@ -32,8 +32,8 @@ def _show(args: argparse.Namespace, text: object, data: Callable[[], Any]) -> No
 
 def run_doctor(args: argparse.Namespace) -> int:
     """Look for mistakes; 1 if there is an error."""
-    found = prepare(args, say=quiet, held_out=0)
-    report = torchq.doctor(found.model, found.calibration)
+    found = prepare(args, say=quiet, held_out=0, check=lambda: read_metric(args))
+    report = torchq.doctor(found.model, found.calibration, metric=read_metric(args))
     _show(args, report, lambda: plain({"ok": report.ok, **dataclasses.asdict(report)}))
     return 0 if report.ok else 1
 

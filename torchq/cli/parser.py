@@ -146,7 +146,7 @@ _METHOD = [
     _row("--target", "the runtime to quantize and export for", choices=torchq.targets()),
     _flag("--no-fuse", "do not fold BatchNorm and branches first", "store_false", dest="fuse"),
 ]
-_METRIC = "package.module:function of (output, batch) or of a model; larger is better"
+_METRIC = "package.module:function of (output, batch) or of a model, or detections"
 _LABELS = "measure accuracy: the sub-folders of --data are the classes, by name"
 _COMPARISON = [[_row("--metric", _METRIC, "NAME"), _flag("--labels", _LABELS)]]
 _OPSET = "of the ONNX file (default: 20, or 21 where the types need it)"
@@ -218,7 +218,7 @@ COMMANDS: dict[str, tuple[str, dict[str, list[Any]], str]] = {
     ),
     "doctor": (
         "look for mistakes in a quantized model",
-        {**_ANALYSIS, _STATE: _LOAD},
+        {**_ANALYSIS, "comparison": _COMPARISON, _STATE: _LOAD},
         "--model mypackage.models:build --data photos/",
     ),
     "report": (

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
+from torchq.analysis.detections import Detections
 from torchq.analysis.metrics import find_metric
 from torchq.cli.files import is_network_file
 from torchq.cli.loading import Images, explained, load_batches, load_model, load_object
@@ -80,6 +81,8 @@ def selection(args: argparse.Namespace) -> dict[str, Any]:
 
 def read_metric(args: argparse.Namespace) -> Any:
     """Return the metric that was asked for, or None; what it raises names the option."""
+    if args.metric == Detections.name:
+        return args.metric
     if args.metric is None:
         name, metric = "--labels", accuracy if args.labels else None
     else:
@@ -205,7 +208,7 @@ def prepare(
     *,
     say: Callable[[object], None],
     held_out: int,
-    check: Callable[[], None] = lambda: None,
+    check: Callable[[], object] = lambda: None,
 ) -> Prepared:
     """Prepare a model; call ``check`` once model and recipe are read, before any other work."""
     if args.model is None:

@@ -280,10 +280,10 @@ def _mixture(best: TunedConfig, search: _Search, part: float) -> TunedConfig:
     """Let some layers be wider: mean bits a part of the way to 8 bits, or to float."""
     plain = [t for t in search.table if not isinstance(t.settings.config, MixedPrecision)]
     narrow = max(plain, key=lambda t: -math.inf if math.isnan(t.metric) else t.metric)
-    few = min(map(_bits, _descriptors(narrow.settings.config, "weight"))) < _BYTE
+    few = any(_bits(d) < _BYTE for d in _descriptors(narrow.settings.config, "weight"))
     wide, most = ("w8a8", _BYTE) if few else ("float", _FLOAT_BITS)
     budget = {"mean_bits": round(narrow.mean_bits + part * (most - narrow.mean_bits), 2)}
-    formats = [narrow.settings.config, wide]
+    formats: list[QuantConfig | str] = [narrow.settings.config, wide]
     config = mixed_precision(
         search.model, search.batches, budget=budget, formats=formats, progress=False
     )
@@ -514,8 +514,8 @@ class _Search:
             found, bits = metric_of(self.metric, model), _mean_weight_bits(model)
         except TorchqError as reason:
             error = str(reason)
-        figures = {"metric": found, "mean_bits": bits, "seconds": time.monotonic() - started}
-        trial = replace(trial, **figures, error=error)
+        seconds = time.monotonic() - started
+        trial = replace(trial, metric=found, mean_bits=bits, seconds=seconds, error=error)
         self.table.append(trial)
         log.debug("tune: %s: %s", trial.change, trial.error or trial.metric)
         if math.isfinite(found) and (self.best is None or found > self.best.metric):
