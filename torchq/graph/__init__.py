@@ -24,7 +24,6 @@ from torchq.graph.operators import (
     operator_named,
     operator_of,
     reads_metadata,
-    reads_shape,
     writes,
 )
 from torchq.graph.runner import GraphRunner, NodeMeta
@@ -73,7 +72,6 @@ __all__ = [
     "operator_name",
     "read_arguments",
     "reads_metadata",
-    "reads_shape",
     "writes",
     "record",
     "tensors_in",

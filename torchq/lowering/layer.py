@@ -263,13 +263,6 @@ class Int8Conv(Int8Layer):
         super().__init__(*args)
         self.params = params
 
-    @property
-    def is_pointwise(self) -> bool:
-        """True where each pixel of the result depends on one pixel alone."""
-        params = self.params
-        single = all(size == 1 for size in (*self.kernel.shape[2:], *params.stride, params.groups))
-        return single and not any(params.padding)
-
     def _product(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if x.dim() == len(self.params.stride) + 1:
             return super()._product(x.unsqueeze(0), residual).squeeze(0)

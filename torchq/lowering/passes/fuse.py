@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from torchq.graph import reads_shape
 from torchq.lowering.codes import CodesAvgPool2d, CodesMaxPool2d, CodesModule, Dequantize, Quantize
 from torchq.lowering.kernel import ACTIVATIONS
 from torchq.lowering.layer import Int8Conv, Int8Layer
@@ -247,24 +246,21 @@ def fuse_activation(editor: GraphEditor, node: fx.Node) -> bool:
 
 
 def fuse_add(editor: GraphEditor, node: fx.Node) -> bool:
-    """Let the kernel of a convolution add the other operand.
+    """Let the kernel of a convolution add codes, and round the sum.
 
-    Of two convolutions a pointwise one adds, whose kernel does so at no cost, or else the later
-    one: the memory of its input may be free by then.
+    Of floats it would have to copy one, which takes as long as adding them afterwards.
 
-    Before: ``Int8Conv(codes) + residual``. After: ``Int8Conv(codes, residual)``.
+    Before: ``Int8Conv(codes) + Dequantize(r) -> Quantize(q)``.
+    After: ``Int8Conv(codes, Dequantize(r)) -> Quantize(q)``.
     """
-    pair = match.add_operands(node)
-    found = [
-        (layer.is_pointwise, conv, other)
-        for conv, other in ((pair, pair[::-1]) if pair else ())
-        if isinstance(layer := plain_layer(editor, conv), Int8Conv)
-        and len(layer.params.stride) < 3
-        and len(conv.args) == 1
-    ]
-    if not found:
+    pair, user = match.add_operands(node), next(iter(node.users), None)
+    if pair is None or len(node.users) != 1 or not isinstance(editor.module(user), Quantize):
         return False
-    _, conv, other = max(found, key=lambda choice: choice[:2])
+    conv, other = pair if isinstance(editor.module(pair[1]), Dequantize) else pair[::-1]
+    layer = plain_layer(editor, conv)
+    adds = isinstance(layer, Int8Conv) and len(layer.params.stride) < 3 and len(conv.args) == 1
+    if not adds or not isinstance(editor.module(other), Dequantize):
+        return False
     with editor.graph.inserting_before(node):
         new = editor.graph.call_module(str(conv.target), (conv.args[0], other))
     editor.bypass(node, new)
@@ -300,21 +296,6 @@ def fuse_requantize(editor: GraphEditor, node: fx.Node) -> bool:
     elif bounds is not None:
         layer.activation, layer.arguments = "clamp", list(qparams.bounds)
     editor.bypass(user, node)
-    return True
-
-
-def read_shape_of_codes(editor: GraphEditor, node: fx.Node) -> bool:
-    """Read the shape of codes instead of the values made from them, which then have no reader.
-
-    Before: ``codes -> Dequantize -> x.size()``. After: ``codes -> codes.size()``.
-    """
-    values = match.input_node(node)
-    codes = match.input_node(values)
-    if values is None or codes is None or not reads_shape(node):
-        return False
-    if not isinstance(editor.module(values), Dequantize):
-        return False
-    node.replace_input_with(values, codes)
     return True
 
 
@@ -389,7 +370,6 @@ FUSE: tuple[NodePass, ...] = (
 
 #: Decide what depends on the finished graph. Each pass runs once, in the order of the graph.
 FINISH: tuple[NodePass, ...] = (
-    read_shape_of_codes,
     propagate_qparams,
     trust_finite_values,
 )
