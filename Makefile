@@ -39,12 +39,18 @@ test-oldest:
 	.venv-oldest/bin/pip install "torch==2.9.*" "torchvision==0.24.*" -e ".[all]"
 	.venv-oldest/bin/python -m pytest -n 2
 
-# Targets whose packages are not in "all", each in an environment of its own.
+# Targets whose packages are not in "all", and makers whose models and encodings are read, in
+# environments of their own.
 test-targets:
 	$(PYTHON) -m venv .venv-executorch
 	.venv-executorch/bin/pip install -e ".[all,executorch]"
 	.venv-executorch/bin/python -m pytest tests/runtimes/test_executorch.py \
 		"tests/test_docs.py::test_the_code_runs[docs/platforms.md#ExecuTorch]"
+	$(PYTHON) -m venv .venv-makers
+	.venv-makers/bin/pip install -e ".[all]" nvidia-modelopt brevitas optimum-quanto torchao \
+		aimet-onnx requests huggingface_hub omegaconf
+	.venv-makers/bin/python -m pytest tests/frontends/test_checkpoints.py \
+		tests/onnx/test_encodings.py
 
 # The tools that benchmarks compare with, in an environment of its own.
 bench-env:
@@ -52,5 +58,5 @@ bench-env:
 	.venv-bench/bin/pip install -e ".[all]" nvidia-modelopt brevitas torchao requests huggingface_hub
 
 clean:
-	rm -rf .venv .venv-oldest .venv-executorch .venv-bench build dist torchq.egg-info docs/_build
+	rm -rf .venv .venv-oldest .venv-executorch .venv-makers .venv-bench build dist torchq.egg-info docs/_build
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

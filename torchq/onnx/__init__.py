@@ -5,18 +5,22 @@ they are used first.
 """
 
 from torchq.onnx.calibration_cache import apply_calibration_cache, read_calibration_cache
+from torchq.onnx.encodings import EncodingsReport, export_encodings, read_encodings
 from torchq.onnx.export import export_onnx
 from torchq.onnx.report import ExportReport
 from torchq.onnx.verify.report import LayerAgreement, OutputAgreement, VerifyReport
 from torchq.onnx.verify.verify import verify_onnx
 
 __all__ = [
+    "EncodingsReport",
     "ExportReport",
     "LayerAgreement",
     "OutputAgreement",
     "VerifyReport",
     "apply_calibration_cache",
+    "export_encodings",
     "export_onnx",
     "read_calibration_cache",
+    "read_encodings",
     "verify_onnx",
 ]
