@@ -38,22 +38,30 @@ pytestmark = pytest.mark.filterwarnings("ignore:export_onnx.target='tensorrt'")
 LEAST = 2.0**-14
 
 
+class StochasticDepth(nn.Module):
+    """Drops branches in training, as torchvision's does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
 class Mobile(nn.Module):
-    """An inverted residual with squeeze and excitation."""
+    """An inverted residual with squeeze and excitation; both operands of its sum are layers."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.drop = StochasticDepth()
         self.stem, self.wide = nn.Conv2d(3, 16, 3, 2, 1), nn.Conv2d(16, 32, 1)
         self.each, self.back = nn.Conv2d(32, 32, 3, 1, 1, groups=32), nn.Conv2d(32, 16, 1)
         self.down, self.up = nn.Conv2d(32, 8, 1), nn.Conv2d(8, 32, 1)
         self.head = nn.Linear(16, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.hardswish(self.stem(x))
+        x = self.stem(x)
         y = F.relu6(self.each(F.relu6(self.wide(x))))
         gate = self.up(self.down(F.adaptive_avg_pool2d(y, 1)).relu())
-        x = x + self.back(y * F.hardsigmoid(gate))
-        return self.head(x.mean((2, 3)))
+        x = x + self.drop(self.back(y * F.hardsigmoid(gate)))
+        return self.head(F.hardswish(x).mean((2, 3)))
 
 
 class Detector(nn.Module):

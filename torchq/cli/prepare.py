@@ -133,11 +133,11 @@ def read_batches(
 
 def _random_images(model: nn.Module, args: argparse.Namespace) -> Tensor:
     """Return random images of the size that an ONNX file takes, which show what reads a tensor."""
-    if args.data is not None or not args.model.endswith(".onnx"):
-        got = "--data too" if args.data is not None else f"the model {args.model}"
+    given = [f"--{name} too" for name in ("data", "calib") if getattr(args, name) is not None]
+    if given or not args.model.endswith(".onnx"):
         raise ConfigError(
-            f"--cache {args.cache}: got {got}; expected MODEL.onnx and no --data, since the cache "
-            "has ranges of tensors of that file"
+            f"--cache {args.cache}: got {', '.join(given) or f'the model {args.model}'}; expected "
+            "MODEL.onnx and no --data or --calib, since the cache has the ranges of that file"
         )
     shapes: Any = model.input_shapes
     known = len(shapes) == 1 and shapes[0] and all(shapes[0][1:])

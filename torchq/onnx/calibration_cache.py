@@ -103,7 +103,7 @@ def apply_calibration_cache(
         )
     tensors = _tensors_read(model, example)
     found = {
-        path: [known[-1] for names in calls if (known := _finite(scales, names))]
+        path: [finite[-1] for names in calls if (finite := _finite(scales, names))]
         for path, calls in tensors.items()
     }
     _check_found(where, scales, tensors, found)

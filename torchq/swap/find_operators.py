@@ -37,6 +37,8 @@ _LINEAR = (
 )
 #: What fusing leaves behind, and what evaluation mode removes.
 _NOTHING = (nn.Identity, nn.Dropout, nn.Dropout2d, nn.Dropout3d)
+#: Classes of torchvision and timm that drop whole branches in training.
+_DROPS_BRANCHES = frozenset(["StochasticDepth", "DropPath"])
 
 
 @dataclass(frozen=True)
@@ -236,13 +238,18 @@ def _ends_linear(module: nn.Module, node: fx.Node) -> bool:
         return False
     called = module.get_submodule(str(node.target))
     while isinstance(called, nn.Sequential):
-        parts = [part for part in called if not isinstance(part, _NOTHING)]
+        parts = [part for part in called if not _does_nothing(part)]
         if not parts:
             break
         called = parts[-1]
-    if isinstance(called, _NOTHING) and node.all_input_nodes:
+    if _does_nothing(called) and node.all_input_nodes:
         return _ends_linear(module, node.all_input_nodes[0])
     return isinstance(called, _LINEAR)
+
+
+def _does_nothing(module: nn.Module) -> bool:
+    """Return True for a module that returns its input after training, by its class or its name."""
+    return isinstance(module, _NOTHING) or type(module).__name__ in _DROPS_BRANCHES
 
 
 # --- operators of a run -------------------------------------------------------------------------
@@ -292,9 +299,8 @@ def _noting_linear_results(model: nn.Module) -> Iterator[dict[int, Tensor]]:
             if isinstance(module, _LINEAR):
                 found[id(result)] = result
 
-    kept = (*_LINEAR, *_NOTHING, nn.Sequential)
-    watched = [m for m in model.modules() if isinstance(m, kept) or not any(m.children())]
-    watched = [m for m in watched if not isinstance(m, (*_NOTHING, nn.Sequential))]
+    watched = [m for m in model.modules() if isinstance(m, _LINEAR) or not any(m.children())]
+    watched = [m for m in watched if not (_does_nothing(m) or isinstance(m, nn.Sequential))]
     handles = [module.register_forward_hook(note) for module in watched]
     try:
         yield found

@@ -26,7 +26,7 @@ ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 #: Sums that are rounded to a shorter type differ by a unit in its last place or two, which is a
 #: part of a code that does not get smaller with the code.
 HALF_SHARES = {torch.float16: 0.05, torch.bfloat16: 0.5}
-#: Sums of codes whose scales are a simple ratio apart lie at ties, which this rounding breaks.
+#: Sums and means of codes, whose scales are a simple ratio apart, lie at ties, which this breaks.
 HALF_SHARE_OF_SUMS = 0.5
 _GOOD_SHARE = 0.999
 
@@ -276,9 +276,10 @@ class Codes:
                 f"the file {tuple(found.shape)}; expected the same"
             )
         self._count(difference(expected, found), 0.0)
-        self._share = HALF_SHARES.get(self._half or dtype, self._least)
-        if self._least >= MERGED_SHARE and not self._fixed[1] and self._share > self._least:
-            self._share = HALF_SHARE_OF_SUMS
+        half, of_codes = HALF_SHARES.get(self._half or dtype), not self._fixed[1]
+        if half is not None and of_codes and self._least >= MERGED_SHARE:
+            half = HALF_SHARE_OF_SUMS
+        self._share = self._least if half is None else half
 
     def add_output(self, expected: Tensor, found: Tensor) -> None:
         """Add one batch of an output; elements beyond float rounding differ."""

@@ -16,6 +16,7 @@ from torchq.onnx.ir import (
     computed_by,
     is_constant,
     nodes_of,
+    readers,
 )
 from torchq.onnx.qdq import axis_of, element_type, format_of, pair_name, qparams_of
 from torchq.runtimes.checks import (
@@ -86,16 +87,22 @@ def check_residual_adds(model: Model) -> Iterator[str]:
             continue
         pairs = [dequantized(value) for value in node.inputs]
         if all(pairs):
-            pair = [p for p, layer in zip(pairs, from_layer, strict=True) if layer][-1]
-            yield (
-                f"{pair_name(pair)}: TensorRT adds before it rounds; switch this quantizer off "
-                "(quantize_ with target='tensorrt' does)"
-            )
-        elif not any(pairs):
+            own = [p for p, layer in zip(pairs, from_layer, strict=True) if layer and _is_alone(p)]
+            for pair in own[-1:]:
+                yield (
+                    f"{pair_name(pair)}: TensorRT adds before it rounds; switch this quantizer off "
+                    "(quantize_ with target='tensorrt' does)"
+                )
+        elif not any(pairs) and any(computed_by(v, *CONVOLUTIONS) for v in node.inputs):
             yield (
                 f"{node.name}: TensorRT fuses an addition whose identity branch is quantized; "
                 "use quantize_ with target='tensorrt', or QuantAdd"
             )
+
+
+def _is_alone(pair: Node) -> bool:
+    """Return True if nothing but one node reads the codes of a DequantizeLinear."""
+    return len(readers(pair.inputs[0])) == 1 and len(readers(pair.outputs[0])) == 1
 
 
 def _ends_quantized_layer(value: Value) -> bool:

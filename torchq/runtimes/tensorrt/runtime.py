@@ -50,7 +50,9 @@ def notes(model: Model, path: Path) -> Iterator[str]:
             f"strongly typed, {record['precision']}: {len(kept)} nodes kept in float32"
             f"{':' if kept else ''}"
         )
-        yield from (f"  {name}: {why}" for name, why in kept.items())
+        yield from (f"  {name}: {why}" for name, why in [*kept.items()][:_SHOWN])
+        if len(kept) > _SHOWN:
+            yield f"  and {len(kept) - _SHOWN} more: torchq.runtimes.tensorrt.check_file(path).kept"
         if record["unrecorded"]:
             yield record["unrecorded"]
     yield f"TensorRT 10: trtexec --onnx={path} --saveEngine={path.stem}.engine --stronglyTyped"
@@ -58,6 +60,7 @@ def notes(model: Model, path: Path) -> Iterator[str]:
     yield NOT_RUN
 
 
+_SHOWN = 12
 _PLACEMENT = Placement(
     # TensorRT adds in int32 to the result of a convolution, before that is rounded. It moves
     # quantizers through max pooling by itself.
