@@ -1,9 +1,10 @@
-"""A trained CIFAR ResNet-20 on real images: deployed on engines, in files, and in those of makers.
+"""Networks that are trained on CIFAR-10: deployed on engines, in files, and in those of makers.
 
-``engines`` compares the model on every engine with its simulation, in float64 too, which shows how
-far float32 alone moves the codes. ``files`` compares an ONNX file with the simulation, unoptimised,
-optimised, and layer by layer in codes. ``peers`` measures accuracy and speed of INT8 files beside
-those of the quantizers of ONNX Runtime and OpenVINO, calibrated on the same images.
+``engines`` compares a network in INT8 and W4A4 on every engine with its simulation, and with that
+of exact sums, which shows how far float32 alone moves the codes. ``files`` compares an ONNX file
+with the simulation, unoptimised, optimised, and layer by layer in codes. ``peers`` measures
+accuracy and speed of INT8 files beside those of the quantizers of ONNX Runtime and OpenVINO,
+calibrated on the same images.
 """
 
 from __future__ import annotations
@@ -21,26 +22,36 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from benchmarks.cifar import Images, accuracy, logits, read_split, resnet20
+from benchmarks.cifar import Images, accuracy, logits, read_split, repvgg_cifar, resnet20
 from benchmarks.deploy import MAKERS, RUNTIMES
 from benchmarks.harness import Reporter, compare, decibels, parse, parser, timing
 from torchq.errors import MissingExtraError
+from torchq.lowering.kernel import saturates
 
-#: Placement of quantizers -> the engines that run models with it.
-_PLACEMENTS: dict[str | None, tuple[str, ...]] = {
+#: Runtime that a network is quantized for -> the engines that run it.
+_ENGINES: dict[str | None, tuple[str, ...]] = {
     None: ("torch",),
-    "tensorrt": ("torch",),
     "onnxruntime": ("torch", "onnxruntime"),
     "openvino": ("torch", "openvino"),
 }
 _BATCH = 50
+_NETWORKS = {"resnet20": resnet20, "repvgg": repvgg_cifar}
+
+
+def _config(recipe: str) -> torchq.QuantConfig:
+    """Return a recipe, whose widest weights have 7 bits on CPUs that add products in 16 bits."""
+    if recipe == "w4a4":
+        return torchq.recipes.w4a4(first_last=7 if saturates() else 8)
+    return torchq.recipes.int8(reduce_range=saturates())
 
 
 def _quantized(
-    model: nn.Module, target: str | None, batches: list[Tensor], unsigned: bool = False
+    model: nn.Module,
+    target: str | None,
+    batches: list[Tensor],
+    config: torchq.QuantConfig | None = None,
 ) -> nn.Module:
     quantized = copy.deepcopy(model)
-    config = torchq.recipes.integer(unsigned="auto") if unsigned else None
     example = batches[0][:1] if target else None
     torchq.quantize_(quantized, config, target=target, example=example)
     torchq.calibrate(quantized, batches, progress=False)
@@ -53,30 +64,37 @@ def _quantized(
 def engines(
     options: argparse.Namespace, model: nn.Module, test: Images, batches: list[Tensor]
 ) -> None:
-    """Report one line for each placement and engine."""
-    with Reporter("accuracy_deploy", options.out) as report:
-        expected = logits(model, test)
-        report.value(case="fp32", accuracy=accuracy(expected, test), images=len(test.labels))
-        for placement, names in _PLACEMENTS.items():
-            quantized = _quantized(model, placement, batches, unsigned=True)
-            shown = f"{placement or 'inputs'}, unsigned"
-            for name, fields in _agreements(quantized, test, names):
-                report.value(case=name, placement=shown, **fields)
+    """Report one line for each recipe, runtime of the plan, and engine."""
+    packages = ["onnxruntime", "openvino"]
+    with Reporter("accuracy_deploy", options.out, packages) as report:
+        case = {"network": options.network, "images": len(test.labels)}
+        report.value(**case, engine="fp32", accuracy=accuracy(logits(model, test), test))
+        for recipe in options.recipes:
+            for target, names in _ENGINES.items():
+                quantized = _quantized(model, target, batches, _config(recipe))
+                for name, fields in _agreements(quantized, test, names):
+                    planned = {"recipe": recipe, "planned_for": target}
+                    report.value(**case, **planned, engine=name, **fields)
 
 
 def _agreements(
     simulated: nn.Module, test: Images, names: Sequence[str]
 ) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield figures of the simulation, which adds in float32, and of each engine.
+
+    Kernels add exactly. So engines are compared with the simulation and with its exact sums.
+    """
     plain = logits(simulated, test)
-    exact = logits(copy.deepcopy(simulated).double(), replace(test, images=test.images.double()))
+    with torchq.exact_sums(simulated):
+        exact = logits(simulated, test)
 
     def fields(result: Tensor) -> dict[str, float]:
         return {
             "accuracy": accuracy(result, test),
             "same_class": _same_class(result, plain),
-            "same_class_float64": _same_class(result, exact),
+            "same_class_exact": _same_class(result, exact),
             "to_simulation_db": decibels(result, plain),
-            "to_float64_db": decibels(result, exact),
+            "to_exact_db": decibels(result, exact),
         }
 
     yield "simulation", fields(plain)
@@ -86,8 +104,7 @@ def _agreements(
         except MissingExtraError as error:
             print(f"# {error}", flush=True)
             continue
-        yield f"int8, {name}", fields(logits(deployed, test))
-    yield "int8 layers only", fields(logits(torchq.deploy(simulated, fuse=False), test))
+        yield name, fields(logits(deployed, test))
 
 
 def _same_class(found: Tensor, expected: Tensor) -> float:
@@ -108,7 +125,7 @@ def files(
                 path = Path(folder, "int8.onnx")
                 _export(quantized, batches[0][:1], path, target, dynamic_batch=True)
                 found = torchq.verify_onnx(quantized, path, test.batches(250))
-            case = {"model": "resnet20", "target": target, "images": len(test.labels)}
+            case = {"model": options.network, "target": target, "images": len(test.labels)}
             (output,) = found.outputs
             report.value(**case, runs="session", top1=output.top1, sqnr_db=output.sqnr_db)
             plain = logits(quantized, test)
@@ -210,15 +227,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print one line for each configuration of a part."""
     arguments = parser(__doc__)
     arguments.add_argument("part", choices=_PARTS)
-    folder = "folder with resnet20.pt and the tars of images"
+    arguments.add_argument("--network", choices=_NETWORKS, default="resnet20")
+    arguments.add_argument(
+        "--recipes", nargs="*", choices=("int8", "w4a4"), default=["int8", "w4a4"]
+    )
+    folder = "folder with the trained weights and the tars of images"
     arguments.add_argument("--data", type=Path, required=True, help=folder)
-    arguments.add_argument("--images", type=int, default=10_000, help="of the test, times 50")
-    arguments.add_argument("--calibration", type=int, default=500, help="images, times 50")
+    arguments.add_argument("--images", type=int, default=10_000, help="of the test")
+    arguments.add_argument("--calibration", type=int, default=500, help="images")
     options = parse(arguments, argv)
     test = read_split(options.data, "test", _BATCH if options.quick else options.images)
     count = _BATCH if options.quick else options.calibration
     batches = read_split(options.data, "train", count).batches(_BATCH)
-    model = resnet20(options.data)
+    model = _NETWORKS[options.network](options.data)
     torchq.fuse_(model, test.images[:4])
     _PARTS[options.part](options, model, test, batches)
 

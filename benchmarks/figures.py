@@ -321,12 +321,19 @@ def memory(measured: Measured) -> str:
 def agreement(measured: Measured) -> str:
     rows = []
     for row in measured.all("accuracy_deploy"):
-        if row["case"].startswith("int8, "):
-            same, ratio = _percent(row["same_class"]), f"{row['to_simulation_db']:.0f} dB"
-            placement = row["placement"].partition(",")[0]
-            share = f"{100 * row['accuracy']:.1f} %"
-            rows.append((row["case"].removeprefix("int8, "), placement, share, same, ratio))
-    return markdown(("engine", "quantizers for", "accuracy", "same class", "signal to error"), rows)
+        if row["engine"] not in ("fp32", "simulation"):
+            planned, accuracy = row["planned_for"] or "any", f"{100 * row['accuracy']:.2f} %"
+            simulated = measured.value(
+                "accuracy",
+                bench="accuracy_deploy",
+                engine="simulation",
+                **{key: row[key] for key in ("network", "recipe", "planned_for", "images")},
+            )
+            same = (f"{100 * row[name]:.2f} %" for name in ("same_class", "same_class_exact"))
+            shares = (f"{100 * simulated:.2f} %", accuracy, *same)
+            rows.append((row["network"], row["recipe"], planned, row["engine"], *shares))
+    head = ("network", "recipe", "planned for", "engine", "accuracy simulated", "deployed")
+    return markdown((*head, "same class", "as with exact sums"), rows)
 
 
 def codes(measured: Measured) -> str:
