@@ -8,11 +8,13 @@ output channel c::
     y   = activation(y + (r - residual_zero_point) * residual_scale)
     out = clamp(round_half_even(y / scale) + zero_point, 0, 255)    or y itself
 
-Float tensors are divided by the scale, as in the simulation. oneDNN adds ``-z * sum of w`` to the bias in float64 before the call, and where only clamps stand
-between y and the codes one float32 factor ``weight_scale * x_scale / scale`` takes the place of
-three roundings. The sums are exact, but a code next to a tie may be one off: of the codes of layers
-that read what they read in the simulation, one in 1e5 at most, or two where codes are unsigned and
-twice as fine. Most of them are the simulation's, which adds in float32.
+Tensors of floats are divided by their scale, as in the simulation. oneDNN adds ``-z * sum of w`` to
+the bias in float64 before the call, and where only clamps stand between y and the codes one float32
+factor ``weight_scale * x_scale / scale`` takes the place of three roundings. The sums are exact,
+but a code next to a tie may be one off: of the codes of layers that read what they read in the
+simulation, one in 1e5 at most, or two where codes are unsigned and twice as fine. Most of them are
+the simulation's, which adds in float32. A channel of 4 bits whose factor happens to be a fraction,
+such as 3/34, has ties in many of its sums, and there are more.
 """
 
 from __future__ import annotations
