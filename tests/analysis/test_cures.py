@@ -14,6 +14,7 @@ import torchq
 from tests.fusion.blocks.repvgg import RepVGGBlock
 from torchq.analysis import DoctorReport
 from torchq.analysis.cures import Figures, cures
+from torchq.nn.correction import corrected_layers
 from torchq.swap import plan_of
 
 W4A4 = torchq.recipes.w4a4()
@@ -93,6 +94,25 @@ def test_ranges_that_are_a_little_short_are_an_error_where_they_do_damage() -> N
     report = examined(model)
     assert report.ok and report.cures[0].code == "torchq.calibrate(model, batches, force=True)"
     assert "does not fit these values" in report.cures[0].text
+
+
+def test_ranges_that_a_method_cuts_are_no_error() -> None:
+    """With 4 bits the least squared error leaves rare values far outside."""
+    model = quantized(W4A4)
+    for module in model.modules():
+        if isinstance(module, torchq.TensorQuantizer) and module.descriptor.num_bits == 4:
+            module.set_amax(module.amax / 12)
+    report = examined(model)
+    assert report.ok and "torchq.calibrate" not in report.cures[0].code
+
+
+def test_values_are_those_of_the_float_model_whatever_is_corrected() -> None:
+    model = quantized(torchq.recipes.int8())
+    for layer in corrected_layers(model):
+        channels = layer.output_shift.numel()
+        layer.correct_output_(torch.full((channels,), 5.0), torch.zeros(channels))
+    assert len(corrected_layers(model)) == 5
+    assert examined(model).ok and len(corrected_layers(model)) == 5
 
 
 def test_a_correction_that_is_off_comes_first() -> None:
@@ -181,6 +201,41 @@ def test_a_good_model_has_no_cure() -> None:
     assert [f.kind for f in report.findings if f.kind == "damage"] == []
 
 
+class Boxes(nn.Module):
+    """Return a dictionary for each image, with as many boxes as scores are above a half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 20)
+
+    def forward(self, images: list[Tensor]) -> list[dict[str, Tensor]]:
+        found = []
+        for row in self.layer(torch.stack(images).flatten(1)).sigmoid():
+            keep = row > 0.5
+            corners = torch.arange(20.0)[keep, None] * torch.tensor([10.0, 0, 10, 0])
+            boxes = corners + torch.tensor([0.0, 0, 5, 5])
+            labels = torch.zeros(len(boxes), dtype=torch.long)
+            found.append({"boxes": boxes, "scores": row[keep], "labels": labels})
+        return found
+
+
+def test_lists_of_boxes_are_compared_by_detections_alone() -> None:
+    torch.manual_seed(0)
+    model = Boxes().eval()
+    torchq.quantize_(model, torchq.recipes.integer(2, 2))
+    data = [(list(images(count, count)[0]),) for count in (8, 6, 8)]
+    torchq.calibrate(model, data, progress=False)
+    report = torchq.doctor(model, data, progress=False)
+    assert all(f.kind != "damage" for f in report.findings)
+    assert (
+        "other shapes"
+        in torchq.report(model, data, progress=False, plan=False).data["verdict"]["sentence"]
+    )
+    report = torchq.doctor(model, data, metric="detections", progress=False)
+    (finding,) = [f for f in report.findings if f.kind == "damage"]
+    assert finding.remedy == "torchq.ptq.gptq_(model, batches)"
+
+
 def test_the_metric_of_detections_judges_by_boxes() -> None:
     class Head(nn.Module):
         """One box, which is large where the mean of an image is."""
@@ -201,6 +256,7 @@ def test_the_metric_of_detections_judges_by_boxes() -> None:
     assert report.outputs is not None and report.outputs.metric == "detections"
     assert report.outputs.float_score == 1 and report.outputs.grade != "good"
     assert "detections 1 becomes 0." in str(report)
+    assert any(f.kind == "damage" for f in report.findings)
     data = torchq.report(model, batches(), metric="detections", progress=False, plan=False).data
     assert data["outputs"]["metric"] == data["ranking"]["metric"] == "detections"
     with pytest.raises(torchq.errors.ConfigError, match="doctor: got metric 'sqnr'; expected a fu"):

@@ -196,10 +196,11 @@ def examine(
     findings = [Finding(kind, *found) for kind in chosen for found in CHECKS[kind].find(patient)]
     # An error is mended first: what it does to the outputs says nothing of the rest.
     if seen is not None and all(finding.severity != "error" for finding in findings):
-        patient = replace(patient, outputs=outputs())
-        if patient.outputs is not None and patient.outputs.grade != "good":
-            seen_figures = _figures(patient, damage_shares(ranking()))
-            patient = replace(patient, cures=tuple(cures(plan_of(model), seen_figures)))
+        found = outputs()
+        patient = replace(patient, outputs=found)
+        if found.grade != "good" and (found.comparable or found.score is not None):
+            figures = _figures(patient, damage_shares(ranking()))
+            patient = replace(patient, cures=tuple(cures(plan_of(model), figures)))
         findings += [Finding("damage", *found) for found in damage(patient)]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     skipped = tuple(kind for kind in CHECKS if kind not in chosen)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from torchq.errors import ConfigError
 from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
 from torchq.nn.calls.functions import site_descriptors
 from torchq.nn.calls.modules import RoutedModule
+from torchq.nn.correction import corrected_layers
+from torchq.utils import state_kept
 from torchq.workflow import quantizers, weight_quantizers
 
 
@@ -133,18 +135,23 @@ def active_quantizers(model: nn.Module) -> list[TensorQuantizer]:
 
 
 @contextmanager
-def passing(known: Iterable[TensorQuantizer]) -> Iterator[None]:
+def passing(model: nn.Module) -> Iterator[None]:
     """Let the model compute in float, with every call of a quantizer that is on.
 
-    Attention, for one, takes a shorter way past quantizers that are off.
+    Attention, for one, takes a shorter way past quantizers that are off. Corrections, which belong
+    to quantized results, are out of the way.
     """
-    known = list(known)
+    known = list(quantizers(model).values())
     active = [quantizer for quantizer in known if quantizer.quantizing]
     before = [(quantizer, quantizer.delegate) for quantizer in active]
     try:
         for quantizer in active:
             quantizer.delegate = _unchanged
-        with quantizing_only(known, active):
+        with ExitStack() as stack:
+            for layer in corrected_layers(model):
+                stack.enter_context(state_kept(layer))
+                layer.forget_correction()
+            stack.enter_context(quantizing_only(known, active))
             yield
     finally:
         for quantizer, delegate in before:

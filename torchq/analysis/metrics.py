@@ -7,6 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -144,9 +145,9 @@ Sums = dict[Any, list[float]]
 
 
 def add_sums(known: Sums, key: Any, new: list[float]) -> None:
-    """Add the sums of one batch to those of the batches before."""
-    old = known.get(key, [0.0] * len(new))
-    known[key] = [a + b for a, b in zip(old, new, strict=True)]
+    """Add the sums of one batch, which may hold more images, to those of the batches before."""
+    pairs = zip_longest(known.get(key, []), new, fillvalue=0.0)
+    known[key] = [a + b for a, b in pairs]
 
 
 class Sqnr:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchq.analysis.detections import Detections
@@ -22,6 +23,7 @@ from torchq.analysis.metrics import (
     decibel_text,
     find_metric,
     only_scores,
+    results_in,
 )
 from torchq.errors import ConfigError
 from torchq.graph import Forward, call_model
@@ -50,6 +52,7 @@ class Outputs:
         metric: name of the user's metric; empty without one.
         float_score: the metric of the float model.
         score: the metric of the quantized model.
+        comparable: False where shapes differ from those of the float model, as of lists of boxes.
     """
 
     sqnr: float
@@ -58,14 +61,15 @@ class Outputs:
     metric: str = ""
     float_score: float | None = None
     score: float | None = None
+    comparable: bool = True
 
     @property
     def grade(self) -> str:
-        """``"good"``, ``"fair"`` or ``"poor"``."""
-        if math.isnan(self.sqnr):
-            return "poor"
+        """``"good"``, ``"fair"`` or ``"poor"``; also where outputs are no finite numbers."""
         if self.metric == Detections.name and self.score is not None:
             return _GRADES[_below(self.score, _DETECTIONS)]
+        if math.isnan(self.sqnr):
+            return "poor" if self.comparable else "fair"
         by_ratio = _below(self.sqnr, _RATIO)
         if self.agreement is None:
             return _GRADES[by_ratio]
@@ -80,6 +84,11 @@ class Outputs:
         ratio = decibel_text(self.sqnr)
         if self.score is not None and self.float_score is not None:
             return f"{self.metric} {self.float_score:.4g} becomes {self.score:.4g}"
+        if not self.comparable:
+            return (
+                'outputs have other shapes than those of the float model; metric="detections" and'
+            )
+            " functions compare them"
         if self.agreement is None:
             return f"signal to noise at its output is {ratio}"
         count = f"{self.predictions:,} predictions"
@@ -120,11 +129,13 @@ def compare_outputs(
     known, sums = active_quantizers(model), Sums()
     call = partial(call_model, model, forward=forward, device=device_of(model))
     scores: list[float | None] = [None, None]
+    comparable = True
     with untouched(model):
         for batch in progress_bar(batches, description="compare outputs", enabled=progress):
             with quantizing_only(known):
                 expected = call(batch)
             found = call(batch)
+            comparable &= _shapes(found) == _shapes(expected)
             add_sums(sums, "noise", Sqnr().sums(found, expected, batch))
             add_sums(sums, "agreement", _agreement(found, expected))
             if isinstance(chosen, (Score, Detections)):
@@ -146,6 +157,7 @@ def compare_outputs(
         metric="" if chosen is None else chosen.name,
         float_score=scores[0],
         score=scores[1],
+        comparable=comparable,
     )
 
 
@@ -163,6 +175,10 @@ def user_metric(where: str, metric: Any) -> Score | Evaluation | Detections | No
             'metric(model), "detections", or None'
         )
     return chosen
+
+
+def _shapes(output: Any) -> list[torch.Size]:
+    return [tensor.shape for tensor in results_in(output)]
 
 
 def _agreement(found: Any, expected: Any) -> list[float]:

@@ -226,7 +226,7 @@ def _histogram_rows(
     shown = progress_bar(batches, description="histograms", enabled=progress)
     with (
         untouched(model),
-        passing(active_quantizers(model)),
+        passing(model),
         watching(inputs, before=True),
     ):
         for batch in shown:

@@ -25,7 +25,7 @@ def verdict(
     ``advice`` holds sentences with the call, the most useful first.
     """
     grade = outputs.grade if examined.ok else "poor"
-    if math.isnan(outputs.sqnr):
+    if math.isnan(outputs.sqnr) and outputs.comparable:
         return _not_finite(grade, errors, examined)
     return {
         "grade": grade,
