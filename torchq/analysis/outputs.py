@@ -129,13 +129,11 @@ def compare_outputs(
     known, sums = active_quantizers(model), Sums()
     call = partial(call_model, model, forward=forward, device=device_of(model))
     scores: list[float | None] = [None, None]
-    comparable = True
     with untouched(model):
         for batch in progress_bar(batches, description="compare outputs", enabled=progress):
             with quantizing_only(known):
                 expected = call(batch)
             found = call(batch)
-            comparable &= _shapes(found) == _shapes(expected)
             add_sums(sums, "noise", Sqnr().sums(found, expected, batch))
             add_sums(sums, "agreement", _agreement(found, expected))
             if isinstance(chosen, (Score, Detections)):
@@ -147,9 +145,9 @@ def compare_outputs(
             scores[1] = chosen.of(model)
     if isinstance(chosen, (Score, Detections)) and sums:
         scores = [chosen.value(sums[name]) for name in ("float", "quantized")]
-    if isinstance(chosen, Detections) and sums:
-        chosen.check_count(sums["float"])
-    same, predictions = sums.get("agreement", [0.0, 0.0])
+        if isinstance(chosen, Detections):
+            chosen.check_count(sums["float"])
+    same, predictions, others = sums.get("agreement", [0.0, 0.0, 0.0])
     return Outputs(
         sqnr=Sqnr().value(sums["noise"]) if sums else math.nan,
         agreement=same / predictions if predictions else None,
@@ -157,7 +155,7 @@ def compare_outputs(
         metric="" if chosen is None else chosen.name,
         float_score=scores[0],
         score=scores[1],
-        comparable=comparable,
+        comparable=not others,
     )
 
 
@@ -184,12 +182,14 @@ def _shapes(output: Any) -> list[torch.Size]:
 def _agreement(found: Any, expected: Any) -> list[float]:
     """Return how many predictions of one batch are those of the float model, and how many it has.
 
-    Outputs without classes have none; NaN never agrees.
+    The third number is 1 where outputs have other shapes. Outputs without classes have no
+    predictions; NaN never agrees.
     """
+    differ = float(_shapes(found) != _shapes(expected))
     ours, theirs = only_scores(found), only_scores(expected)
     if ours is None or theirs is None or ours.shape != theirs.shape:
-        return [0.0, 0.0]
+        return [0.0, 0.0, differ]
     axis = class_axis(theirs)
     known = ~(ours.isnan() | theirs.isnan()).any(axis)
     same = known & (ours.argmax(axis) == theirs.argmax(axis))
-    return [float(same.sum()), float(same.numel())]
+    return [float(same.sum()), float(same.numel()), differ]
