@@ -216,7 +216,7 @@ class PairedNet(nn.Module):
         weight = OPS.dequantize_per_channel(
             self.codes, self.scales, self.points, 0, -128, 127, torch.int8
         )
-        x = self.pair(x, 0.0123456789, 117)
+        x = self.pair(x, 0.012349679134786129, 117)
         x = torch.nn.functional.conv2d(x, weight, self.conv.bias).relu()
         x = self.pair(torch.max_pool2d(self.pair(x, 0.0071, 0), 2), 0.0071, 0)
         x = self.head(self.pool(x).flatten(1))
@@ -256,7 +256,7 @@ def test_a_graph_of_pairs_is_adopted_bit_for_bit(as_program: bool) -> None:
     with torch.no_grad():
         assert torch.equal(model(x), graph(x))
     scale, point = model.conv.input_quantizer.calculate_qparams()
-    assert (float(scale), int(point)) == (float(torch.tensor(0.0123456789)), 117)
+    assert (float(scale), int(point)) == (float(torch.tensor(0.012349679134786129)), 117)
 
 
 @pytest.mark.parametrize(
