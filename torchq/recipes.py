@@ -72,7 +72,7 @@ def integer(
     weight_method: str | None = None,
     input_method: str | None = None,
     learn_ranges: bool = False,
-    symmetric: bool = True,
+    symmetric: bool | None = None,
 ) -> QuantConfig:
     """Return a recipe of any integer widths.
 
@@ -83,9 +83,10 @@ def integer(
             ``model.named_modules()``; None treats them as the others. They are few and sensitive,
             so 8 is usual with 4 bits and fewer.
         per_channel: True keeps a weight range per output channel, False one per tensor.
-        unsigned: the sign of the inputs. None means "auto" if ``input_bits`` is at most 4, so
-            that calibration chooses unsigned codes if it sees no negative value, and otherwise
-            False.
+        unsigned: the sign of the inputs. "auto": symmetric ranges, whose codes are unsigned if
+            calibration sees no negative value. None means "auto" if ``input_bits`` is at most 4,
+            and otherwise False: signed, unless the target of :func:`torchq.quantize_` has a finer
+            form.
         weight_method: the calibration method of the weights. None means "activation" up to 4
             bits, which searches for the least error of a layer's output on the calibration
             batches (see :func:`torchq.calibrate`), and "max" above.
@@ -93,7 +94,7 @@ def integer(
             "max" above.
         learn_ranges: train the ranges too, with LSQ's gradient scale; for QAT. With
             ``first_last`` the ranges of the first and last layer stay as calibrated.
-        symmetric: False gives inputs asymmetric ranges, with a zero point; see :func:`int8`.
+        symmetric: of the ranges of inputs; see :func:`int8`.
 
     Raises:
         ConfigError: no width at all, or a width out of range.
@@ -106,10 +107,10 @@ def integer(
     if weight_bits is None and input_bits is None:
         raise ConfigError("recipes.integer: got neither weight_bits nor input_bits; expected one")
 
-    if not symmetric and unsigned in (None, "auto"):
+    if symmetric is False and unsigned in (None, "auto"):
         unsigned = True
     if unsigned is None:
-        unsigned = "auto" if input_bits is not None and input_bits <= _FEW_BITS else False
+        unsigned = "auto" if symmetric or (input_bits or 8) <= _FEW_BITS else False
 
     def rules(
         weight: int | None, input: int | None, position: Literal["first", "last"] | None = None
@@ -117,7 +118,7 @@ def integer(
         learn = learn_ranges and position is None
         inputs = _learnable(input, input_method or _method(input, "mse"), unsigned, learn)
         if inputs is not None:
-            inputs = inputs.replace(symmetric=symmetric)
+            inputs = inputs.replace(symmetric=symmetric is not False)
         method = weight_method or _method(weight, "activation")
         descriptors = (inputs, _learnable(weight, method, False, learn))
         return compute_layers(*descriptors, per_channel=per_channel, position=position)
@@ -153,7 +154,7 @@ def _learnable(
 
 @RECIPES.register("int8")
 def int8(
-    *, reduce_range: bool = False, symmetric: bool = True, recurrent: bool = False
+    *, reduce_range: bool = False, symmetric: bool | None = None, recurrent: bool = False
 ) -> QuantConfig:
     """Return INT8 weights per output channel and INT8 activations per tensor.
 
@@ -163,18 +164,22 @@ def int8(
         reduce_range: True uses 7 bits for weights, stored as int8. It is meant for x86 CPUs
             without VNNI or AMX: their kernels add two products of uint8 and int8 in 16 bits,
             which 8-bit weights overflow. On other CPUs it only costs accuracy.
-        symmetric: False gives activations uint8 codes with a zero point, so that their range ends
-            where their values end. That is finer behind GELU, SiLU and other functions with a short
-            negative side. ONNX Runtime, OpenVINO, QNN and ``deploy`` run it; TensorRT does not.
+        symmetric: None leaves the form of activations to the target of :func:`torchq.quantize_`:
+            a zero point where it has them, else signed codes. False gives them a zero point, uint8,
+            for any target, so that their range ends where their values end. That is finer behind
+            GELU, SiLU and other functions with a short negative side. ONNX Runtime, OpenVINO, QNN
+            and ``deploy`` run it; TensorRT does not. True keeps ranges symmetric; their codes are
+            unsigned where calibration sees no negative value and the target has such codes.
         recurrent: True also quantizes LSTM, GRU and RNN layers: the inputs, hidden
             states and weights of all products, with symmetric ranges.
     """
-    input = QuantDescriptor(unsigned=not symmetric, symmetric=symmetric)
+    unsigned: bool | Literal["auto"] = "auto" if symmetric else symmetric is False
+    input = QuantDescriptor(unsigned=unsigned, symmetric=symmetric is not False)
     weight = QuantDescriptor(7 if reduce_range else 8)
     rules = compute_layers(input, weight, per_channel=True)
     if recurrent:
         rules.append(_recurrent_layers(QuantDescriptor(), weight))
-    name = "int8" if symmetric else "int8_asymmetric"
+    name = {None: "int8", True: "int8_symmetric", False: "int8_asymmetric"}[symmetric]
     return QuantConfig(tuple(rules), name=f"{name}_recurrent" if recurrent else name)
 
 

@@ -72,6 +72,7 @@ class Codes:
             by half their number then, which changes no value.
         widths: Bits of the activations that this is about.
         zero_points: Codes may have a zero point, which asymmetric ranges need.
+        fitted: Tensors that may be negative have such a range, unless a rule fixes their form.
         scales: The name of the type that files have scales in, those of weights too: one of
             :data:`torchq.formats.SCALE_TYPES`. None for float32.
         int32_biases: Integer kernels add biases as int32, in units of the scale of the input times
@@ -82,6 +83,7 @@ class Codes:
     stored: Literal["", "unsigned"] = ""
     widths: tuple[int, ...] = (8,)
     zero_points: bool = True
+    fitted: bool = False
     scales: str | None = None
     int32_biases: bool = False
 
@@ -222,12 +224,16 @@ def _row(runtime: Runtime) -> tuple[str, ...]:
     input, weight = first.input, first.weight
     assert input is not None and weight is not None
     types = [str(d.format).removesuffix("_narrow") for d in (input, weight)]
-    chosen = runtime.codes is not None and runtime.codes.unsigned and input.symmetric
-    if (chosen and not input.unsigned) or input.unsigned == "auto":
+    codes = runtime.codes
+    chosen = codes is not None and codes.unsigned and input.symmetric and not input.unsigned
+    moved = chosen and codes is not None and codes.fitted
+    if moved:
+        types[0] = f"u{types[0]}"
+    elif chosen or input.unsigned == "auto":
         types[0] += f"/u{types[0]}"
     scales = None if runtime.codes is None else runtime.codes.scales
     grid = {
-        "zero points": not input.symmetric,
+        "zero points": moved or not input.symmetric,
         "powers of two": input.power_of_two,
         "from -127": input.narrow_range,
         f"{scales} scales": scales is not None,

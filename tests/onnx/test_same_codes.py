@@ -23,9 +23,10 @@ pytest.importorskip("onnxruntime")
 
 #: Float sums fall to the other side of a tie in about one code of a million, so not every image.
 _MOST = 0.9
+#: Products of 7 bits fit the kernels of all CPUs.
 RECIPES = {
-    "int8": torchq.recipes.int8,
-    "asymmetric": lambda: torchq.recipes.int8(symmetric=False),
+    "int8": lambda: torchq.recipes.int8(reduce_range=True),
+    "symmetric": lambda: torchq.recipes.int8(reduce_range=True, symmetric=True),
     "w4a4": lambda: torchq.recipes.integer(4, 4),
 }
 
@@ -59,7 +60,6 @@ def share_equal(model: nn.Module, path: Path, x: Tensor) -> float:
     return float((difference < 1e-5).float().mean())
 
 
-@pytest.mark.eight_bit_products
 @pytest.mark.parametrize("dynamo", [True, False])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_images_get_equal_results_in_a_session(recipe: str, dynamo: bool, tmp_path: Path) -> None:
@@ -96,8 +96,7 @@ def float_biases(model: nn.Module) -> None:
 def signed_codes(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, TensorQuantizer) and module.keeps_sign:
-            module.keeps_sign = False
-            module.set_unsigned(False)
+            module.descriptor = module.descriptor.replace(unsigned=False)
 
 
 def last_bit(model: nn.Module) -> None:
@@ -106,7 +105,6 @@ def last_bit(model: nn.Module) -> None:
             module.amax = torch.nextafter(module.amax, torch.tensor(torch.inf))
 
 
-@pytest.mark.eight_bit_products
 @pytest.mark.parametrize("damage", [float_biases, signed_codes, last_bit])
 def test_another_grid_bias_or_last_bit_shows(
     damage: Callable[[nn.Module], None], tmp_path: Path
@@ -115,7 +113,7 @@ def test_another_grid_bias_or_last_bit_shows(
     model, x = made("int8", path)
     damage(model)
     is_seen = share_equal(model, path, x) < _MOST
-    assert is_seen or (damage is last_bit and len(other_scales(model, path)) > 20)
+    assert is_seen or (damage is last_bit and len(other_scales(model, path)) > 15)
 
 
 class Forked(nn.Module):
@@ -144,8 +142,7 @@ def test_a_result_of_two_ranges_is_computed_in_float(
 ) -> None:
     """Kernels return codes of one range; the plan knows, the file shows, and the codes agree."""
     model, x, path = Forked(kind).eval(), torch.randn(8, 3, 8, 8), tmp_path / "m.onnx"
-    # Products of 7 bits fit the kernels of all CPUs.
-    config, weight = torchq.recipes.int8(reduce_range=True), torchq.QuantDescriptor(7, axis=0)
+    config, weight = RECIPES["int8"](), torchq.QuantDescriptor(7, axis=0)
     if kind == "two":
         narrow = torchq.QuantDescriptor(calib_method="percentile", calib_options={"percentile": 90})
         config = config.with_rules(torchq.Rule("right", input=narrow, weight=weight))
@@ -191,8 +188,8 @@ def test_a_form_that_the_plan_fixed_stays_and_a_contradiction_is_a_warning() -> 
     model[1] = nn.Identity()
     with pytest.warns(UserWarning, match=r"2\.input_quantizer: got negative values"):
         torchq.calibrate(model, [x], progress=False)
-    assert model[2].input_quantizer.descriptor.unsigned is True
-    assert model[0].input_quantizer.descriptor.unsigned is False
+    assert model[2].input_quantizer.descriptor.symmetric
+    assert not model[0].input_quantizer.descriptor.symmetric
 
 
 def test_tensorrt_has_signed_codes_and_rules_that_fix_unsigned_ones_stay() -> None:

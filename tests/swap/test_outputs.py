@@ -38,9 +38,10 @@ def quantized(model: nn.Module, x: Tensor, target: str = "onnxruntime") -> torch
 
 
 def outputs(model: nn.Module) -> dict[str, bool]:
-    """Path of each layer with a quantizer of its result -> that quantizer is unsigned."""
+    """Path of each layer with a quantizer of its result -> its codes begin at 0."""
     return {
         name.removesuffix(".output_quantizer"): module.descriptor.unsigned
+        and module.descriptor.symmetric
         for name, module in model.named_modules()
         if isinstance(module, TensorQuantizer) and name.endswith("output_quantizer")
     }

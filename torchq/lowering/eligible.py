@@ -140,7 +140,7 @@ def _conv(module: QuantModule) -> nn.Module | str:
     layer, output = Int8Conv(params, *arguments), active(getattr(conv, "output_quantizer", None))
     if output is None:
         return layer
-    between = [nn.ReLU()] if output.descriptor.unsigned else []
+    between = [nn.ReLU()] if output.descriptor.unsigned and output.descriptor.symmetric else []
     return nn.Sequential(layer, *between, copy_module(output))
 
 

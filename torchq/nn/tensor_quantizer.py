@@ -527,11 +527,8 @@ class TensorQuantizer(nn.Module):
         self.calibrator, self.observing = None, False
 
     def _take(self, found: Range) -> None:
-        """Set the range to one that was found, by the method of its kind."""
-        if found.low is None:
-            self.set_amax(found.high)
-        else:
-            self.set_range(found.low, found.high)
+        """Set the range to one that was found."""
+        self._set_checked(**dict(reversed([*found.ends()])))
 
     def _warn_of_negatives(self, calibrator: Calibrator) -> None:
         seen = calibrator.negative_batches
@@ -573,13 +570,18 @@ class TensorQuantizer(nn.Module):
 
     @property
     def given_descriptor(self) -> QuantDescriptor:
-        """The descriptor that the quantizer was made with, without the choice of the sign."""
-        is_auto = "unsigned" in self._buffers
-        return self.descriptor.replace(unsigned="auto") if is_auto else self.descriptor
+        """The descriptor that the quantizer was made with, whatever its codes are now."""
+        d, is_symmetric = self.descriptor, self.descriptor.symmetric and not self.keeps_sign
+        has_choice = "unsigned" in self._buffers
+        return d.replace(unsigned="auto") if has_choice else d.replace(symmetric=is_symmetric)
 
     def keep_unsigned(self) -> None:
         """Let the codes be unsigned for good, as a plan says; calibration warns of other data."""
-        self.set_unsigned(True)
+        if self.descriptor.symmetric:
+            self.set_unsigned(True)
+        else:  # The zero point would be 0.
+            self.descriptor = self.descriptor.replace(symmetric=True, unsigned=True)
+            self.amin = None
         self.keeps_sign = True
 
     def set_unsigned(self, unsigned: bool | Literal["auto"]) -> None:
@@ -674,8 +676,7 @@ class TensorQuantizer(nn.Module):
         if not self.calibrated:
             return "unknown"
         if self.amax.is_meta:
-            shape = tuple(self.amax.shape)
-            return f"meta{shape}" if shape else "meta"
+            return f"meta{tuple(self.amax.shape) or ''}"
         low, high = torch.aminmax(self.amax.detach())
         if self.range.low is not None:
             low = self.range.low.detach().min()
@@ -690,8 +691,8 @@ class TensorQuantizer(nn.Module):
     def extra_repr(self) -> str:
         """Return the descriptor, the range and the mode."""
         end = "amax" if self.descriptor.symmetric else "range"
-        delegated = "" if self._delegate is None else ", delegated"
-        return f"{self.descriptor}, {end}={self.range_text()}, {self.mode}{delegated}"
+        text = f"{self.descriptor}, {end}={self.range_text()}, {self.mode}"
+        return text if self._delegate is None else f"{text}, delegated"
 
 
 # Trainers that know NVIDIA ModelOpt recognise its quantizers by the name of their class, and ask

@@ -253,7 +253,7 @@ _PLACEMENT = Placement(
 )
 # Unsigned codes include the ReLU in front of them; signed ones would keep it, and the convolution
 # in float.
-_CODES = Codes(stored="unsigned", int32_biases=True)
+_CODES = Codes(stored="unsigned", fitted=True, int32_biases=True)
 _FILE = FileRules(
     passes=(
         widen_four_bit_weights,

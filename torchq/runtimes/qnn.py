@@ -96,7 +96,7 @@ QNN = Runtime(
             "type:torch.nn.modules.activation.MultiheadAttention",
         ),
     ),
-    codes=Codes(stored="unsigned", widths=(8, 16)),
+    codes=Codes(stored="unsigned", widths=(8, 16), fitted=True),
     file=FileRules(
         passes=(fit_biases,),
         checks=(

@@ -290,7 +290,8 @@ def convert_as(
         module.separate_ranges_(decision.ranges)
     for slot in decision.unsigned:
         quantizer = getattr(module, f"{slot}_quantizer", None)
-        if not isinstance(quantizer, TensorQuantizer) or not hasattr(quantizer, "unsigned"):
+        chosen = ("unsigned", "amin")  # what a quantizer has whose codes are not fixed
+        if not any(getattr(quantizer, name, None) is not None for name in chosen):
             raise QuantizationError(
                 f"{decision.name}: the codes of {slot} are unsigned in the plan; expected a "
                 "quantizer there that may be. Load into the architecture that was saved"

@@ -17,7 +17,7 @@ from torchq.formats import Granularity, PerTensor
 from torchq.graph import OPERATORS, Call, Flow, effects_of, operator_named
 from torchq.nn import InputQuantized, QuantModule, TensorQuantizer, quantized_class
 from torchq.swap.facts import Facts, Value, adds_zeros
-from torchq.swap.grids import in_codes, in_file
+from torchq.swap.grids import has_choice, in_codes, in_file
 from torchq.swap.plan import ALREADY, Decision, Plan, canonical_groups
 
 Pass: TypeAlias = Callable[[Plan, Facts], Plan]
@@ -357,8 +357,8 @@ def share_ranges(plan: Plan, facts: Facts) -> Plan:
             position = value.position if value.position < ranges.get(value.slot, 1) else 0
             seen.setdefault(value.root, []).append(_own_slot(value.slot, position))
     for slot, decision in outputs.items():
-        # An unsigned one stands for the ReLU behind it, so it reads other values.
-        if decision.output is not None and not decision.output.unsigned:
+        # One that cuts at 0 stands for the ReLU behind it, so it reads other values.
+        if decision.output is not None and not _cuts(decision.output):
             for root in facts.results.get(decision.name, ()):
                 seen.setdefault(root, []).insert(0, slot)
     groups = [list(group) for group in plan.shared]
@@ -373,6 +373,11 @@ def share_ranges(plan: Plan, facts: Facts) -> Plan:
         if len(alike) > 1 and first is not None and first[0] == PerTensor():
             groups.append(alike)
     return replace(plan, shared=canonical_groups(_joined(groups)))
+
+
+def _cuts(descriptor: QuantDescriptor) -> bool:
+    """Return True for codes that begin at 0, so that negative values become 0."""
+    return descriptor.unsigned is True and descriptor.symmetric
 
 
 def _descriptor(plan: Plan, facts: Facts, slot: str) -> tuple[Granularity, QuantDescriptor] | None:
@@ -429,7 +434,12 @@ def _with_output(view: View, decision: Decision, calls: list[Call]) -> Decision:
     unsigned = all(n.after_relu for n in needs) and isinstance(decision.input.num_bits, int)
     if is_depthwise(calls[0].module) and not unsigned:
         return decision
-    return replace(decision, output=decision.input.replace(name=None, unsigned=unsigned))
+    form = decision.input.replace(name=None)
+    if unsigned:
+        form = form.replace(unsigned=True, symmetric=True)
+    elif form.symmetric:
+        form = form.replace(unsigned=False)
+    return replace(decision, output=form)
 
 
 class _Readers:
@@ -502,33 +512,35 @@ class _Readers:
 def choose_grids(plan: Plan, facts: Facts) -> Plan:
     """Choose the form of the codes of activations, as the target has them.
 
-    Before: all are as the rules say. After: where the target has unsigned codes, a signed range
-    may become unsigned. It is so for good where operators show that no value can be negative, in
-    all places that share the range; calibration settles the others. A target without unsigned
-    codes has signed ones where calibration would choose. What a rule fixes as unsigned stays.
-    Scales have the type that files have, those of weights too.
+    Before: all are as the rules say. After: a range that no rule fixes has a zero point where the
+    target has them, which calibration sets; else, where the target has unsigned codes, calibration
+    chooses the sign. Codes are unsigned for good, in all places that share the range, where
+    operators show that no value can be negative. A target without unsigned codes has signed ones
+    where calibration would choose. What a rule fixes stays. Scales have the type that
+    files have, those of weights too.
     """
-    if facts.codes is None:
+    codes = facts.codes
+    if codes is None:
         return plan
-    proved = _without_negatives(plan, facts)
+    proved: dict[str, list[str]] = {}
+    for slot in _without_negatives(plan, facts):
+        found = _descriptor(plan, facts, slot)
+        if found is not None and has_choice(found[1], codes):
+            owner, _, name = slot.rpartition(".")
+            proved.setdefault(owner, []).append(name.removesuffix("_quantizer"))
     rows = []
     for d in plan.decisions:
         if not d.reason:
-            slots = [
-                slot.rpartition(".")[2].removesuffix("_quantizer")
-                for slot in proved
-                if slot.rpartition(".")[0] == d.name
-            ]
-            forms = (in_codes(d.input, facts.codes), d.weight, in_codes(d.output, facts.codes))
-            own, weight, output = (in_file(form, facts.codes) for form in forms)
-            d = replace(d, input=own, weight=weight, output=output, unsigned=tuple(sorted(slots)))
+            forms = (in_codes(d.input, codes), d.weight, in_codes(d.output, codes))
+            own, weight, output = (in_file(form, codes) for form in forms)
+            unsigned = tuple(sorted(proved.get(d.name, ())))
+            d = replace(d, input=own, weight=weight, output=output, unsigned=unsigned)
         rows.append(d)
     return replace(plan, decisions=tuple(rows))
 
 
 def _without_negatives(plan: Plan, facts: Facts) -> list[str]:
-    """Return the slots that may be unsigned, and whose range holds no negative value for sure."""
-    assert facts.codes is not None
+    """Return the slots whose range holds no negative value for sure."""
     signs: dict[str, list[bool]] = {}
     ranges = {f"{d.name}.input_quantizer": d.ranges for d in plan.replaced}
     for value in _read(plan, facts):
@@ -540,9 +552,7 @@ def _without_negatives(plan: Plan, facts: Facts) -> list[str]:
     found: list[str] = []
     for group in (*plan.shared, *((slot,) for slot in signs if slot not in together)):
         seen = [sign for slot in group for sign in signs.get(slot, ())]
-        first = _descriptor(plan, facts, group[0])
-        form = None if first is None else in_codes(first[1], facts.codes)
-        if seen and all(seen) and form is not None and form.unsigned == "auto":
+        if seen and all(seen):
             found += group
     return found
 
@@ -579,6 +589,7 @@ class _Results:
     def __init__(self, plan: Plan, facts: Facts) -> None:
         self._plan, self._facts, self._view = plan, facts, View(plan, facts)
         self._groups = {slot: group for group in plan.shared for slot in group}
+        self._without_negatives = frozenset(_without_negatives(plan, facts))
 
     def have_one_range(self, slots: list[str]) -> bool:
         """Return True if the quantizers of some slots are one."""
@@ -651,12 +662,10 @@ class _Results:
 
     def _has_bytes(self, slot: str, activated: bool) -> bool:
         """Return True for a slot of 8 bits, which begins at 0 if an activation is in front."""
-        found, (owner, _, name) = _descriptor(self._plan, self._facts, slot), slot.rpartition(".")
+        found = _descriptor(self._plan, self._facts, slot)
         if found is None or found[0] != PerTensor() or found[1].num_bits != _BYTE:
             return False
-        decision = self._plan.decision(owner)
-        proved = decision is not None and name.removesuffix("_quantizer") in decision.unsigned
-        return not activated or proved or found[1].unsigned is True
+        return not activated or _cuts(found[1]) or slot in self._without_negatives
 
 
 #: Without an example only the first one and `choose_grids` have something to read.

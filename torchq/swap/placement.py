@@ -106,8 +106,11 @@ def _activation_descriptor(config: QuantConfig, target: Runtime) -> QuantDescrip
             f"target {target.name}: the config quantizes activations as {found}; "
             "expected a fixed range per tensor"
         )
-    narrow = isinstance(found.num_bits, int) and found.num_bits < 8
-    return found.replace(num_bits=8, name=None) if narrow else found.replace(name=None)
+    if isinstance(found.num_bits, int) and found.num_bits < 8:
+        # Whether few bits choose their sign says nothing about the form of eight.
+        unsigned = False if found.unsigned == "auto" else found.unsigned
+        return found.replace(num_bits=8, unsigned=unsigned, name=None)
+    return found.replace(name=None)
 
 
 def adapt_to_target(

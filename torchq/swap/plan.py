@@ -112,7 +112,8 @@ class Decision:
             return f"SKIPPED: {self.reason}"
         found, unsigned = self.descriptors, self.unsigned
         if unsigned == ("input",) and self.class_name not in _SEVERAL:
-            found["input"], unsigned = found["input"].replace(unsigned=True), ()
+            found["input"] = found["input"].replace(unsigned=True, symmetric=True)
+            unsigned = ()
         text = ", ".join(f"{slot} {value}" for slot, value in found.items())
         if self.ranges > 1:
             text += f" ({self.ranges} ranges)"

@@ -196,7 +196,9 @@ def _product_descriptors(input: QuantDescriptor | None) -> tuple[QuantDescriptor
     second = input
     if input.block_size is not None and input.block_axis == -1:
         second = input.replace(block_axis=-2)
-    unsigned = {"unsigned": True, "narrow_range": False} if isinstance(input.num_bits, int) else {}
+    unsigned: dict[str, bool] = {}
+    if isinstance(input.num_bits, int):
+        unsigned = {"unsigned": True, "narrow_range": False, "symmetric": True}
     return input, second, second, input.replace(**unsigned)
 
 

@@ -43,9 +43,11 @@ class _QuantConv(Corrected, OutputScaling, QuantModule):
 
     @staticmethod
     def quantized_result(result: Tensor, quantizer: Any) -> Tensor:
-        """Return the quantized result; an unsigned range stands for the ReLU that reads it."""
-        is_unsigned = quantizer.descriptor.unsigned is True
-        quantized: Tensor = quantizer(result.relu() if is_unsigned else result)
+        """Return the quantized result; a range [0, amax] stands for the ReLU that reads it."""
+        d = quantizer.descriptor
+        quantized: Tensor = quantizer(
+            result.relu() if d.unsigned is True and d.symmetric else result
+        )
         return quantized
 
 

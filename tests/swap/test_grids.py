@@ -1,0 +1,139 @@
+"""The codes that a target has are in the plan, in the model, in files of `save`, and restored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchq
+from torchq import QuantDescriptor
+from torchq.nn import TensorQuantizer
+from torchq.swap import plan_of
+
+ZERO_POINTS = ("onnxruntime", "qnn")
+IMAGES = torch.randn(4, 3, 12, 12)
+
+
+class Mixed(nn.Module):
+    """Sums and joins of tensors with and without negative values, attention, and a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+        self.join, self.gate = nn.Conv2d(32, 16, 1), nn.SiLU()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        y = F.hardswish(self.second(x))
+        x = self.gate(self.join(torch.cat([x, y], 1)) + x).flatten(2).transpose(1, 2)
+        return self.head(self.attention(x, x, x)[0].mean(1))
+
+
+def planned(target: str | None, config: torchq.QuantConfig | None = None) -> nn.Module:
+    torch.manual_seed(0)
+    model = Mixed().eval()
+    config = config or torchq.recipes.int8()
+    torchq.quantize_(model, config, target=target, example=IMAGES, progress=False)
+    return model
+
+
+def quantizer(model: nn.Module, path: str) -> TensorQuantizer:
+    return model.get_submodule(path)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("target", ZERO_POINTS)
+def test_what_may_be_negative_has_a_zero_point_and_the_rest_none(target: str) -> None:
+    model = planned(target)
+    plan = plan_of(model)
+    signed, proved = "first.input_quantizer", "second.input_quantizer"
+    if target == "onnxruntime":  # in the others it shares the range of the concatenation
+        assert plan.decision("second").unsigned == ("input",)
+        assert "input uint8 per-tensor max" in str(plan.decision("second"))
+        assert quantizer(model, proved).descriptor == QuantDescriptor(unsigned=True)
+    assert quantizer(model, signed).descriptor == QuantDescriptor(unsigned=True, symmetric=False)
+    torchq.calibrate(model, [IMAGES], progress=False)
+    low, high = IMAGES.min(), IMAGES.max()
+    assert (quantizer(model, signed).amin, quantizer(model, signed).amax) == (low, high)
+    if target == "onnxruntime":
+        assert quantizer(model, proved).qparams().zero_point == 0
+
+
+@pytest.mark.parametrize("target", [*ZERO_POINTS, "openvino", "tensorrt", None])
+def test_plan_report_model_and_file_name_the_same_codes(target: str | None, tmp_path: Path) -> None:
+    model = planned(target)
+    settings = {"target": target, "example": IMAGES}
+    plan = torchq.plan(Mixed().eval(), torchq.recipes.int8(), **settings)
+    before = dict(model.state_dict())
+    torchq.calibrate(model, [IMAGES], progress=False)
+    assert model.state_dict().keys() >= before.keys()  # the ends exist from construction
+    torchq.save(model, tmp_path / "m.pt")
+    loaded = torchq.load(Mixed().eval(), tmp_path / "m.pt")
+    assert plan.outcome() == plan_of(model).outcome() == plan_of(loaded).outcome()
+    assert torch.equal(model(IMAGES), loaded(IMAGES))
+    fresh = planned(target)
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(model(IMAGES), fresh(IMAGES))
+    assert str(torchq.summary(model)) == str(torchq.summary(loaded))
+    torchq.restore_(loaded)
+    assert not plan_of(loaded).replaced
+
+
+@pytest.mark.parametrize("method", ["max", "percentile", "mse", "entropy"])
+def test_data_without_negatives_have_the_scale_of_unsigned_codes(method: str) -> None:
+    free, proved = (TensorQuantizer(QuantDescriptor(unsigned=True, symmetric=False)) for _ in "ab")
+    proved.keep_unsigned()
+    assert proved.given_descriptor == free.given_descriptor and proved.amin is None
+    x = torch.randn(4096).relu()
+    for q in (free, proved):
+        q.start_calibration(method)
+        q.observe(x)
+        q.finish_calibration()
+    assert free.qparams().zero_point == 0
+    rel = 1e-3 if method == "mse" else 0  # which searches in other steps
+    assert free.scale.item() == pytest.approx(proved.scale.item(), rel=rel, abs=0)
+
+
+def test_learned_ranges_train_both_ends_but_not_a_proved_one() -> None:
+    learned = QuantDescriptor(learn_amax=True)
+    rule = torchq.Rule("type:torch.nn.modules.conv.*", input=learned, weight=QuantDescriptor())
+    model = planned("onnxruntime", torchq.QuantConfig((rule,)))
+    torchq.calibrate(model, [IMAGES], progress=False)
+    model.train()(IMAGES).sum().backward()
+    names = {n for n, p in model.named_parameters() if "input_q" in n and p.grad is not None}
+    assert {"first.input_quantizer.amin", "first.input_quantizer.amax"} <= names
+    assert {n for n in names if n.startswith("second")} == {"second.input_quantizer.amax"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        QuantDescriptor(unsigned="auto"),
+        QuantDescriptor(unsigned=True),
+        QuantDescriptor(unsigned=False, symmetric=False),
+        QuantDescriptor(narrow_range=True),
+        QuantDescriptor(amax=4.0),
+        QuantDescriptor(dynamic=True),
+        QuantDescriptor((4, 3)),
+        QuantDescriptor(16),
+    ],
+    ids=str,
+)
+def test_what_a_rule_fixes_stays(given: QuantDescriptor) -> None:
+    rule = torchq.Rule("first", input=given, weight=QuantDescriptor(axis=0))
+    model = planned("onnxruntime", torchq.recipes.int8().with_rules(rule))
+    assert quantizer(model, "first.input_quantizer").given_descriptor == given
+
+
+def test_symmetric_ranges_are_asked_for_by_name() -> None:
+    model = planned("onnxruntime", torchq.recipes.int8(symmetric=True))
+    torchq.calibrate(model, [IMAGES], progress=False)
+    found = [q.descriptor for _, q in torchq.workflow.quantizers(model).items()]
+    assert all(d.symmetric for d in found) and {d.unsigned for d in found} == {True, False}
+    bits = torchq.recipes.integer(4, 4, symmetric=True)
+    assert bits.rules[0].input.unsigned == "auto"
