@@ -200,6 +200,11 @@ CASES: dict[str, tuple[dict[str, nn.Module], Callable[..., Any], str]] = {
         lambda m, x: m.c(m.a(x).chunk(2, dim=1)[1]),
         "Int8Conv(nth_chunk(Int8Conv.u8(Quantize(x)), 'chunk', 1, 2))",
     ),
+    "shape of codes": (
+        {**B, **Q},
+        lambda m, x: m.b(z := m.q(m.a(x))).reshape(z.size(0), -1),
+        "reshape(Int8Conv(Int8Conv.u8(Quantize(x))), size(Int8Conv.u8(Quantize(x)), 0), -1)",
+    ),
     # What drops out, and what has to stay.
     "identity": (
         {**B, "d": nn.Dropout(), "i": nn.Identity()},

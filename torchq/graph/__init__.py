@@ -24,6 +24,7 @@ from torchq.graph.operators import (
     operator_named,
     operator_of,
     reads_metadata,
+    reads_shape,
     writes,
 )
 from torchq.graph.runner import GraphRunner, NodeMeta
@@ -72,6 +73,7 @@ __all__ = [
     "operator_name",
     "read_arguments",
     "reads_metadata",
+    "reads_shape",
     "writes",
     "record",
     "tensors_in",

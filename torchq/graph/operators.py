@@ -371,10 +371,19 @@ def operator_kind(target: Any) -> str | None:
 
 def reads_metadata(node: fx.Node) -> bool:
     """Return True if ``node`` reads the shape, dtype or device of a tensor, but no element."""
+    return _reads_only(node, "metadata")
+
+
+def reads_shape(node: fx.Node) -> bool:
+    """Return True if ``node`` reads the shape of a tensor and nothing else."""
+    return _reads_only(node, "shape")
+
+
+def _reads_only(node: fx.Node, effect: str) -> bool:
     if node.op == "call_method":
-        return "metadata" in effects_of(str(node.target))
+        return effect in effects_of(str(node.target))
     is_attribute = node.op == "call_function" and node.target is getattr
-    return is_attribute and "metadata" in effects_of(str(node.args[1]))
+    return is_attribute and effect in effects_of(str(node.args[1]))
 
 
 #: The functions behind ``x += y`` and its like.

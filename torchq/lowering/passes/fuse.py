@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from torchq.graph import reads_shape
 from torchq.lowering.codes import CodesAvgPool2d, CodesMaxPool2d, CodesModule, Dequantize, Quantize
 from torchq.lowering.kernel import ACTIVATIONS
 from torchq.lowering.layer import Int8Conv, Int8Layer
@@ -299,6 +300,21 @@ def fuse_requantize(editor: GraphEditor, node: fx.Node) -> bool:
     return True
 
 
+def read_shape_of_codes(editor: GraphEditor, node: fx.Node) -> bool:
+    """Read the shape of codes instead of the values made from them, which then have no reader.
+
+    Before: ``codes -> Dequantize -> x.size()``. After: ``codes -> codes.size()``.
+    """
+    values = match.input_node(node)
+    codes = match.input_node(values)
+    if values is None or codes is None or not reads_shape(node):
+        return False
+    if not isinstance(editor.module(values), Dequantize):
+        return False
+    node.replace_input_with(values, codes)
+    return True
+
+
 def propagate_qparams(editor: GraphEditor, node: fx.Node) -> bool:
     """Tell a node how to read its codes, and note how its own result is to be read.
 
@@ -370,6 +386,7 @@ FUSE: tuple[NodePass, ...] = (
 
 #: Decide what depends on the finished graph. Each pass runs once, in the order of the graph.
 FINISH: tuple[NodePass, ...] = (
+    read_shape_of_codes,
     propagate_qparams,
     trust_finite_values,
 )
