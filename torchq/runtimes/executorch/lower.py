@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
@@ -135,6 +136,7 @@ def lowered(program: ExportedProgram, layers: Mapping[str, str]) -> tuple[bytes,
     shapes = tuple(_user_shapes(program))
     try:
         with quiet():
+            program = _with_constants_computed(program)
             manager = exir.to_edge_transform_and_lower(
                 program,
                 partitioner=[partitioner.XnnpackPartitioner()],
@@ -155,6 +157,19 @@ def lowered(program: ExportedProgram, layers: Mapping[str, str]) -> tuple[bytes,
     integer = tuple(path for path, why in layers.items() if not why)
     in_float = {path: why for path, why in layers.items() if why}
     return data, PteReport(None, len(data), delegates, integer, in_float, outside, shapes)
+
+
+def _with_constants_computed(program: ExportedProgram) -> ExportedProgram:
+    """Return a program that stores what operators compute of stored tensors alone.
+
+    Attention takes slices of one weight, and a linear layer is delegated with a stored one alone.
+    Weights stay codes.
+    """
+    passes = import_optional("executorch.exir.passes.constant_prop_pass", "executorch", EXTRA)
+    library = torch.ops.quantized_decomposed
+    kept = {library.dequantize_per_tensor.default, library.dequantize_per_channel.default}
+    computed: ExportedProgram = passes.constant_prop_pass(program, custom_skip_targets=kept)
+    return computed
 
 
 def _is_delegate(node: fx.Node) -> bool:
