@@ -55,7 +55,8 @@ test-targets:
 # The tools that benchmarks compare with, in an environment of its own.
 bench-env:
 	$(PYTHON) -m venv .venv-bench
-	.venv-bench/bin/pip install -e ".[all]" nvidia-modelopt brevitas torchao requests huggingface_hub
+	.venv-bench/bin/pip install -e ".[all]" nvidia-modelopt nncf brevitas torchao requests \
+		huggingface_hub "setuptools<81"
 
 clean:
 	rm -rf .venv .venv-oldest .venv-executorch .venv-makers .venv-bench build dist torchq.egg-info docs/_build

@@ -1,14 +1,16 @@
-"""Accuracy of trained networks with few bits: after algorithms of torchq.ptq, or after training.
+"""Accuracy of what comes out untouched, beside other toolkits, on networks nobody tuned it on.
 
-``ptq`` runs each algorithm on images without labels. The divergence from the float model is that of
-training images which no algorithm sees. ``qat`` trains, folds BatchNorm afterwards and measures the
-folded network, beside networks that are calibrated alone. The first and the last layer have 8 bits.
-Nothing sees a test image before the test. A seed chooses the training images. With ``--out`` a run
-goes on after the rows that the file has already.
+Four networks are fused, quantized, and calibrated on images that a draw chooses: a ResNet-20 and a
+RepVGG, a MobileNet that is trained here once, all on CIFAR-10, and a detector that is trained here
+on scenes (benchmarks/scenes.py). ``ranges`` is calibration without its corrections, ``untouched``
+the default, and ``gptq_`` comes after it. Of classifiers the table shows the points of accuracy
+that are lost, the share of images with the answer of the float network, and the divergence from its
+probabilities in nats; of the detector precision and recall with slack, and without. Seconds are CPU
+time, and ``ratio`` is that of calibration over that of its ranges alone. Peers that are not
+installed are said to be. With ``--out`` a run goes on after the rows that the file has already.
 
 Example:
-    python -m benchmarks.accuracy ptq --data DIR --networks resnet20 --widths W4A4
-    python -m benchmarks.accuracy qat --data DIR --only "resnet20 w4a4 *" --bf16
+    python -m benchmarks.accuracy --data DIR --cache DIR --out benchmarks/results/accuracy.jsonl
 """
 
 from __future__ import annotations
@@ -17,372 +19,259 @@ import argparse
 import copy
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchq
+from benchmarks import figures, scenes
+from benchmarks.accuracy_peers import PACKAGES, PEERS
 from benchmarks.cifar import (
-    Images,
     accuracy,
     depthwise,
-    logits,
     read_split,
     repvgg_cifar,
     resnet20,
     some_batches,
 )
 from benchmarks.harness import Reporter, finished_rows, parse, parser
-from torchq.qat import Distillation, learn_ranges_, param_groups, prepare, reestimate_bn_
-from torchq.utils import progress_bar
+from benchmarks.training import Training, fit
+from torchq.analysis import Detections
+from torchq.recipes import int8, integer, w4a4
 
-Batches = list[Tensor]
-_BATCH = 64
-# Training steps of the depthwise network, which take half an hour.
-_FLOAT_STEPS = 6000
+Run = Callable[[Tensor], Tensor]
+
+#: Images to calibrate are drawn from so many, and read in batches of this size.
+_POOL, _BATCH = 2048, 32
+#: Training steps of the MobileNet and of the detector, some minutes each.
+_STEPS = {"mobilenet": 1500, "detector": 900}
+_TRAINING_IMAGES = 30_000
 
 
-def float_network(name: str, options: argparse.Namespace) -> nn.Module:
-    """Return a trained network in eval mode; the depthwise one is trained now, and kept."""
-    if name != "depthwise":
-        return {"resnet20": resnet20, "repvgg": repvgg_cifar}[name](options.data)
-    path: Path = options.work / "depthwise.pt"
-    model = depthwise()
+@dataclass(frozen=True)
+class Network:
+    """A float network, images it is measured on, and images to draw from for calibration."""
+
+    model: nn.Module
+    test: Tensor
+    pool: Tensor
+    #: From the outputs for all test images, of the float network and another, to figures.
+    compare: Callable[[Sequence[Tensor], Sequence[Tensor]], dict[str, float]]
+
+    def outputs(self, run: Run) -> list[Tensor]:
+        """Return the outputs for all test images."""
+        with torch.no_grad():
+            return [run(x) for x in self.test.split(50)]
+
+    @cached_property
+    def expected(self) -> list[Tensor]:
+        """The outputs of the float network."""
+        return self.outputs(self.model)
+
+    def figures(self, run: Run) -> dict[str, float]:
+        """Return how far another network computes what the float one does."""
+        return self.compare(self.expected, self.outputs(run))
+
+
+def _classifier(name: str, options: argparse.Namespace) -> Network:
+    data = options.data
+    builds = {"resnet20": resnet20, "repvgg": repvgg_cifar, "mobilenet": _mobilenet}
+    model = builds[name](options if name == "mobilenet" else data)
+    test = read_split(data, "test", options.images)
+    pool = read_split(data, "train", 64 if options.quick else _POOL)
+
+    def figures(expected: Sequence[Tensor], found: Sequence[Tensor]) -> dict[str, float]:
+        y, q = torch.cat(list(expected)), torch.cat(list(found))
+        known = y.log_softmax(1)
+        divergence = ((known - q.log_softmax(1)) * known.exp()).sum(1).mean()
+        return {
+            "float_accuracy": round(100 * accuracy(y, test), 2),
+            "drop": round(100 * (accuracy(y, test) - accuracy(q, test)), 2),
+            "same": round(100 * float((y.argmax(1) == q.argmax(1)).float().mean()), 2),
+            "kl": round(float(divergence), 5),
+        }
+
+    torchq.fuse_(model, test.images[:4], progress=False)
+    return Network(model, test.images, pool.images, figures)
+
+
+def _mobilenet(options: argparse.Namespace) -> nn.Module:
+    def train(model: nn.Module, steps: int) -> None:
+        data = read_split(options.data, "train", 64 if options.quick else _TRAINING_IMAGES)
+        fit(model, data, Training(steps, 0.1, weight_decay=5e-4))
+
+    return _cached("mobilenet", depthwise, train, options)
+
+
+def _detector(name: str, options: argparse.Namespace) -> Network:
+    model = _cached(name, scenes.Detector, scenes.fit_detector, options)
+    metric = Detections()
+
+    def figures(expected: Sequence[Tensor], found: Sequence[Tensor]) -> dict[str, float]:
+        rows = list(map(metric.sums, found, expected))
+        result = metric.of_sums([sum(column) for column in zip(*rows, strict=True)])
+        names = ("precision", "recall", "precision_with_slack", "recall_with_slack")
+        values = {key: round(getattr(result, key), 4) for key in names}
+        return {**values, "scores": round(result.score_change, 4), "count": result.count}
+
+    test = scenes.images(options.images // 5, 1)
+    torchq.fuse_(model, test[:4], progress=False)
+    return Network(model, test, scenes.images(64 if options.quick else 768, 2), figures)
+
+
+def _cached(
+    name: str,
+    build: Callable[[], Any],
+    train: Callable[[Any, int], None],
+    options: argparse.Namespace,
+) -> nn.Module:
+    """Return a network with the weights that an earlier run trained, or train it now."""
+    path = options.cache / f"{name}.pt"
     if not path.exists():
         torch.manual_seed(0)
-        data = read_split(options.data, "train", 64 if options.quick else 50_000)
-        trained = depthwise().to(memory_format=torch.channels_last)
-        steps = 1 if options.quick else _FLOAT_STEPS
-        fit(trained, data, Training(steps, 0.1, weight_decay=5e-4))
+        trained = build().to(memory_format=torch.channels_last)
+        train(trained, 1 if options.quick else _STEPS[name])
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(trained.state_dict(), path.with_suffix(".part"))
         os.replace(path.with_suffix(".part"), path)
+    model: nn.Module = build()
     model.load_state_dict(torch.load(path, weights_only=True))
     return model.eval()
 
 
-# --- after training -------------------------------------------------------------------------------
-
-_WIDTHS = ("W4A8", "W4A4", "W3A4", "W2A4")
-# Images that ranges are calibrated on, that a seed chooses from, and the most that an algorithm
-# sees; the divergence is measured on the others.
-_CALIBRATION, _POOL, _MOST_IMAGES = 512, 4096, 1024
-
-
-def _equalize(model: nn.Module, batches: Batches, seed: int) -> None:
-    """Equalize channels, calibrate again, and correct biases: what needs no rounding."""
-    for quantizer in torchq.workflow.quantizers(model).values():
-        quantizer.forget_amax()
-    torchq.ptq.equalize_(model, batches[0][:4])
-    torchq.calibrate(model, batches, progress=False)
-    torchq.ptq.correct_bias_(model, batches, progress=False)
-
-
-# The algorithm that only calibrates, with the recipe's own settings in place of a width.
-_RECIPE = "recipes.w4a4()"
-
-Algorithm = Callable[[nn.Module, Batches, int], object]
-# Name -> the algorithm, and the number of its images.
-_ALGORITHMS: dict[str, tuple[Algorithm, int]] = {
-    "nearest": (lambda model, batches, seed: None, 512),
-    _RECIPE: (lambda model, batches, seed: None, 512),
-    "bias correction": (
-        lambda model, batches, seed: torchq.ptq.correct_bias_(model, batches[:8], progress=False),
-        512,
-    ),
-    "equalization, bias correction": (_equalize, 512),
-    "gptq_": (lambda model, batches, seed: torchq.ptq.gptq_(model, batches, progress=False), 512),
-    "adaround_": (
-        lambda model, batches, seed: torchq.ptq.adaround_(
-            model, batches, seed=seed, progress=False
-        ),
-        1024,
-    ),
+NETWORKS: dict[str, Callable[[str, argparse.Namespace], Network]] = {
+    "resnet20": _classifier,
+    "repvgg": _classifier,
+    "mobilenet": _classifier,
+    "detector": _detector,
 }
-_KEY = ("network", "widths", "algorithm", "seed", "images")
+
+#: Recipe -> its configuration, and the runtime it is for.
+RECIPES: dict[str, tuple[Callable[[], torchq.QuantConfig], str | None]] = {
+    "int8, signed codes": (lambda: integer(8, 8, unsigned=False), None),
+    "int8, onnxruntime": (int8, "onnxruntime"),
+    "int8, openvino": (int8, "openvino"),
+    "w4a4": (w4a4, None),
+    "w4a8": (lambda: integer(4, 8), None),
+    "w4a8, 8-bit ends": (lambda: integer(4, 8, first_last=8), None),
+}
+METHODS = ("ranges", "untouched", "gptq_")
+#: What is measured of a recipe, where that is not everything on all networks.
+_METHODS_OF = {
+    "int8, signed codes": ("ranges",),
+    "int8, onnxruntime": ("ranges", "untouched"),
+    "int8, openvino": ("ranges", "untouched"),
+    "w4a8": ("ranges", "untouched"),
+}
+_ONLY_MOBILENET = ("w4a8", "w4a8, 8-bit ends")
+_KEY = ("network", "recipe", "method", "draw")
 
 
-def after_training(options: argparse.Namespace, report: Reporter) -> None:
-    """Report one line for each network, width, algorithm and seed."""
-    done = finished_rows(options.out, *_KEY)
-    test = read_split(options.data, "test", options.images)
-    pool = read_split(options.data, "train", _MOST_IMAGES + 64 if options.quick else _POOL)
-    for network in options.networks:
-        model = float_network(network, options)
-        torchq.fuse_(model, test.images[:4])
-        for row in _rows(network, options):
-            if tuple(row[name] for name in _KEY) in done:
-                continue
-            if row["widths"] == "FP32":
-                report.value(**row, accuracy=round(accuracy(logits(model, test), test), 4))
-            else:
-                report.value(**row, **_algorithm_figures(model, row, test, pool))
+def _methods(name: str, recipe: str, options: argparse.Namespace) -> list[str]:
+    if recipe in _ONLY_MOBILENET and name != "mobilenet":
+        return []
+    return [m for m in options.methods if m in _METHODS_OF.get(recipe, METHODS)]
 
 
-def _rows(network: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    yield dict(zip(_KEY, (network, "FP32", None, None, options.images), strict=True))
-    for seed in options.seeds:
-        for widths in options.widths:
-            for name in options.algorithms:
-                if name != _RECIPE or widths == "W4A4":
-                    values = network, widths, name, seed, options.images
-                    yield dict(zip(_KEY, values, strict=True))
+def _torchq_rows(
+    network: Network, recipe: str, methods: Sequence[str], batches: list[Tensor]
+) -> Iterator[tuple[str, dict[str, float], Run]]:
+    """Yield each method with its seconds and the model; all three share what they can."""
+    build, target = RECIPES[recipe]
+    plain = copy.deepcopy(network.model)
+    torchq.quantize_(plain, build(), target=target, example=batches[0][:1], progress=False)
+    model = copy.deepcopy(plain)
+    torchq.calibrate(copy.deepcopy(plain), batches[:1], progress=False)  # warms up
+    ranges = _seconds(lambda: torchq.calibrate(plain, batches, correct=False, progress=False))
+    if "ranges" in methods:
+        yield "ranges", {"seconds": ranges}, plain
+    if set(methods) - {"ranges"}:
+        whole = _seconds(lambda: torchq.calibrate(model, batches, progress=False))
+        yield "untouched", {"seconds": whole, "ratio": round(whole / ranges, 2)}, model
+    if "gptq_" in methods:
+        seconds = _seconds(lambda: torchq.ptq.gptq_(model, batches, progress=False))
+        yield "gptq_", {"seconds": round(whole + seconds, 2)}, model
 
 
-def _algorithm_figures(
-    model: nn.Module, row: dict[str, Any], test: Images, pool: Images
-) -> dict[str, Any]:
-    """Return the accuracy and the seconds of process time of one algorithm."""
-    algorithm, count = _ALGORITHMS[row["algorithm"]]
-    if row["algorithm"] == _RECIPE:
-        recipe = torchq.recipes.w4a4()
-    else:
-        weight, input = (int(part) for part in row["widths"][1:].split("A"))
-        recipe = torchq.recipes.integer(weight, input, first_last=8)
-    batches = some_batches(pool.images, len(pool.images), row["seed"], _BATCH)
-    quantized = copy.deepcopy(model)
-    torchq.quantize_(quantized, recipe)
-    torchq.calibrate(quantized, batches[: _CALIBRATION // _BATCH], progress=False)
+def _seconds(call: Callable[[], object]) -> float:
     start = time.process_time()
-    algorithm(quantized, batches[: count // _BATCH], row["seed"])
-    seconds = round(time.process_time() - start, 1)
-    images = torch.cat(batches[_MOST_IMAGES // _BATCH :])
-    unseen = Images(images, torch.zeros(len(images)))
-    return {
-        "training_images": count,
-        "accuracy": round(accuracy(logits(quantized, test), test), 4),
-        "divergence": round(_divergence(logits(quantized, unseen), logits(model, unseen)), 5),
-        "process_seconds": seconds,
-    }
+    call()
+    return round(time.process_time() - start, 2)
 
 
-def _divergence(found: Tensor, expected: Tensor) -> float:
-    """Return the mean divergence of the probabilities from those of the float model, in nats.
-
-    It tells methods apart whose accuracies differ by chance alone.
-    """
-    known = expected.log_softmax(1)
-    return ((known - found.log_softmax(1)) * known.exp()).sum(1).mean().item()
-
-
-# --- training -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Training:
-    """How long and how fast to train, with SGD and a cosine to 0; weights alone decay."""
-
-    steps: int
-    lr: float
-    weight_decay: float = 1e-4
-    seed: int = 0
-    input_range_lr: float | None = None
+def _peer_row(
+    network: Network, peer: str, batches: list[Tensor]
+) -> tuple[dict[str, Any], Run | None]:
+    """Return what is known of a peer, and its model; None for one that is not installed."""
+    start = time.process_time()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run = PEERS[peer](copy.deepcopy(network.model), batches)
+            with torch.no_grad():
+                run(network.test[:2])
+    except ImportError:
+        return {"missing": "not installed"}, None
+    except Exception as error:  # the peer's own limit is a row of the table
+        return {"missing": f"failed: {type(error).__name__}", "error": str(error)[:200]}, None
+    return {"seconds": round(time.process_time() - start, 2)}, run
 
 
-def fit(
-    model: nn.Module,
-    data: Images,
-    training: Training,
-    run: Callable[[Tensor], Tensor] | None = None,
-    distillation: Distillation | None = None,
+def _report_draw(
+    name: str, network: Network, draw: int, options: argparse.Namespace, report: Reporter
 ) -> None:
-    """Train in place, against the labels or the float twin, and end in eval mode.
+    """Report the rows of a network and a draw that the file does not have yet."""
+    done = finished_rows(options.out, *_KEY)
+    batches = some_batches(network.pool, options.calibration, draw, _BATCH)
 
-    Args:
-        model: what is trained.
-        data: images of training; a step takes 64 that the seed draws.
-        training: how long and how fast.
-        run: computes what the model does, by default the model itself.
-        distillation: of the float twin; without it the labels teach.
-    """
-    generator = torch.Generator().manual_seed(training.seed)
-    torch.manual_seed(training.seed)
-    groups = param_groups(
-        model,
-        lr=training.lr,
-        weight_decay=training.weight_decay,
-        input_range_lr=training.input_range_lr,
-    )
-    optimizer = torch.optim.SGD(groups, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, training.steps)
-    model.train()
-    for _ in progress_bar(range(training.steps), description="train", unit="step"):
-        index = torch.randint(len(data.labels), (_BATCH,), generator=generator)
-        images, labels = data.augmented(index, generator)
-        y = (run or model)(images)
-        loss = F.cross_entropy(y, labels) if distillation is None else distillation.loss()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-    model.eval()
+    def value(recipe: str, method: str, fields: dict[str, Any], run: Run | None) -> None:
+        row = dict(zip(_KEY, (name, recipe, method, draw), strict=True))
+        if tuple(row.values()) not in done:
+            sizes = {"images": len(network.test), "calibration": options.calibration}
+            found = {} if run is None else network.figures(run)
+            report.value(**row, **sizes, **fields, **found)
 
-
-@dataclass(frozen=True)
-class Method:
-    """How training differs from LSQ on all ranges, with the logits of the float twin.
-
-    Attributes:
-        weight_ranges: how ranges of weights learn, as for ``learn_ranges_``; None fixes them.
-        input_ranges: the same for activations.
-        input_range_speed: the learning rate of ranges of activations over that of weights.
-        loss: ``"logits"`` of the float twin, or ``"labels"``.
-        per_channel: weights have a range per output channel.
-    """
-
-    weight_ranges: str | None = "lsq"
-    input_ranges: str | None = "lsq"
-    input_range_speed: float | None = None
-    loss: str = "logits"
-    per_channel: bool = True
-
-
-#: The methods that are compared with one another, all with few steps.
-_METHODS = {
-    "lsq": Method(),
-    "lsq, fast input ranges": Method(input_range_speed=64.0),
-    "fixed ranges": Method(weight_ranges=None, input_ranges=None),
-    "pact": Method(input_ranges="pact"),
-    "labels": Method(loss="labels"),
-    "per tensor": Method(per_channel=False),
-    "lsq+": Method(input_ranges="lsq+"),
-}
-_SHORT = "short: "
-_SHORT_STEPS, _SHORT_LR = 150, 0.01
-#: Name -> bits of weights and activations, steps of training, and learning rate.
-_TRAINED = {
-    "w8a8": (8, 8, 300, 0.003),
-    "w4a8": (4, 8, 600, 0.01),
-    "w4a4": (4, 4, 1000, 0.01),
-    "w3a3": (3, 3, 1500, 0.02),
-    "w2a2": (2, 2, 3000, 0.03),
-}
-#: Network, widths and method of each row, in the order of their worth.
-_CASES = [
-    ("resnet20", "fp32", "fp32"),
-    ("resnet20", "w4a4", "lsq, distilled"),
-    *(("resnet20", "w8a8", f"ptq {how}") for how in ("max", "percentile", "mse", "entropy", "lp")),
-    *(("resnet20", widths, "ptq mse") for widths in _TRAINED if widths != "w8a8"),
-    *(("resnet20", widths, "lsq, distilled") for widths in ("w2a2", "w3a3", "w4a8", "w8a8")),
-    ("depthwise", "fp32", "fp32"),
-    ("depthwise", "w4a4", "ptq mse"),
-    ("depthwise", "w4a4", "lsq, distilled"),
-    *(("resnet20", "w4a4", _SHORT + method) for method in _METHODS),
-]
-
-
-def with_training(options: argparse.Namespace, report: Reporter) -> None:
-    """Report one line for each of the cases that is chosen, and each seed that matters."""
-    key = ("network", "widths", "method", "seed", "images")
-    done = finished_rows(options.out, *key)
-    test = read_split(options.data, "test", options.images)
-    data = read_split(options.data, "train", 128 if options.quick else 50_000)
-    for seed in options.seeds:
-        for network, widths, method in _CASES:
-            draws = not method.startswith(("ptq", "fp32"))
-            row = dict(zip(key, (network, widths, method, seed, options.images), strict=True))
-            if (seed and not draws) or tuple(row.values()) in done:
-                continue
-            if fnmatchcase(f"{network} {widths} {method}", options.only):
-                model = float_network(network, options).to(memory_format=torch.channels_last)
-                how = _train(model, row, data, options) if method != "fp32" else {}
-                share = round(100 * accuracy(logits(model, test), test), 2)
-                report.value(**row, accuracy=share, **how)
-
-
-def _train(
-    model: nn.Module, row: dict[str, Any], data: Images, options: argparse.Namespace
-) -> dict[str, Any]:
-    """Quantize as a row says, in place, and train if it says so; return how."""
-    batches = data.batches(_BATCH)[:16]
-    widths, name = row["widths"], row["method"]
-    if name.startswith("ptq"):
-        torchq.fuse_(model, batches[0], progress=False)
-        torchq.quantize_(model, _recipe(widths, learn=False))
-        torchq.calibrate(model, batches, method=name.split()[1], progress=False)
-        return {}
-    _, _, steps, lr = _TRAINED[widths]
-    teacher, method = copy.deepcopy(model), Method(loss="logits" if "dist" in name else "labels")
-    if is_short := name.startswith(_SHORT):
-        steps, lr, method = _SHORT_STEPS, _SHORT_LR, _METHODS[name.removeprefix(_SHORT)]
-    steps = 1 if options.quick else round(steps * options.scale)
-    prepare(model, batches, _recipe(widths, not is_short, method.per_channel), progress=False)
-    if is_short:  # the quantizers with few bits; those of the first and the last layer have 8
-        for kind, how in (("weight", method.weight_ranges), ("input", method.input_ranges)):
-            if how is not None:
-                learn_ranges_(model, how, f"layer*.{kind}_quantizer")
-    speed = method.input_range_speed
-    training = Training(steps, lr, seed=row["seed"], input_range_lr=speed and speed * lr)
-    student, twin = (_Autocast(m) if options.bf16 else m for m in (model, teacher))
-    with Distillation(student, twin, temperature=4.0) as distillation:
-        fit(model, data, training, student, None if method.loss == "labels" else distillation)
-    reestimate_bn_(model, batches, progress=False)
-    torchq.fuse_(model, batches[0], progress=False)
-    return {"steps": steps, "lr": lr, "bf16": options.bf16}
-
-
-def _recipe(widths: str, learn: bool, per_channel: bool = True) -> torchq.QuantConfig:
-    weight, activation, *_ = _TRAINED[widths]
-    return torchq.recipes.integer(
-        weight,
-        activation,
-        first_last=8,
-        per_channel=per_channel,
-        weight_method="max" if weight > 4 else "mse",
-        learn_ranges=learn,
-    )
-
-
-class _Autocast(nn.Module):
-    """A compiled module whose products have bfloat16 operands."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.compiled = torch.compile(module)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.compiled(x).float()
-
-
-# --- the program ----------------------------------------------------------------------------------
-
-_PARTS = {"ptq": after_training, "qat": with_training}
-
-
-def _options() -> argparse.ArgumentParser:
-    options = parser(__doc__)
-    options.add_argument("part", choices=_PARTS)
-    options.add_argument("--data", type=Path, required=True, help="folder with tars and weights")
-    options.add_argument(
-        "--work", type=Path, default=Path(), help="folder for networks trained here"
-    )
-    options.add_argument("--images", type=int, default=10_000, help="test images")
-    options.add_argument("--seeds", type=int, nargs="+", default=[0])
-    networks = ("resnet20", "repvgg", "depthwise")
-    options.add_argument("--networks", nargs="+", default=networks, choices=networks)
-    options.add_argument("--algorithms", nargs="+", default=list(_ALGORITHMS), choices=_ALGORITHMS)
-    options.add_argument("--widths", nargs="+", default=_WIDTHS)
-    options.add_argument("--only", default="*", help="of qat: 'NETWORK WIDTHS METHOD' with stars")
-    options.add_argument("--scale", type=float, default=1.0, help="multiplies all steps of QAT")
-    fast = "train images compiled, with autocast to bfloat16"
-    options.add_argument("--bf16", action="store_true", help=fast)
-    return options
+    for recipe in options.recipes:
+        methods = _methods(name, recipe, options)
+        if not {(name, recipe, method, draw) for method in methods} <= done:
+            for method, fields, model in _torchq_rows(network, recipe, methods, batches):
+                value(recipe, method, fields, model)
+    for peer in options.peers:
+        if (name, "peers", peer, draw) not in done:
+            value("peers", peer, *_peer_row(network, peer, batches))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print one line for each case."""
-    options = parse(_options(), argv)
-    if options.quick:
-        options.images, options.seeds = 50, options.seeds[:1]
-    with Reporter(f"accuracy_{options.part}", options.out) as report:
-        _PARTS[options.part](options, report)
+    """Print one line for each row, and the table of all in the end."""
+    options = parser(__doc__)
+    options.add_argument("--data", type=Path, required=True, help="folder with tars and weights")
+    options.add_argument("--cache", type=Path, default=Path(), help="folder of trained weights")
+    options.add_argument("--images", type=int, default=2500, help="test images; scenes: a fifth")
+    options.add_argument("--calibration", type=int, default=256, help="images to calibrate")
+    options.add_argument("--draws", type=int, nargs="+", default=[0, 1, 2])
+    for names, known in (
+        ("networks", NETWORKS),
+        ("recipes", RECIPES),
+        ("methods", METHODS),
+        ("peers", PEERS),
+    ):
+        options.add_argument(f"--{names}", nargs="*", default=list(known), choices=[[], *known])
+    given = parse(options, argv)
+    if given.quick:
+        given.images, given.calibration, given.draws = 50, 64, given.draws[:1]
+    with Reporter("accuracy", given.out, packages=PACKAGES) as report:
+        networks = {name: NETWORKS[name](name, given) for name in given.networks}
+        for draw in given.draws:  # a run that is cut short has the same draws of all
+            for name, network in networks.items():
+                _report_draw(name, network, draw, given, report)
+    if given.out is not None:
+        print(figures.accuracy(figures.read_file(given.out)))
 
 
 if __name__ == "__main__":

@@ -208,7 +208,7 @@ def _separable(inputs: int, outputs: int, stride: int) -> nn.Sequential:
 
 def depthwise() -> nn.Module:
     """Return a small MobileNet (Howard et al., 1704.04861) for images of 32 by 32, untrained."""
-    widths, strides = (32, 64, 128, 128, 256, 256, 256), (1, 2, 1, 2, 1, 1)
+    widths, strides = (32, 64, 128, 128, 256, 256, 256), (2, 1, 2, 1, 2, 1)
     stem = nn.Sequential(nn.Conv2d(3, 32, 3, 1, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU())
     blocks = map(_separable, widths, widths[1:], strides)
     return nn.Sequential(

@@ -209,12 +209,12 @@ DIRECT: dict[str, Callable[[Path, Tensor, int], Callable[[], Any]]] = {
 
 
 def onnxruntime_static(
-    source: Path, path: Path, images: Sequence[Tensor], transformer: bool
+    source: Path, path: Path, images: Sequence[Tensor], transformer: bool, default: bool = False
 ) -> str:
     """Quantize with ``onnxruntime.quantization``, after its own preprocessing.
 
     It writes Q/DQ, uint8 activations, int8 weights per channel. In transformers it quantizes only
-    products with weights, as its guide advises; everything else is its default.
+    products with weights, as its guide advises; everything else is its default, or all of it.
     """
     from onnxruntime import quantization
     from onnxruntime.quantization.shape_inference import quant_pre_process
@@ -234,17 +234,19 @@ def onnxruntime_static(
             "op_types_to_quantize": ["MatMul", "Gemm"],
             "extra_options": {"MatMulConstBOnly": True},
         }
-    types = {
-        "activation_type": quantization.QuantType.QUInt8,
-        "weight_type": quantization.QuantType.QInt8,
-    }
-    quantization.quantize_static(
-        str(prepared), str(path), Reader(), per_channel=True, **types, **options
-    )
+    if not default:
+        options |= {
+            "per_channel": True,
+            "activation_type": quantization.QuantType.QUInt8,
+            "weight_type": quantization.QuantType.QInt8,
+        }
+    quantization.quantize_static(str(prepared), str(path), Reader(), **options)
     return "onnxruntime.quantization"
 
 
-def nncf(source: Path, path: Path, images: Sequence[Tensor], transformer: bool) -> str:
+def nncf(
+    source: Path, path: Path, images: Sequence[Tensor], transformer: bool, **options: Any
+) -> str:
     """Quantize with OpenVINO's NNCF, by its defaults for the kind of model; write ``.xml``."""
     import nncf as tool
     import openvino
@@ -253,11 +255,10 @@ def nncf(source: Path, path: Path, images: Sequence[Tensor], transformer: bool) 
     model = openvino.Core().read_model(str(source))
     kind = tool.ModelType.TRANSFORMER if transformer else None
     data = tool.Dataset([image.numpy() for image in images])
-    openvino.save_model(
-        tool.quantize(model, data, model_type=kind, subset_size=len(images)),
-        str(path),
-        compress_to_fp16=False,
-    )
+    if "preset" in options:
+        options["preset"] = tool.QuantizationPreset(options["preset"])
+    quantized = tool.quantize(model, data, model_type=kind, subset_size=len(images), **options)
+    openvino.save_model(quantized, str(path), compress_to_fp16=False)
     return "nncf"
 
 

@@ -1,10 +1,8 @@
-"""Networks that are trained on CIFAR-10: deployed on engines, in files, and in those of makers.
+"""Networks that are trained on CIFAR-10: deployed on engines, and in files.
 
 ``engines`` compares a network in INT8 and W4A4 on every engine with its simulation, and with that
 of exact sums, which shows how far float32 alone moves the codes. ``files`` compares an ONNX file
-with the simulation, unoptimised, optimised, and layer by layer in codes. ``peers`` measures
-accuracy and speed of INT8 files beside those of the quantizers of ONNX Runtime and OpenVINO,
-calibrated on the same images.
+with the simulation, unoptimised, optimised, and layer by layer in codes.
 """
 
 from __future__ import annotations
@@ -12,19 +10,16 @@ from __future__ import annotations
 import argparse
 import copy
 import tempfile
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 import torchq
 from benchmarks.cifar import Images, accuracy, logits, read_split, repvgg_cifar, resnet20
-from benchmarks.deploy import MAKERS, RUNTIMES
-from benchmarks.harness import Reporter, compare, decibels, parse, parser, timing
+from benchmarks.harness import Reporter, decibels, parse, parser
 from torchq.errors import MissingExtraError
 from torchq.lowering.kernel import saturates
 
@@ -157,70 +152,9 @@ def _export(
         )
 
 
-# --- peers ----------------------------------------------------------------------------------------
+# --- the program ----------------------------------------------------------------------------------
 
-
-def peers(
-    options: argparse.Namespace, model: nn.Module, test: Images, batches: list[Tensor]
-) -> None:
-    """Report the accuracy and the speed of the float file, torchq's and the maker's."""
-    data = list(torch.cat(batches).split(_BATCH))
-    with Reporter("accuracy_peers", options.out, packages=MAKERS) as report:
-        for runtime in MAKERS:
-            with tempfile.TemporaryDirectory() as folder:
-                try:
-                    paths = _write_files(model, runtime, data, Path(folder))
-                except ImportError as error:
-                    print(f"# {error}", flush=True)
-                    continue
-                run, x = RUNTIMES[runtime], test.images[:_BATCH]
-                rows = compare(
-                    {name: run(path, x, 1) for name, path in paths.items()},
-                    baseline="float32",
-                    clock=time.process_time,
-                    **timing(options),
-                )
-                for row in rows:
-                    found = [
-                        _first(run(paths[row.candidate], x, 1)()) for x in test.batches(_BATCH)
-                    ]
-                    report.value(
-                        runtime=runtime,
-                        candidate=row.candidate,
-                        images=len(test.labels),
-                        accuracy=accuracy(torch.cat(found), test),
-                        speedup=round(1 / row.ratio, 3),
-                        batch=_BATCH,
-                    )
-
-
-def _write_files(
-    model: nn.Module, runtime: str, data: list[Tensor], folder: Path
-) -> dict[str, Path]:
-    """Write the float file, torchq's and the maker's; return them by candidate."""
-    x, (quantize, suffix) = data[0], MAKERS[runtime]
-    paths = {"float32": folder / "float.onnx", "torchq": folder / "torchq.onnx"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(
-            model, (x,), str(paths["float32"]), dynamo=False, opset_version=20, input_names=["x"]
-        )
-    quantized = copy.deepcopy(model)
-    torchq.quantize_(quantized, target=runtime, example=x)
-    torchq.calibrate(quantized, data, method="mse", progress=False)
-    _export(quantized, x, paths["torchq"], runtime, dynamic_batch=False)
-    peer = (folder / "peer").with_suffix(suffix)
-    paths[quantize(paths["float32"], peer, data, False)] = peer
-    return paths
-
-
-def _first(outputs: list[object] | dict[object, object]) -> Tensor:
-    """Return the first output of a runtime, which are a list, or a mapping in OpenVINO."""
-    values = outputs if isinstance(outputs, list) else list(outputs.values())
-    return torch.as_tensor(values[0]).clone()
-
-
-_PARTS = {"engines": engines, "files": files, "peers": peers}
+_PARTS = {"engines": engines, "files": files}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

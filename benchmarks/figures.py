@@ -46,8 +46,14 @@ class Measured:
 
 def read_results(folder: Path = ROOT / "benchmarks" / "results") -> Measured:
     """Return every result line of a folder."""
-    paths = sorted(folder.glob("*.jsonl"))
-    rows = [json.loads(line) for path in paths for line in path.read_text("utf-8").splitlines()]
+    return Measured(
+        [row for path in sorted(folder.glob("*.jsonl")) for row in read_file(path).rows]
+    )
+
+
+def read_file(path: Path) -> Measured:
+    """Return every result line of a file."""
+    rows = map(json.loads, path.read_text("utf-8").splitlines())
     return Measured([row for row in rows if row["kind"] == "result"])
 
 
@@ -102,9 +108,17 @@ def _int8(measured: Measured) -> str:
     return _span(row["accuracy"] for row in rows if row["method"].startswith("ptq")) + " %"
 
 
-def _after(measured: Measured, network: str, widths: str, algorithm: str | None) -> str:
-    rows = measured.all("accuracy_ptq", network=network, widths=widths, algorithm=algorithm)
-    return _span(100 * row["accuracy"] for row in rows) + " %"
+def answers_kept(row: Mapping[str, Any]) -> float:
+    """Return the share of answers that quantization keeps, in %; of detections the worse one."""
+    if "same" in row:
+        return float(row["same"])
+    return 100 * float(min(row["precision_with_slack"], row["recall_with_slack"]))
+
+
+def untouched(measured: Measured, network: str, recipe: str, method: str = "untouched") -> str:
+    """Return the least and the largest share of images with the answer of the float network."""
+    found = measured.all("accuracy", network=network, recipe=recipe, method=method)
+    return _span(row["same"] for row in found) + " %"
 
 
 def _step(measured: Measured, network: str, tool: str) -> str:
@@ -120,18 +134,17 @@ def _step(measured: Measured, network: str, tool: str) -> str:
 
 def overview(measured: Measured) -> str:
     plain, _ = accuracies(measured)
-    seconds = measured.value(
-        "process_seconds", "accuracy_ptq", network="resnet20", widths="W4A4", algorithm="gptq_"
-    )
-    solved = _after(measured, "resnet20", "W4A4", "gptq_")
+    solved = untouched(measured, "resnet20", "w4a4")
     before, after = (f"{mib:.0f} MiB" for mib in memories(measured))
     accuracy = "ResNet-20, accuracy on 10,000 CIFAR-10 images"
-    four = f"the same in four bits, after {seconds:.0f} s of `gptq_`"
+    mobile = untouched(measured, "mobilenet", "int8, onnxruntime")
+    four = "ResNet-20 with 4 bits, untouched, the same answers"
     time = f"{latency(measured):.2f}"
     step = _step(measured, "ResNet-20", "torchq").split()[0]
     rows = [
-        (accuracy, f"{plain:.1f} %", _int8(measured), "benchmarks/accuracy.py"),
-        (four, f"{plain:.1f} %", solved, "benchmarks/accuracy.py"),
+        (accuracy, f"{plain:.1f} %", _int8(measured), "benchmarks/training.py"),
+        ("MobileNet, untouched, the same answers", "100 %", mobile, "benchmarks/accuracy.py"),
+        (four, "100 %", solved, "benchmarks/accuracy.py"),
         ("ResNet-50, time of one image, `deploy`", 1, time, "benchmarks/deploy.py"),
         ("ResNet-50, memory", before, after, "benchmarks/deploy_memory.py"),
         ("ResNet-20, a step of training", 1, step, "benchmarks/qat_step.py"),
@@ -182,28 +195,38 @@ def fuse(measured: Measured) -> str:
 
 
 def accuracy(measured: Measured) -> str:
-    rows: list[Sequence[object]] = []
-    nearest = "recipes.w4a4()"
-    for network, widths in (
-        ("resnet20", "W4A8"),
-        ("resnet20", "W4A4"),
-        ("resnet20", "W3A4"),
-        ("resnet20", "W2A4"),
-        ("repvgg", "W4A8"),
-        ("depthwise", "W4A8"),
-        ("depthwise", "W4A4"),
-    ):
-        names = (nearest if (network, widths) == ("resnet20", "W4A4") else "nearest", "gptq_")
-        plain, solved = (
-            _after(measured, network, widths, name)
-            if measured.all("accuracy_ptq", network=network, widths=widths, algorithm=name)
-            else ""
-            for name in names
-        )
-        full = _after(measured, network, "FP32", None)
-        images = measured.value("images", "accuracy_ptq", network=network, widths="FP32")
-        rows.append((network, f"{images:,}", full, widths, plain, solved))
-    return markdown(("network", "images", "FP32", "bits", "calibrated", "`gptq_`"), rows)
+    """Return the means over draws of benchmarks/accuracy.py, a column for each network."""
+    rows = measured.all("accuracy")
+    networks = list(dict.fromkeys(row["network"] for row in rows))
+    found: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = {}
+    for row in rows:
+        by_network = found.setdefault((row["recipe"], row["method"]), {})
+        by_network.setdefault(row["network"], []).append(row)
+    table = [
+        (recipe, method, *(_accuracy_cell(cells.get(network, [])) for network in networks))
+        for (recipe, method), cells in sorted(found.items(), key=lambda item: item[0][0] == "peers")
+    ]
+    times = (
+        [r["ratio"] for r in rows if r["network"] == n and r["method"] == "untouched"]
+        for n in networks
+    )
+    ratios = (f"{mean(values):.1f}" if values else "" for values in times)
+    table.append(("CPU time of `untouched`", "over `ranges`", *ratios))
+    return markdown(("bits", "how", *networks), table)
+
+
+def _accuracy_cell(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return lost points, same answers and divergence; or precision and recall, with slack."""
+    if not rows or "missing" in rows[-1]:
+        return rows[-1]["missing"] if rows else ""
+
+    def of(key: str) -> float:
+        return mean(row[key] for row in rows)
+
+    if "kl" in rows[0]:
+        return f"{of('drop') + 0.0:.1f} / {of('same'):.1f} % / {of('kl'):.4f}"
+    slack = f"{of('precision_with_slack'):.3f}, {of('recall_with_slack'):.3f}"
+    return f"{slack} ({of('precision'):.3f}, {of('recall'):.3f})"
 
 
 def training(measured: Measured) -> str:
@@ -351,19 +374,11 @@ def codes(measured: Measured) -> str:
     return markdown(head, rows)
 
 
-def peers(measured: Measured) -> str:
-    rows = [
-        (row["runtime"], row["candidate"], _percent(row["accuracy"]), f"{row['speedup']:.1f}x")
-        for row in measured.all("accuracy_peers")
-    ]
-    return markdown(("runtime", "file", "accuracy", "speed"), rows)
-
-
 TABLES: dict[str, Callable[[Measured], str]] = {
     table.__name__: table
     for table in (
         *(overview, fake_quant, qat_step, calibration, fuse, accuracy, training, methods, zoo),
-        *(conformance, fuzz, files, deploy, memory, agreement, codes, peers),
+        *(conformance, fuzz, files, deploy, memory, agreement, codes),
     )
 }
 

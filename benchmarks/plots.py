@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import matplotlib
@@ -18,7 +19,15 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from benchmarks.figures import ROOT, accuracies, latency, memories, read_results, speedup
+from benchmarks.figures import (
+    ROOT,
+    accuracies,
+    answers_kept,
+    latency,
+    memories,
+    read_results,
+    speedup,
+)
 from torchq.cli.demo import DemoNet, load_digits, train
 from torchq.functional import fake_quantize
 
@@ -258,34 +267,25 @@ def speed(theme: Theme) -> Any:
 
 
 def accuracy(theme: Theme) -> Any:
-    """Draw the accuracy of ResNet-20 in several formats, none of them trained."""
-    measured = read_results()
-    values = dict(zip(("FP32", "INT8"), accuracies(measured), strict=True))
-    for widths, algorithm in (("W4A4", "recipes.w4a4()"), ("W4A4", "gptq_"), ("W2A4", "gptq_")):
-        lookup = {"network": "resnet20", "widths": widths, "algorithm": algorithm, "seed": 0}
-        name = widths if algorithm != "gptq_" else f"{widths}, gptq_"
-        values[name] = 100 * measured.value("accuracy", "accuracy_ptq", **lookup)
-    fig, axes = figure(theme, 1, (6.4, 2.4))
-    bars(axes[0], list(values), list(values.values()), theme, "{:.1f} %")
-    axes[0].set_title("ResNet-20 on 10,000 CIFAR-10 images, after training")
-    return fig
-
-
-def peers(theme: Theme) -> Any:
-    """Draw the speed of INT8 files of a ResNet-20 against their accuracy, torchq's and others'."""
-    titles = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
-    fig, axes = figure(theme, 2, (8.0, 2.8))
-    for place, (runtime, title) in zip(axes, titles.items(), strict=True):
-        for row in read_results().all("accuracy_peers", runtime=runtime):
-            ours = row["candidate"] == "torchq"
-            at = row["speedup"], 100 * row["accuracy"]
-            place.plot(*at, "o", color=theme.accent if ours else theme.quiet, markersize=9)
-            shift = {"xytext": (0, 10 if ours else -16), "textcoords": "offset points"}
-            place.annotate(row["candidate"], at, ha="center", **shift)
-        place.set(xlim=(0.5, 4.5), ylim=(86.5, 89.0))
-        place.set_xlabel("times as fast as float32")
-        place.set_title(f"INT8 in {title}")
-    axes[0].set_ylabel("accuracy, %")
+    """Draw how many answers of INT8 networks differ from FP32, untouched, beside other toolkits."""
+    names = {
+        "torchq": ("int8, onnxruntime", "untouched"),
+        "ModelOpt": ("peers", "ModelOpt"),
+        "Brevitas": ("peers", "Brevitas"),
+        "NNCF": ("peers", "NNCF"),
+        "ONNX Runtime": ("peers", "quantize_static"),
+    }
+    networks = {"ResNet-20": "resnet20", "MobileNet": "mobilenet", "detector": "detector"}
+    fig, axes = figure(theme, len(networks), (8.0, 2.4))
+    for place, (title, network) in zip(axes, networks.items(), strict=True):
+        values = []
+        for recipe, method in names.values():
+            lookup = {"network": network, "recipe": recipe, "method": method}
+            rows = read_results().all("accuracy", **lookup)
+            values.append(mean(100 - answers_kept(row) for row in rows))
+        bars(place, list(names), values, theme, "{:.1f} %", labels=place is axes[0])
+        place.set_title(title)
+    fig.suptitle("answers of INT8 that differ from FP32, by default")
     return fig
 
 
@@ -293,7 +293,6 @@ PICTURES: dict[str, Callable[[Theme], Any]] = {
     "fake-quantization": fake_quantization,
     "speed": speed,
     "accuracy": accuracy,
-    "peers": peers,
     "overview": overview,
     "overview-narrow": overview_narrow,
     "scale": scale,
