@@ -33,7 +33,7 @@ __all__ = [
     "w4a4",
 ]
 
-RECIPES: Registry[str, Callable[[], QuantConfig]] = Registry("recipe")
+RECIPES: Registry[str, Callable[..., QuantConfig]] = Registry("recipe")
 
 _CONV = "type:torch.nn.modules.conv.Conv[123]d"
 _TRANSPOSED = "type:torch.nn.modules.conv.ConvTranspose[123]d"

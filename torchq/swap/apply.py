@@ -289,7 +289,7 @@ def convert_as(
     if isinstance(module, QuantCat) and decision.ranges > 1:
         module.separate_ranges_(decision.ranges)
     for slot in decision.unsigned:
-        quantizer = getattr(module, f"{slot}_quantizer", None)
+        quantizer: Any = getattr(module, f"{slot}_quantizer", None)
         chosen = ("unsigned", "amin")  # what a quantizer has whose codes are not fixed
         if not any(getattr(quantizer, name, None) is not None for name in chosen):
             raise QuantizationError(
