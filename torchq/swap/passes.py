@@ -18,6 +18,7 @@ from torchq.graph import OPERATORS, Call, Flow, effects_of, operator_named
 from torchq.nn import InputQuantized, QuantModule, TensorQuantizer, quantized_class
 from torchq.swap.facts import Facts, Value, adds_zeros
 from torchq.swap.grids import has_choice, in_codes, in_file
+from torchq.swap.heads import find_head, heads_in_float
 from torchq.swap.plan import ALREADY, Decision, Plan, canonical_groups
 
 Pass: TypeAlias = Callable[[Plan, Facts], Plan]
@@ -62,6 +63,7 @@ class View:
         self._plan, self._facts = plan, facts
         assert facts.flow is not None
         self.flow = _without_float_operators(plan, facts.flow)
+        self.head = find_head(facts.flow)
 
     def path(self, call: Call) -> str:
         """Return the path of the module of a call; "" for functions."""
@@ -409,8 +411,9 @@ def quantize_results(plan: Plan, facts: Facts) -> Plan:
 
     Before: some results of quantized convolutions are read by operators that quantize nothing.
     After: these decisions have an ``output``; it is unsigned where a ReLU alone reads the result.
-    Results that the model returns, or that a layer reads which stays float, are left alone. So are
-    depthwise convolutions in front of a norm, say: their float kernel is the faster one there.
+    Results that the model returns, that the head of a detector makes boxes of, or that a layer
+    reads which stays float, are left alone. So are depthwise convolutions in front of a norm, say:
+    their float kernel is the faster one there.
     """
     if not facts.placement.quantized_results:
         return plan
@@ -447,7 +450,7 @@ class _Readers:
 
     Attributes:
         in_float: something other than a quantizer reads it.
-        returned: the model returns it, or a layer that stays float reads it.
+        returned: the model returns it, or the head of a detector or a float layer reads it.
         after_relu: a ReLU is all that reads it.
         behind_norm: a BatchNorm reads it, which the exporter folds into the convolution.
     """
@@ -472,7 +475,7 @@ class _Readers:
         for reader in self._flow.consumers(call):
             if self._view.quantizes(reader):
                 continue
-            if self._view.is_float_layer(reader):
+            if self._view.is_float_layer(reader) or reader.index in self._view.head.behind:
                 self.returned = True
             elif clips(reader):
                 self._follow(reader, moved=moved, activated=True)
@@ -673,6 +676,7 @@ PASSES: tuple[Pass, ...] = (
     switches,
     float_start,
     drop_unreached,
+    heads_in_float,
     separate_ranges,
     quantize_results,
     share_ranges,

@@ -1,0 +1,205 @@
+"""What makes boxes and scores of a detector's last maps stays float; others have no head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchq
+from torchq import Rule
+from torchq.swap.heads import BY
+
+X = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+TARGETS = ["onnxruntime", "openvino", "executorch"]
+
+
+def block(inputs: int, outputs: int, stride: int = 2) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, stride, 1), nn.SiLU())
+
+
+class Levels(nn.Module):
+    """A backbone with maps of three sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = block(3, 8)
+        self.downs = nn.ModuleList([block(8, 8), block(8, 8), block(8, 8)])
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x, maps = self.stem(x), []
+        for down in self.downs:
+            x = down(x)
+            maps.append(x)
+        return maps
+
+
+class Ssd(nn.Module):
+    """Boxes and scores of each level as rows, returned side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels = Levels()
+        self.boxes = nn.ModuleList([nn.Conv2d(8, 8, 3, 1, 1) for _ in range(3)])
+        self.scores = nn.ModuleList([nn.Conv2d(8, 6, 3, 1, 1) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        maps = self.levels(x)
+        boxes = [
+            f(m).permute(0, 2, 3, 1).reshape(x.shape[0], -1, 4)
+            for f, m in zip(self.boxes, maps, strict=True)
+        ]
+        scores = [
+            f(m).permute(0, 2, 3, 1).reshape(x.shape[0], -1, 3)
+            for f, m in zip(self.scores, maps, strict=True)
+        ]
+        return torch.cat(boxes, 1), torch.cat(scores, 1).softmax(-1)
+
+
+class Distances(nn.Module):
+    """Boxes from distributions of distances, joined with the scores, as YOLOv8 has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels = Levels()
+        self.boxes = nn.ModuleList([nn.Conv2d(8, 16, 1) for _ in range(3)])
+        self.scores = nn.ModuleList([nn.Conv2d(8, 3, 1) for _ in range(3)])
+        self.sums = nn.Conv2d(4, 1, 1, bias=False).requires_grad_(False)
+        self.sums.weight.copy_(torch.arange(4.0).view(1, 4, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = self.levels(x)
+        joined = [
+            torch.cat((b(m), s(m)), 1)
+            for b, s, m in zip(self.boxes, self.scores, maps, strict=True)
+        ]
+        rows = torch.cat([j.view(x.shape[0], 19, -1) for j in joined], 2)
+        boxes, scores = rows.split((16, 3), 1)
+        steps = boxes.view(x.shape[0], 4, 4, -1).transpose(2, 1).softmax(1)
+        found = self.sums(steps).view(x.shape[0], 4, -1)
+        low, high = found.chunk(2, 1)
+        return torch.cat((torch.cat((low + high, high - low), 1) * 8.0, scores.sigmoid()), 1)
+
+
+class OneHead(nn.Module):
+    """The layers of one head, called for each level, as in FCOS."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels = Levels()
+        self.boxes, self.scores = nn.Conv2d(8, 4, 3, 1, 1), nn.Conv2d(8, 3, 3, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [
+            torch.cat((self.boxes(m).exp().flatten(2), self.scores(m).sigmoid().flatten(2)), 1)
+            for m in self.levels(x)
+        ]
+        return torch.cat(found, 2)
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.a, self.b = block(3, 8), block(8, 8, 1), block(8, 8, 1)
+        self.linear = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = torch.cat([self.a(x) + x, self.b(x)], 1)
+        return self.linear(F.adaptive_avg_pool2d(x, 1).flatten(1))
+
+
+class Features(Classifier):
+    """The same without its last layer: pooled, so that no position is left."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = torch.cat([self.a(x) + x, self.b(x)], 1)
+        return F.adaptive_avg_pool2d(x, 1).flatten(1)
+
+
+class UNet(nn.Module):
+    """Maps of two sizes, each with classes for every pixel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.deep, self.up = block(3, 8), block(8, 8), block(16, 8, 1)
+        self.classes, self.coarse = nn.Conv2d(8, 2, 1), nn.Conv2d(8, 2, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        skip = self.down(x)
+        deep = self.deep(skip)
+        x = self.up(torch.cat([skip, F.interpolate(deep, scale_factor=2)], 1))
+        return self.classes(x), F.interpolate(self.coarse(deep), scale_factor=2)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 16, 8, 8)
+        self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
+        self.norm, self.wide, self.out = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        shares = (self.query(x) @ self.key(x).transpose(1, 2)).softmax(-1)
+        x = x + shares @ self.value(x)
+        return x + self.out(F.gelu(self.wide(self.norm(x))))
+
+
+def in_float(model: nn.Module, target: str | None, *rules: Rule) -> set[str]:
+    config = torchq.recipes.int8().with_rules(*rules)
+    plan = torchq.plan(model.eval(), config, target=target, example=X)
+    return {d.name for d in plan.skipped if d.by == BY}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("cls", [Ssd, Distances, OneHead])
+def test_what_makes_boxes_of_maps_stays_float(cls: type[nn.Module], target: str) -> None:
+    model = cls().eval()
+    plan = torchq.plan(model, target=target, example=X)
+    behind = [d for d in plan.operator_rows() if not d.name.startswith("levels.")]
+    assert [d.name for d in behind] == []
+    assert any(d.by == BY and "Cat" in d.cls for d in plan.skipped)
+    last = [
+        n for n, _ in model.named_modules() if n.startswith(("boxes", "scores")) and n[-1:] != "s"
+    ]
+    last = last or ["boxes", "scores"]
+    for name in last:  # the last layers themselves are quantized, and their results are not
+        decision = plan.decision(name)
+        assert decision is not None and decision.weight is not None and decision.output is None
+    assert BY in plan.explain(next(d.name for d in plan.skipped if d.by == BY))
+
+
+def test_a_convolution_of_probabilities_stays_float() -> None:
+    assert "sums" in in_float(Distances(), None)
+    assert "sums" in in_float(Distances(), "openvino")
+
+
+@pytest.mark.parametrize("target", [None, *TARGETS])
+@pytest.mark.parametrize("cls", [Classifier, Features, UNet, Encoder])
+def test_other_networks_have_no_such_head(cls: type[nn.Module], target: str | None) -> None:
+    assert in_float(cls(), target) == set()
+
+
+def test_a_rule_of_the_user_counts() -> None:
+    rule: Any = Rule("sums", input=torchq.QuantDescriptor(), weight=torchq.QuantDescriptor(axis=0))
+    assert "sums" not in in_float(Distances(), "openvino", rule)
+    joined = Rule("quant_cat*", input=torchq.QuantDescriptor())
+    found = in_float(Distances(), "openvino", joined)
+    assert found and not any(name.startswith("quant_cat") for name in found)
+
+
+@pytest.mark.parametrize("cls", [Ssd, Distances, OneHead])
+def test_the_plan_is_what_is_quantized_and_loaded(cls: type[nn.Module], tmp_path: Any) -> None:
+    model = cls().eval()
+    plan = torchq.plan(model, target="openvino", example=X)
+    assert torchq.quantize_(model, target="openvino", example=X) == plan
+    torchq.calibrate(model, [X], progress=False)
+    torchq.save(model, tmp_path / "model.pt")
+    loaded = torchq.load(cls().eval(), tmp_path / "model.pt")
+    for got, want in zip(loaded(X), model(X), strict=True):
+        assert torch.equal(got, want)

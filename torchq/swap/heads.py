@@ -1,0 +1,119 @@
+"""The heads of detectors: what turns their last maps into boxes and scores stays float."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import nn
+
+from torchq.graph import Call, Flow, effects_of, operator_named, operator_of
+from torchq.swap.facts import Facts
+from torchq.swap.plan import Plan
+
+_CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+#: The dimensions of rows of boxes or scores: batch, positions and numbers.
+_ROWS = 3
+
+
+@dataclass(frozen=True)
+class Head:
+    """The head of a detector, as indices in :attr:`Flow.calls`.
+
+    Attributes:
+        last: the last layers: no other layer reads their results, not even behind other calls.
+        behind: the calls between them and what the model returns. So is a convolution of
+            probabilities with fixed weights, which gives distances (Li et al., Generalized Focal
+            Loss, 2020).
+    """
+
+    last: frozenset[int] = frozenset()
+    behind: frozenset[int] = frozenset()
+
+
+def find_head(flow: Flow) -> Head:
+    """Return the head of a detector in a recorded run; an empty one for other networks.
+
+    A head has several last layers, and it turns the maps of some of these into rows, one for each
+    position. A classifier has one last layer, networks for segmentation return maps, and what
+    pools a map before it becomes a row keeps no positions.
+    """
+    precedes = _precedes_layers(flow)
+    last = frozenset(c.index for c in flow.calls if _is_layer(flow, c) and c.index not in precedes)
+    behind: set[int] = set()
+    for call in flow.calls:
+        reads_head = any(i in last or i in behind for i in call.inputs)
+        if reads_head and call.index not in precedes and call.index not in last:
+            behind.add(call.index)
+    of_maps = sum(isinstance(flow.calls[i].module, _CONVOLUTIONS) for i in last)
+    if of_maps < 2 or not any(_lists_positions(flow, flow.calls[i]) for i in behind):
+        return Head()
+    return Head(last, frozenset(behind))
+
+
+def _precedes_layers(flow: Flow) -> set[int]:
+    """Return the calls whose results a layer reads, also behind other calls."""
+    found: set[int] = set()
+    for call in reversed(flow.calls):
+        readers = flow.consumers(call)
+        if any(_is_layer(flow, reader) or reader.index in found for reader in readers):
+            found.add(call.index)
+    return found
+
+
+def _is_layer(flow: Flow, call: Call) -> bool:
+    """Return True for a module with weights that is no fixed sum of probabilities."""
+    module = call.module
+    if module is None or not any(p.dim() > 1 for p in module.parameters()):
+        return False
+    sums = isinstance(module, _CONVOLUTIONS) and module.out_channels == 1
+    return not (sums and any(_gives_probabilities(flow, flow.calls[i]) for i in call.inputs))
+
+
+def _gives_probabilities(flow: Flow, call: Call) -> bool:
+    """Return True for a softmax, also behind what moves its elements."""
+    row = operator_of(call.module) if call.module is not None else operator_named(call.name)
+    if row is not None and row.name == "softmax":
+        return True
+    moves = call.module is None and "move" in effects_of(call.name)
+    return moves and any(_gives_probabilities(flow, flow.calls[i]) for i in call.inputs)
+
+
+def _lists_positions(flow: Flow, call: Call) -> bool:
+    """Return True for a reshape of maps to rows."""
+    moves = isinstance(call.module, nn.Flatten) or "move" in effects_of(call.name)
+    source = flow.calls[call.inputs[0]].shape if call.inputs else None
+    if not moves or source is None or call.shape is None or len(call.shape) != _ROWS:
+        return False
+    return len(source) > _ROWS and math.prod(source[-2:]) > 1
+
+
+#: Who decided that what stands behind the last layers of a detector stays float.
+BY = "detection head"
+_REASON = (
+    "a detector's boxes and scores are made of it, which one range cannot hold; a rule that names "
+    "it quantizes it"
+)
+
+
+def heads_in_float(plan: Plan, facts: Facts) -> Plan:
+    """Leave in float what makes boxes and scores of the last maps of a detector.
+
+    A range that boxes of hundreds of pixels share with scores up to 1 leaves the scores two codes
+    or three, and a rounded distance moves a box. What a rule selects by other means than the type
+    is left alone.
+
+    Before: operators behind the last layers are quantized like others. After: they are float, as
+    is a fixed convolution of probabilities; the last layers are quantized still.
+    """
+    if facts.flow is None:
+        return plan
+    head = find_head(facts.flow)
+    called = [call for call in facts.flow.calls if call.module is not None]
+    elsewhere = {call.name for call in called if call.index not in head.behind}
+    behind = {call.name for call in called} - elsewhere
+    movable = {d.name for d in plan.replaced if d.by.startswith("type:") and not d.is_container}
+    return plan.in_float(dict.fromkeys(sorted(behind & movable), _REASON), BY)
