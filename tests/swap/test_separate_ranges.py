@@ -138,3 +138,26 @@ def test_a_tensor_behind_those_with_ranges_has_the_first_range() -> None:
     cat = torchq.nn.convert_(Cat(ranges=2), input=torchq.QuantDescriptor())
     assert cat.quantizer_of(2) is cat.input_quantizer
     assert cat.quantizer_of(1) is not cat.input_quantizer
+
+
+class OwnQuantizer(nn.Module):
+    """A quantizer that the author placed reads the tensor that a layer reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.pool = nn.Conv2d(3, 8, 3, padding=1), nn.MaxPool2d(2)
+        self.own, self.second = torchq.nn.TensorQuantizer(), nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(self.first(x))
+        return self.second(x) + self.own(x)
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino", "tensorrt", "qnn"])
+def test_a_quantizer_of_the_author_keeps_its_form(target: str) -> None:
+    model, x = OwnQuantizer().eval(), torch.randn(2, 3, 16, 16)
+    plan = torchq.quantize_(model, target=target, example=x)
+    torchq.calibrate(model, [x], progress=False)
+    assert model.own.descriptor == torchq.QuantDescriptor()
+    assert not any("own" in group for group in plan.shared)
+    assert any("second.input_quantizer" in group for group in plan.shared)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 from torch import nn
 
@@ -365,16 +365,21 @@ def share_ranges(plan: Plan, facts: Facts) -> Plan:
                 seen.setdefault(root, []).insert(0, slot)
     groups = [list(group) for group in plan.shared]
     for group in _joined([*seen.values()]):
-        first = _descriptor(plan, facts, group[0])
-        alike = [
-            slot
-            for slot in group
-            if _descriptor(plan, facts, slot) == first
-            and plan.modes.get(slot) == plan.modes.get(group[0])
-        ]
-        if len(alike) > 1 and first is not None and first[0] == PerTensor():
-            groups.append(alike)
+        kinds: dict[Any, list[str]] = {}
+        for slot in group:
+            found = _descriptor(plan, facts, slot)
+            if found is not None and found[0] == PerTensor():
+                # A target changes the form of planned quantizers, not of those in the code.
+                is_fixed = facts.codes is not None and not _is_planned(facts, slot)
+                kinds.setdefault((found[1], plan.modes.get(slot), is_fixed), []).append(slot)
+        groups += [alike for alike in kinds.values() if len(alike) > 1]
     return replace(plan, shared=canonical_groups(_joined(groups)))
+
+
+def _is_planned(facts: Facts, slot: str) -> bool:
+    """Return False for a quantizer that the author of a model placed."""
+    owner, _, name = slot.rpartition(".")
+    return owner in facts.inputs and name.endswith("_quantizer")
 
 
 def _cuts(descriptor: QuantDescriptor) -> bool:
