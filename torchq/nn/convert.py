@@ -81,7 +81,7 @@ class QuantModule(nn.Module):
     rounded_by: str = ""
     #: True if only a descendant is quantized: the module calls it instead of a fused kernel.
     is_container: ClassVar[bool] = False
-    #: True for a module that needs no quantizer: a plan names it only where it has one.
+    #: True for a module that needs no quantizer: rules quantize it by its path or type alone.
     is_marker: ClassVar[bool] = False
 
     input_quantizer: nn.Module

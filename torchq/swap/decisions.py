@@ -101,8 +101,13 @@ def _decide_layers(
             found = [Draft(names, module, type(module), reason=reason)]
         else:
             found = _by_places(model, names, module, config, include)
-        decisions += [d for d in found if not d.reason or twin is None or not twin.is_marker]
+        decisions += [d for d in found if twin is None or not twin.is_marker or _is_named(d)]
     return decisions
+
+
+def _is_named(draft: Draft) -> bool:
+    """Return True where a rule quantizes a module by its path or its type, not by the way."""
+    return not draft.reason and (draft.rule in draft.names or str(draft.rule).startswith("type:"))
 
 
 def resolve_positions(
