@@ -106,8 +106,9 @@ def _decide_layers(
 
 
 def _is_named(draft: Draft) -> bool:
-    """Return True where a rule quantizes a module by its path or its type, not by the way."""
-    return not draft.reason and (draft.rule in draft.names or str(draft.rule).startswith("type:"))
+    """Return True where a rule quantizes a module by its path or type, not with all others."""
+    by_word = str(draft.rule).startswith(("type:", "re:"))
+    return not draft.reason and (by_word or draft.rule in draft.names)
 
 
 def resolve_positions(
