@@ -168,6 +168,10 @@ class Runtime:
         """Return an ONNX file as a function of its inputs; None where this runtime is not here."""
         return None
 
+    def excuse(self) -> str:
+        """Return why right files with 8-bit weights may give wrong results on this machine."""
+        return ""
+
     def _settings(self) -> dict[str, Any]:
         """Return the fields that are not what the class says."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -28,6 +28,11 @@ from torchq.runtimes.interface import GraphInterface, ReadGraph, Run, Shapes, fl
 from torchq.runtimes.session import Session
 from torchq.utils import progress_stages
 
+_EXCUSE = (
+    "This CPU has no VNNI instructions, so that products of 8-bit weights can overflow. Quantize "
+    "with torchq.recipes.int8(reduce_range=True)"
+)
+
 
 @contextmanager
 def file_of(graph: bytes) -> Iterator[Path]:
@@ -98,6 +103,10 @@ class GraphEngine(Engine):
             ExportError: the engine cannot run the file.
         """
 
+    def excuse(self) -> str:
+        """See :meth:`torchq.runtimes.Runtime.excuse`."""
+        return _EXCUSE if saturates() else ""
+
     def opened(self, path: Path) -> Run | None:
         """See :meth:`torchq.runtimes.Runtime.opened`."""
         try:
@@ -166,12 +175,13 @@ class GraphEngine(Engine):
     def _accept(self, found: str, module: EngineModule, task: Task) -> None:
         """Warn about results that differ by more than is allowed, or raise an error."""
         text = f"deploy: target {self.label!r}: {found}"
+        advice = self.excuse() or "Use another target"
         if not self.quantized or not _file_agrees(module, task):
-            raise ExportError(f"{text}. {_advice()}")
+            raise ExportError(f"{text}. {advice}")
         if not runs_as_written(module, task.model, task.example):
             raise ExportError(
                 f"{text}, while the file agrees where it is run node by node: the engine computes "
-                f"something else than its file says. {_advice()}"
+                f"something else than its file says. {advice}"
             )
         warnings.warn(
             f"{text}, though every layer of the file agrees when given the same input: the model "
@@ -203,16 +213,6 @@ class GraphEngine(Engine):
                 raise ExportError(
                     f"deploy: target {self.label!r}: for an example of another shape {problem}"
                 )
-
-
-def _advice() -> str:
-    """Return what may help where an engine computes something else than its file says."""
-    if saturates():
-        return (
-            "This CPU has no VNNI instructions, so that products of 8-bit weights can overflow. "
-            "Quantize with torchq.recipes.int8(reduce_range=True)"
-        )
-    return "Use another target"
 
 
 def _usual(task: Task) -> tuple[Shapes, ...]:

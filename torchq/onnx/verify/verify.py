@@ -50,9 +50,11 @@ from torchq.onnx.verify.report import (
 )
 from torchq.runtime import RUNTIMES, Runtime, open_session, planned_target, reference_runtime
 from torchq.utils import check_batches, evaluating, progress_bar
-from torchq.workflow import quantizers
+from torchq.workflow import quantizers, weight_quantizers
 
 _FEW_BITS = 4
+#: Products of weights of more bits overflow the kernels of some CPUs.
+_NARROW = 7
 
 
 def verify_onnx(
@@ -298,6 +300,13 @@ class _File:
 
 def _hint(model: nn.Module, runtime: Runtime | None) -> str:
     """Return what to do where a file for a runtime differs from its model."""
+    of_weights = weight_quantizers(model)
+    wide = any(
+        id(q) in of_weights and q.quantizing and q.descriptor.format.bits > _NARROW
+        for q in quantizers(model).values()
+    )
+    if wide and (excuse := (runtime or reference_runtime()).excuse()):
+        return excuse
     if runtime is None or planned_target(model) == runtime.name:
         return "export again from this model, quantized for its target with example="
     return (
