@@ -86,7 +86,8 @@ class Tied(nn.Linear):
         (Tied, None),
         (nn.LazyConv2d, None),
         (torchq.nn.QuantConv2d, None),
-        (nn.ReLU, None),
+        (nn.ReLU, nn.ReLU),
+        (nn.Softplus, None),
     ],
 )
 def test_what_a_class_is_quantized_as(cls: type[nn.Module], expected: type | None) -> None:

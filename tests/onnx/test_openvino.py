@@ -274,6 +274,7 @@ class Again(nn.Module):
         return self.last(self.between(self.own(cat(self.left(x), self.right(x)))))
 
 
+@pytest.mark.eight_bit_products
 @pytest.mark.parametrize("between", [torch.clone, torch.relu, lambda x: x[:, :16]])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_pairs_in_a_row_behind_a_concatenation_are_kept_apart(

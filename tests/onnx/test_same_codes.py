@@ -182,7 +182,7 @@ def test_biases_are_rounded_in_training_too_and_stored_as_they_were(tmp_path: Pa
 def test_a_form_that_the_plan_fixed_stays_and_a_contradiction_is_a_warning() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval()
     x = torch.randn(2, 3, 8, 8)
-    plan = torchq.quantize_(model, target="openvino", example=x, progress=False)
+    plan = torchq.quantize_(model, target="onnxruntime", example=x, progress=False)
     assert plan.decision("2").unsigned == ("input",) and plan.decision("0").unsigned == ()
     assert model[2].input_quantizer.descriptor.unsigned is True  # before calibration
     model[1] = nn.Identity()

@@ -527,12 +527,14 @@ class TensorQuantizer(nn.Module):
         self.calibrator, self.observing = None, False
 
     def _take(self, found: Range) -> None:
-        """Set the range to one that was found."""
-        self._set_checked(**dict(reversed([*found.ends()])))
+        """Set the range to one that was found, by the method of its kind."""
+        if found.low is None:
+            self.set_amax(found.high)
+        else:
+            self.set_range(found.low, found.high)
 
     def _warn_of_negatives(self, calibrator: Calibrator) -> None:
-        seen = calibrator.negative_batches
-        if seen:
+        if seen := calibrator.negative_batches:
             warnings.warn(
                 f"{self._label}: got negative values in {seen} of {calibrator.batches} batches; "
                 f"{self.descriptor.format} makes them 0. "
@@ -609,8 +611,7 @@ class TensorQuantizer(nn.Module):
         return "unsigned" in self._buffers and not self.keeps_sign
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # .half() and .to(bfloat16) must not round the range: only the device of the result is
-        # taken over.
+        # .half() must not round the range: only the device of the result is taken over.
         held = [name for name in _HELD[:1] if name in self._buffers]
         before = {name: getattr(self, name).detach() for name in (*self._ends, *held)}
         super()._apply(fn, recurse)
@@ -678,12 +679,10 @@ class TensorQuantizer(nn.Module):
         if self.amax.is_meta:
             return f"meta{tuple(self.amax.shape) or ''}"
         low, high = torch.aminmax(self.amax.detach())
+        several = f" ({self.amax.numel()})" if self.amax.numel() > 1 else ""
         if self.range.low is not None:
-            low = self.range.low.detach().min()
-            several = f" ({self.amax.numel()})" if self.amax.numel() > 1 else ""
-            return f"[{low:.4g}, {high:.4g}]{several}"
-        several = f" .. {high:.4g} ({self.amax.numel()})" if self.amax.numel() > 1 else ""
-        return f"{low:.4g}{several}"
+            return f"[{self.range.low.detach().min():.4g}, {high:.4g}]{several}"
+        return f"{low:.4g} .. {high:.4g}{several}" if several else f"{low:.4g}"
 
     def _get_name(self) -> str:
         return "TensorQuantizer"

@@ -87,7 +87,7 @@ def export_encodings(
     example: Any,
     path: str | os.PathLike[str],
     *,
-    target: str | Runtime | None = "qnn",
+    target: str | Runtime | None = None,
     version: Literal["1.0.0", "2.0.0"] = "1.0.0",
     opset: int | None = None,
 ) -> EncodingsReport:
@@ -157,7 +157,7 @@ def _take_pairs(graph: Model) -> tuple[dict[Value, QParams], dict[Value, QParams
         if not _equal(known, qparams):
             raise ExportError(
                 f"export_encodings: {source.name}: its readers quantize it in different ways (one "
-                f"is {pair_name(node)}); expected one grid. Quantize for 'qnn', with an example"
+                f"is {pair_name(node)}); expected one grid. Pass target= and example= to quantize_"
             )
     apart = [
         f"{value.name}: quantized for {', '.join(sorted(floats))} too"
