@@ -7,7 +7,7 @@ from torchq.runtime import RUNTIMES, Codes, FileRules, Placement, Runtime
 from torchq.runtimes.api import deploy
 from torchq.runtimes.chips import CHIPS
 from torchq.runtimes.engine import Engine
-from torchq.runtimes.executorch import ExecuTorch
+from torchq.runtimes.executorch.runtime import ExecuTorch
 from torchq.runtimes.fastest import Candidate, FastestReport
 from torchq.runtimes.graph_engine import EngineModule, GraphEngine
 from torchq.runtimes.inspect import InspectReport, NodePlacement, inspect_onnx

@@ -6,6 +6,5 @@
 
 from torchq.runtimes.executorch.lower import PteReport, export_pte
 from torchq.runtimes.executorch.program import to_exported_program
-from torchq.runtimes.executorch.runtime import ExecuTorch
 
-__all__ = ["ExecuTorch", "PteReport", "export_pte", "to_exported_program"]
+__all__ = ["PteReport", "export_pte", "to_exported_program"]
