@@ -171,7 +171,7 @@ def int8(
             and ``deploy`` run it; TensorRT does not. True keeps ranges symmetric; their codes are
             unsigned where calibration sees no negative value and the target has such codes.
         recurrent: True also quantizes LSTM, GRU and RNN layers: the inputs, hidden
-            states and weights of all products, with symmetric ranges.
+            states and weights of all products.
     """
     unsigned: bool | Literal["auto"] = "auto" if symmetric else symmetric is False
     input = QuantDescriptor(unsigned=unsigned, symmetric=symmetric is not False)
