@@ -80,7 +80,7 @@ class Outputs:
 
     @property
     def evidence(self) -> str:
-        """What was measured, as the rest of a sentence."""
+        """The measured figures, as the rest of a sentence."""
         ratio = decibel_text(self.sqnr)
         if self.score is not None and self.float_score is not None:
             return f"{self.metric} {self.float_score:.4g} becomes {self.score:.4g}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from torch import nn
 
@@ -19,30 +18,17 @@ _CONVOLUTIONS = (
 _ROWS = 3
 
 
-@dataclass(frozen=True)
-class Head:
-    """The head of a detector, as indices in :attr:`Flow.calls`.
+def behind_last_layers(flow: Flow) -> frozenset[int]:
+    """Return the indices of the calls behind a detector's last layers; none for other networks.
 
-    Attributes:
-        last: the last layers: no other layer reads their results, not even behind other calls.
-        behind: the calls between them and what the model returns. So is a convolution of
-            probabilities with fixed weights, which gives distances (Li et al., Generalized Focal
-            Loss, 2020).
-    """
-
-    last: frozenset[int] = frozenset()
-    behind: frozenset[int] = frozenset()
-
-
-def find_head(flow: Flow) -> Head:
-    """Return the head of a detector in a recorded run; an empty one for other networks.
-
-    A head has several last layers, and it turns the maps of some of these into rows, one for each
-    position. A classifier has one last layer, networks for segmentation return maps, and what
-    pools a map before it becomes a row keeps no positions.
+    No other layer reads the results of a last layer, not even behind other calls. A detector has
+    several, and turns the maps of some of these into rows, one for each position. A classifier has
+    one last layer, networks for segmentation return maps, and what pools a map before it becomes a
+    row keeps no positions. A convolution of probabilities with fixed weights, which gives distances
+    (Li et al., Generalized Focal Loss, 2020), counts as a call behind the last layers.
     """
     precedes = _precedes_layers(flow)
-    last = frozenset(c.index for c in flow.calls if _is_layer(flow, c) and c.index not in precedes)
+    last = {c.index for c in flow.calls if _is_layer(flow, c) and c.index not in precedes}
     behind: set[int] = set()
     for call in flow.calls:
         reads_head = any(i in last or i in behind for i in call.inputs)
@@ -50,8 +36,8 @@ def find_head(flow: Flow) -> Head:
             behind.add(call.index)
     of_maps = sum(isinstance(flow.calls[i].module, _CONVOLUTIONS) for i in last)
     if of_maps < 2 or not any(_lists_positions(flow, flow.calls[i]) for i in behind):
-        return Head()
-    return Head(last, frozenset(behind))
+        return frozenset()
+    return frozenset(behind)
 
 
 def _precedes_layers(flow: Flow) -> set[int]:
@@ -111,9 +97,9 @@ def heads_in_float(plan: Plan, facts: Facts) -> Plan:
     """
     if facts.flow is None:
         return plan
-    head = find_head(facts.flow)
+    head = behind_last_layers(facts.flow)
     called = [call for call in facts.flow.calls if call.module is not None]
-    elsewhere = {call.name for call in called if call.index not in head.behind}
+    elsewhere = {call.name for call in called if call.index not in head}
     behind = {call.name for call in called} - elsewhere
     movable = {d.name for d in plan.replaced if d.by.startswith("type:") and not d.is_container}
     return plan.in_float(dict.fromkeys(sorted(behind & movable), _REASON), BY)

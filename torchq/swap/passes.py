@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, TypeAlias, TypeGuard
 
 from torch import nn
@@ -18,7 +19,7 @@ from torchq.graph import OPERATORS, Call, Flow, effects_of, operator_named
 from torchq.nn import InputQuantized, QuantModule, TensorQuantizer, quantized_class
 from torchq.swap.facts import Facts, Value, adds_zeros
 from torchq.swap.grids import has_choice, in_codes, in_file
-from torchq.swap.heads import find_head, heads_in_float
+from torchq.swap.heads import behind_last_layers, heads_in_float
 from torchq.swap.plan import ALREADY, Decision, Plan, canonical_groups
 
 Pass: TypeAlias = Callable[[Plan, Facts], Plan]
@@ -63,7 +64,12 @@ class View:
         self._plan, self._facts = plan, facts
         assert facts.flow is not None
         self.flow = _without_float_operators(plan, facts.flow)
-        self.head = find_head(facts.flow)
+
+    @cached_property
+    def head(self) -> frozenset[int]:
+        """The calls that make boxes and scores of a detector's last maps."""
+        assert self._facts.flow is not None
+        return behind_last_layers(self._facts.flow)
 
     def path(self, call: Call) -> str:
         """Return the path of the module of a call; "" for functions."""
@@ -480,7 +486,7 @@ class _Readers:
         for reader in self._flow.consumers(call):
             if self._view.quantizes(reader):
                 continue
-            if self._view.is_float_layer(reader) or reader.index in self._view.head.behind:
+            if self._view.is_float_layer(reader) or reader.index in self._view.head:
                 self.returned = True
             elif clips(reader):
                 self._follow(reader, moved=moved, activated=True)

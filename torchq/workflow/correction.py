@@ -230,7 +230,7 @@ class _Fit:
 
     @property
     def obstacle(self) -> str:
-        """Why nothing follows from the sums; "" if something does."""
+        """The reason why nothing follows from the sums; "" if something does."""
         if self.sums is None:
             return "no batch reached it"
         few = f"{self.count:.0f} results of each channel are too few; pass more batches"

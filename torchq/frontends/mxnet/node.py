@@ -50,7 +50,8 @@ class SymbolContext(FileNode):
 
     format = "mxnet"
     ignored = re.compile(
-        r"__\w+__|\w*(lr_mult|wd_mult)|ctx|ctx_group|cudnn_\w+|force_mirroring|mirror_stage|workspace"
+        r"__\w+__|\w*(lr_mult|wd_mult)|ctx|ctx_group|"
+        r"cudnn_\w+|force_mirroring|mirror_stage|workspace"
         r"|name|num_args|grad_scale|normalization|valid_thresh|out_grad|smooth_alpha|sparse_grad"
         r"|grad_req|stype|forward_stype|dtype_hint|profiler_scope|is_int|keep_highest"
     )

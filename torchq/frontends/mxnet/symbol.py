@@ -104,7 +104,8 @@ def _with_hidden_states(nodes: list[SymbolNode]) -> list[SymbolNode]:
 
 #: Operators whose first output may have other dimensions than their first input.
 _CHANGES = re.compile(
-    r"reshape|flatten|fullyconnected|expand_dims|squeeze|stack|slicechannel|_?split\w*|embedding|take"
+    r"reshape|flatten|fullyconnected|expand_dims|squeeze|stack|slicechannel|"
+    r"_?split\w*|embedding|take"
     r"|(batch_)?dot|(sum|max|min)(_axis)?|mean|norm|arg(max|min)|where|tile|repeat|broadcast_\w+"
 )
 #: Operators whose inputs and first output have equally many dimensions.
