@@ -108,10 +108,10 @@ def test_onnx_in_onnx_out(photos: Path, tmp_path: Path) -> None:
 
 def test_the_layer_is_found(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
-    printed = run("find_the_layer.py", "--epochs", "8", "--bits", "2", folder=tmp_path)
+    printed = run("find_the_layer.py", "--epochs", "12", "--bits", "2", folder=tmp_path)
     lines = printed.splitlines()
     few, mixed = (float(line.split()[-1].rstrip("%")) for line in (lines[1], lines[-1]))
-    assert mixed > few + 3  # points; the network that is trained depends on the machine
+    assert mixed > few + 5
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
