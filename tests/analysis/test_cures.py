@@ -1,7 +1,5 @@
 """What is advised helps: each cure is measured on a small net that was trained for its task."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 from typing import Any

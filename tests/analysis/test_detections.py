@@ -1,7 +1,5 @@
 """The metric of detections: matched by hand, in all layouts, and damaged."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

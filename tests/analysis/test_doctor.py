@@ -1,7 +1,5 @@
 """One planted fault for each kind of finding, on different networks; and healthy networks."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """The error of each layer: alone, and with all that came before it."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Formats layer by layer: the best choice, its budget, its groups, and the front."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

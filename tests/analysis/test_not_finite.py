@@ -1,7 +1,5 @@
 """Models and batches with NaN and infinity: the analysis says so, and names the layer."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

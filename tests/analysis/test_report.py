@@ -1,7 +1,5 @@
 """The report: its figures, its verdict, its three forms, and the page in a real browser."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

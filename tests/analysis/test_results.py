@@ -1,7 +1,5 @@
 """What counts of an output: losses and further tensors of language models do not mislead."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

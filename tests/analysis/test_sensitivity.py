@@ -1,7 +1,5 @@
 """The ranking of layers: values, work and state."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

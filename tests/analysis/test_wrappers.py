@@ -1,7 +1,5 @@
 """The analysis of models in wrappers of torch, and of compiled ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """What all functions of the analysis answer to arguments that cannot be right."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ It writes its results to FOLDER/rank<N>.pt. At the end one rank stays away from 
 two ranks it only waits, with more it ends its process.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """Calibrators beyond the contract: the moving average's formula, blocks, options, the registry."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Each runs per tensor and per channel, with integer and float formats, and for asymmetric ranges.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Statistics of 2 and 3 gloo ranks against one process that saw the data of all ranks in order."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Estimators against naive loops over bins, on hand-made and random histograms."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, bisect_right
 

@@ -1,7 +1,5 @@
 """The histogram against counting with exact fractions, for any division into batches."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 from typing import Any

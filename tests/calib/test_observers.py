@@ -1,7 +1,5 @@
 """What observers see of one tensor: magnitudes of groups, and negative values, by name."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """The search on the tensor itself, against trying every candidate one element at a time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A user's module on the path, and what commands print and refuse."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The commands that look into a quantized model."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

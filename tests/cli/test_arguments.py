@@ -1,7 +1,5 @@
 """Numbers, paths and functions of a user: what cannot work is refused before any work is done."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import re

@@ -1,7 +1,5 @@
 """The command line: what it prints, what it writes, how it fails."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """``torchq convert``, and ``torchq quantize`` of files of other frameworks."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

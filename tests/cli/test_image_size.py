@@ -1,7 +1,5 @@
 """The size of images: given as a rectangle, or taken from the file of a network."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

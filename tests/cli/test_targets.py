@@ -1,7 +1,5 @@
 """``torchq quantize --target``: the file that it writes is the one that Python would write."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Every format of the catalogue: the contract, and agreement with torch and ml_dtypes."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

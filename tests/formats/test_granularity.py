@@ -1,7 +1,5 @@
 """Granularities: shapes, reductions, the way back, and the shapes of amax that they accept."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Rounding policies: tensor and scalar against the definition, where the usual formulas fail."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """The cases in which every kernel must equal the definition, and the comparison, bit for bit."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Asymmetric ranges: values, codes, gradients and kernels against the scalar oracle."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -3,8 +3,6 @@
 The cases are formats, granularities, dtypes, layouts and odd ranges.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The straight-through mask, and the gradients of learned ranges against the formula of LSQ."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Compiled code gives the numbers of eager code, by Inductor: other backends generate none."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

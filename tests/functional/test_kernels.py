@@ -1,7 +1,5 @@
 """The kernels against the definition, the choice between them, and what they allocate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

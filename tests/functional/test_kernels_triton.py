@@ -3,8 +3,6 @@
 Whether Triton interprets or compiles is fixed when it is imported.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

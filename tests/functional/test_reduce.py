@@ -1,7 +1,5 @@
 """Ranges of tensors at hand against the definition, and views by group against indexing."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """amax <-> scale: one rounding, the rule for dead ranges, rounded block scales."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

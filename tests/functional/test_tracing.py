@@ -3,8 +3,6 @@
 There is no graph break and no wait for the device, and the numbers are the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -3,8 +3,6 @@
 tests/functional/test_kernels_triton.py runs this file: interpreted on the CPU, compiled on a GPU.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

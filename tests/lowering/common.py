@@ -1,7 +1,5 @@
 """Models and measures for the tests of torchq.lowering."""
 
-from __future__ import annotations
-
 import io
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention with integer projections against the simulation in float64."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

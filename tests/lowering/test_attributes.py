@@ -1,7 +1,5 @@
 """Deployed layers stay what code around them expects: attributes, hooks, computed weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Function calls with weights run on integer kernels while the forward around them goes on."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The order of scale, bias and rounding: layers that read equal inputs give equal codes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

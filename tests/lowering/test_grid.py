@@ -1,7 +1,5 @@
 """Codes are those that the simulation rounds to, on symmetric and asymmetric ranges."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Deployed models refuse the inputs that their simulation refuses, and NaN, which has no code."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Kernels against exact integers, and what a kernel object keeps: a packed weight, no more."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 from collections.abc import Callable

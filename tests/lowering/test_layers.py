@@ -1,7 +1,5 @@
 """Each deployed layer against its simulation, and the reasons why others keep simulating."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -4,8 +4,6 @@ In a line ``Int8Conv`` computes on codes; behind its name stand the activation t
 applies and ``u8`` where its result is codes. ``Quantize`` and ``Dequantize`` show the rest.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Tensors that are split and concatenated, and quantizers of operators between layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest

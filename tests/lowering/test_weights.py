@@ -1,7 +1,5 @@
 """Models whose plain weights are dropped stay whole: states, files, copies, moves and programs."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """Deployment of models in wrappers of torch, and of models with such parts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

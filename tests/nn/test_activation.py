@@ -1,7 +1,5 @@
 """The gate of a quantized SiLU."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``symmetric=False``: a quantizer whose range has two ends, from calibration to checkpoints."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 It has torch's numbers with the quantizers off, and those of the formula with them on.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

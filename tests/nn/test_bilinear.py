@@ -1,7 +1,5 @@
 """A module with two quantized inputs through the whole library: ``nn.Bilinear``."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Function calls with weights in the forwards of foreign classes are quantized at the call."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings

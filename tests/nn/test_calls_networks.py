@@ -1,7 +1,5 @@
 """Function calls with weights in whole networks, with and without an example; refusals."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Products with weights beside the common functions: any axes, transposed, and what stays float."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

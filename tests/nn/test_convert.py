@@ -3,8 +3,6 @@
 The cases are refusals, weight_norm, fused transformer layers and legacy checkpoints.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """With ``exact_sums`` quantized layers add as integers do, and otherwise nothing changes."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``set_qparams``: a scale of others is used to the last bit by calls, files and kernels."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from pathlib import Path

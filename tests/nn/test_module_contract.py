@@ -1,7 +1,5 @@
 """The module contract over its table, which covers every quantized twin of a torch layer."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

@@ -3,8 +3,6 @@
 They have torch's numbers when off, and follow the definition when on.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

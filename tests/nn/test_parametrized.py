@@ -1,7 +1,5 @@
 """Layers with parametrizations of torch: their weight is quantized after the parametrization."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The state of a TensorQuantizer: checkpoints, copies, dtypes, devices, averages."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

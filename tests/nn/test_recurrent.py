@@ -1,7 +1,5 @@
 """Quantized recurrent layers and cells against torch's own cells on tensors quantized by hand."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Subclasses of registered classes that compute what their base computes."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from pathlib import Path

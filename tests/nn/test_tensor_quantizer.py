@@ -1,7 +1,5 @@
 """TensorQuantizer: modes, ranges, learned ranges, observing."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``unsigned="auto"``: calibration chooses unsigned codes if and only if it sees no negative."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings

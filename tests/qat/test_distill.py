@@ -1,7 +1,5 @@
 """Distillation from the float twin: its losses, and what it leaves alone."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Frozen and re-estimated BatchNorm."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Iterator

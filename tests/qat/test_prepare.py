@@ -1,7 +1,5 @@
 """One call before training: what it does, says, and leaves alone; parameter groups."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Learned ranges: gradients against formula and differences, starts, and steps in the exponent."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

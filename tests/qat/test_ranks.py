@@ -1,7 +1,5 @@
 """Training on two gloo ranks with different data: DistributedDataParallel and FSDP2."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Schedules: the state of a model follows from the number of the step."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Zeros of a pruned network stay zeros through swap, training and fusing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

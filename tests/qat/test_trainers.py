@@ -4,8 +4,6 @@ Frameworks are optional (``pip install torchq[integration]``); a test of one tha
 skipped.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A small real training run with the trainer of Ultralytics, by the recipe of docs/howto.md."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 S10 to S12 and S16 are in tests/calib and tests/workflow/test_calibrate_ranks.py.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

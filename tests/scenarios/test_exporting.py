@@ -3,8 +3,6 @@
 S29 to S31 and parts of S32 to S34 have tests in tests/fusion and tests/onnx.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from pathlib import Path

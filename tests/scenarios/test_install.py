@@ -1,7 +1,5 @@
 """Install and import: nothing but torch and tqdm, no CUDA context, no warning of ours."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The passes of fusing, lowering and export speak one language: each states what it needs."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

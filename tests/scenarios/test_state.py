@@ -1,7 +1,5 @@
 """Scenarios of checkpoints, copies and averages."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import subprocess

@@ -1,7 +1,5 @@
 """Scenarios of swapping."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

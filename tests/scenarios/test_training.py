@@ -3,8 +3,6 @@
 S25 (DDP) is in tests/qat, S27 in tests/functional/test_gradients.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

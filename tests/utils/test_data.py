@@ -1,7 +1,5 @@
 """Plain data is read, or refused with one named error."""
 
-from __future__ import annotations
-
 import pytest
 
 from torchq.errors import ConfigError

@@ -1,7 +1,5 @@
 """Patterns, names of modules, the registry, temporary modes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tables fit the terminal."""
 
-from __future__ import annotations
-
 import pytest
 
 from torchq.utils import bullets, markdown_table, table, wrap

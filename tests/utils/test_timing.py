@@ -1,7 +1,5 @@
 """The timer within a budget; benchmarks/harness.py shows the rest, in tests/benchmarks."""
 
-from __future__ import annotations
-
 import gc
 
 from torchq.utils.timing import time_calls

@@ -1,7 +1,5 @@
 """Calls of modules that are seen, and results that take the place of others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 It is started as ``python -m torch.distributed.run ... ranks.py FOLDER``.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

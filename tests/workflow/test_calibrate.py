@@ -1,7 +1,5 @@
 """calibrate: kinds of batches, what runs in which mode, what is kept, and every refusal."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 The model is plain, under DDP, and under FSDP2.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The correction of results: what calibration fits, beside the weights, and how it is undone."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from pathlib import Path

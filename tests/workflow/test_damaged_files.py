@@ -1,7 +1,5 @@
 """Files that must not be loaded are refused by a named error and leave the model as it was."""
 
-from __future__ import annotations
-
 import copy
 import io
 import random

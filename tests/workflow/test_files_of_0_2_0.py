@@ -5,8 +5,6 @@ tests/workflow/files/ holds what ``torchq.save`` of 0.2.0 wrote of the networks 
 0.2.0 and did for each network what ``write`` says.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Quantized models in Lightning's checkpoints and Hugging Face's folders."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Loading makes a model what was saved, whatever it was before."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """disabled, freeze_, the choice of quantizers, and the summary."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Quantized models in the real save and load of Hugging Face, Lightning and accelerate."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

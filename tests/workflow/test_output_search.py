@@ -1,7 +1,5 @@
 """Weight ranges by the error of the output of the layer."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One quantizer in several slots, in files."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

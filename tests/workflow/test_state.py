@@ -1,7 +1,5 @@
 """save and load: the same model in another process, and every mismatch named."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Files of models in wrappers: what torch.compile, DataParallel and the like return."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

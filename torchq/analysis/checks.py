@@ -1,7 +1,5 @@
 """What is looked for in a quantized model: one function for each kind of mistake."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial

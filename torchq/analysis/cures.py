@@ -4,8 +4,6 @@ The order is that of measurements on nets with trained weights: a correction cos
 the data, GPTQ some seconds, and a layer in float its speed for ever.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

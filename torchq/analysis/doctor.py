@@ -1,7 +1,5 @@
 """What is wrong with a quantized model, and the call that mends it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -9,8 +9,6 @@ Reference: Martens, New Insights and Perspectives on the Natural Gradient Method
 and 9.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial

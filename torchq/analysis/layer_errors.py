@@ -1,7 +1,5 @@
 """Where the error of a quantized model is born, which layers pass it on, and what quantizers do."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

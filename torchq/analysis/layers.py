@@ -1,7 +1,5 @@
 """The quantized layers of a model: what is compared, switched on and off, and named in reports."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass

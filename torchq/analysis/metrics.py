@@ -1,7 +1,5 @@
 """Figures of tensors and of outputs, users' metrics, and how figures are printed."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math

@@ -4,8 +4,6 @@ A calibrated copy of the model in each format says what damage the format does t
 are then chosen in steps of the least damage for what they save.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What quantization does to the outputs of a model, and how bad that is."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Which layers hurt: each is quantized alone, and the output is compared."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

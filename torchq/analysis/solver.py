@@ -1,7 +1,5 @@
 """One format for each group of layers, with little damage within the budget."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

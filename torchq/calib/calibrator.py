@@ -1,7 +1,5 @@
 """Calibrators: observers, and the computation of a range from their statistics."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial

@@ -5,8 +5,6 @@ first agree on the calibrators and their shapes. Only all-reduce is used, so eve
 The traffic depends on the number of calibrators, groups and bins, never on the amount of data.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 from datetime import timedelta

@@ -9,8 +9,6 @@ every bin edge as a candidate, for all groups together; they need about 100 MB a
 histogram of 32 MiB.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -8,8 +8,6 @@ A subclass defines how one tensor enters (:meth:`Observer._observe`) and how the
 group are combined (:meth:`Observer.exchange`).
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections import deque

@@ -3,8 +3,6 @@
 An estimator knows only a histogram; a search quantizes the tensor itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import torch

@@ -1,7 +1,5 @@
 """``torchq doctor``, ``report``, ``inspect`` and ``plan``."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """``torchq convert``: a file of another framework as a program of torch.export."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``torchq demo``: the way from a trained network to INT8 on real images, in about a minute."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

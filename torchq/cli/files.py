@@ -1,7 +1,5 @@
 """Files by name: checks before any work, and networks of other frameworks."""
 
-from __future__ import annotations
-
 import argparse
 import glob
 import os

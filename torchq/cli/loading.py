@@ -1,7 +1,5 @@
 """Models and data for the command line, by name."""
 
-from __future__ import annotations
-
 import importlib
 import random
 import sys

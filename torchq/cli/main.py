@@ -1,7 +1,5 @@
 """The program: arguments, errors and exit codes."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The arguments of all commands, as rows of tables; their types say what was expected."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import math

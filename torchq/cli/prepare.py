@@ -1,7 +1,5 @@
 """From the arguments of a command to a quantized model and batches."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import time

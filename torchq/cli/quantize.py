@@ -1,7 +1,5 @@
 """``torchq quantize``: calibrate, compare and export a user's own model."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable

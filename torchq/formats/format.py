@@ -6,8 +6,6 @@ unless :attr:`Format.rounding` says otherwise, and saturates at :attr:`Format.qu
 :attr:`Format.quant_max`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from dataclasses import dataclass, field

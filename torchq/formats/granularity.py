@@ -12,8 +12,6 @@ granularity            tensor shape        amax shape
 =====================  ==================  =====================
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -17,8 +17,6 @@ policy                 -2.5  -1.5  -0.5  0.5  1.5  2.5 become
 =====================  ==========================================================
 """
 
-from __future__ import annotations
-
 import math
 
 from torch import Tensor, trunc

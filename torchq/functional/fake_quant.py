@@ -7,8 +7,6 @@ as adding the zero point to the codes, clamping to the bounds of the format and 
 again, with one rounding.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Gradients that differ from those of the value: scaled ones, and those past a rounding."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

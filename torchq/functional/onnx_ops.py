@@ -6,8 +6,6 @@ TorchScript exporter calls the ``symbolic`` methods below; the exporter that is 
 ``torch.export`` keeps what ``torch.onnx.ops.symbolic`` wrote.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -5,8 +5,6 @@ many rows each step has, which never grows from step to step, as in
 :class:`torch.nn.utils.rnn.PackedSequence`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

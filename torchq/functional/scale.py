@@ -13,8 +13,6 @@ et al., Quantization and Training of Neural Networks for Efficient Integer-Arith
 (CVPR 2018), section 3.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

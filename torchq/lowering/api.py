@@ -1,7 +1,5 @@
 """From a calibrated model to one on integer kernels of torch, which ``torchq.deploy`` calls."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import warnings

@@ -1,7 +1,5 @@
 """Multi-head attention whose projections are deployed linear layers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor, nn

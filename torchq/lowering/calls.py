@@ -4,8 +4,6 @@ The forward keeps running. What kernels need beside the weight, such as the stri
 is seen in one run on the example.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -4,8 +4,6 @@ A deep network may amplify one code that falls the other way at a tie until no r
 every layer the inputs that it has in the simulation tells that from a wrong layer.
 """
 
-from __future__ import annotations
-
 import math
 from contextlib import ExitStack
 from functools import cached_property, partial

@@ -1,7 +1,5 @@
 """The modules of a deployed graph that read or return uint8 codes, and the base of all of them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import astuple

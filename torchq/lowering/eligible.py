@@ -4,8 +4,6 @@ To lower another class, register a function with :data:`LOWERINGS`; it returns t
 reason why there is none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 The order of scale, bias and rounding is that of :mod:`torchq.runtimes.torch`.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 The layer's output channels are scaled, and the ranges of its weight with them.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

@@ -9,8 +9,6 @@ Reference: Nagel et al., Data-Free Quantization Through Weight Equalization and 
 (ICCV 2019), section 4.2; the gain is the least-squares fit beside it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar, cast

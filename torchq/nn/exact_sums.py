@@ -1,7 +1,5 @@
 """Sums of quantized layers in float64, whose result hardly depends on the order of adding."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast

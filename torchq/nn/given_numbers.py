@@ -1,7 +1,5 @@
 """The numbers that users give to quantizers: ranges, scales and zero points, checked."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ The rule is that of ONNX Runtime's QLinearConv and QGemm, in float32 throughout:
 the input * scale of the weight``, ``code = rint(bias / step)``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

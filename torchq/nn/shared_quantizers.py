@@ -5,8 +5,6 @@ therefore sees all tensors, a learned range has one gradient, ``deepcopy`` and `
 sharing, and the state dict holds the range under every path.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import reduce
 

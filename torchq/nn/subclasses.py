@@ -5,8 +5,6 @@ parametrized tensors. Such a module is quantized as a module of its former class
 quantized after the parametrization, as if the module had been parametrized last.
 """
 
-from __future__ import annotations
-
 import inspect
 import types
 from typing import Any

@@ -1,7 +1,5 @@
 """Switching the quantizers of a model off and on for a while."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 

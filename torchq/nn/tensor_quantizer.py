@@ -1,7 +1,5 @@
 """The module that quantizes a tensor: a descriptor, a range, a calibrator, and two switches."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """BatchNorm during quantization-aware training: freeze its statistics, or estimate them again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Everything that comes before the first training step, in one call."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Ranges in training: learned, shared, fixed from a step on, or following the data."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The one check of what functions take as batches, and batches in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from numbers import Integral

@@ -3,8 +3,6 @@
 Whatever data holds, the result is an object or one :class:`~torchq.errors.ConfigError`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

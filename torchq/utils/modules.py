@@ -1,7 +1,5 @@
 """Helpers on :class:`torch.nn.Module`: its device, paths, wrappers and copies, temporary modes."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

@@ -9,8 +9,6 @@ A *pattern* is one of these:
 - a callable ``(name, module) -> bool``.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """Optional packages: imported where they are used, with an error that says how to get them."""
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 from typing import Any

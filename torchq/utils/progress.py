@@ -5,8 +5,6 @@ the time left, on a terminal or in a notebook alone; it appears after a second a
 end. The names of stages appear at once, as one stage alone may take a minute.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from itertools import islice

@@ -1,7 +1,5 @@
 """A dictionary that refuses duplicates and explains unknown keys."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 

@@ -1,7 +1,5 @@
 """Text for the terminal: aligned tables and wrapped paragraphs, as wide as the window."""
 
-from __future__ import annotations
-
 import shutil
 import textwrap
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ all of them, in rotating order. A short call that follows another one with large
 own data out of the caches, so a sample of short calls begins with one that is not timed.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Finding the ranges: feed batches through a model and set every amax."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sized

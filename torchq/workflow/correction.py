@@ -7,8 +7,6 @@ channel are fitted in the order in which layers run, so that each sees the corre
 those before it. Shifts alone would be wrong there: the mean error is that of few large values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field

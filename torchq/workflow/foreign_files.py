@@ -4,8 +4,6 @@ These libraries save a state dict and build the model again by its own code. So 
 was quantized travels in the state dict, as a tensor of the bytes of its JSON text.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -4,8 +4,6 @@ A layer computes ``weight @ input + bias`` for every sample, where a sample is o
 for Linear and one output pixel for a convolution. Groups of a convolution are separate matrices.
 """
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

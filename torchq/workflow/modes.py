@@ -1,7 +1,5 @@
 """Selecting quantizers, and temporary and lasting changes of what they do."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Saving a quantized model to a file, and loading it: all of it or nothing."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping

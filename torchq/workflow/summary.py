@@ -1,7 +1,5 @@
 """A table of what is quantized and how, or of what a deployed model runs on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

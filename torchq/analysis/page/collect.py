@@ -1,7 +1,5 @@
 """All figures of a report, as JSON data: outputs beside the float ones, layers, histograms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,7 +1,5 @@
 """The report as a document: HTML, JSON and text from the same data, of one model or of two."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The state of a model in a few sentences, for a reader who never saw the figures."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

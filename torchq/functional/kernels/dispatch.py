@@ -1,7 +1,5 @@
 """The choice of a kernel for fake quantization: by the tensor, or forced for a while."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Iterator

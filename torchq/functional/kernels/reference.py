@@ -4,8 +4,6 @@ It runs wherever torch does. ``torch.compile``, ``torch.export`` and ``torch.fun
 which Inductor fuses with its neighbours.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ the cache it costs little more than reading the input and writing the result. No
 larger than a tile.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -10,8 +10,6 @@ col_stride``. That covers per-tensor, per-axis and block ranges in any dense mem
 a division for each element.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

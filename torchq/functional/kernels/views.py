@@ -1,7 +1,5 @@
 """Views of a tensor by its layout in memory and by the groups that share an amax."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

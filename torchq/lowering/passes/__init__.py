@@ -5,8 +5,6 @@ it if it fits, and returns whether it did. Its docstring shows the graph before 
 pass is one function and its place in a list at the end of its file.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import fx
 

@@ -5,8 +5,6 @@ The next let the kernel of a layer compute what follows it. The last tell module
 read.
 """
 
-from __future__ import annotations
-
 import operator
 
 import torch

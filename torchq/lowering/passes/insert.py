@@ -4,8 +4,6 @@ After them a layer with integers reads codes, and what quantized its inputs by i
 operator between a Dequantize and a Quantize. The other passes cancel and move these pairs.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any

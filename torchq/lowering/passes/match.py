@@ -3,8 +3,6 @@
 What an operator is and does is told by its row in :mod:`torchq.graph.operators`.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, cast

@@ -5,8 +5,6 @@ the code. A tensor that is computed from parameters alone is a weight; a tensor 
 input of the run is data.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace

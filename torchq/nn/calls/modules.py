@@ -11,8 +11,6 @@ A :class:`torch.fx.GraphModule` computes what its graph says, and its copies, pi
 edits start from that graph. Its nodes are its source: it gets a graph with other nodes.
 """
 
-from __future__ import annotations
-
 import copy
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

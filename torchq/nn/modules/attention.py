@@ -5,8 +5,6 @@
 models. The layers of this file add projections and quantizers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, cast

@@ -1,7 +1,5 @@
 """Quantized convolutions: they quantize input and weight, then run torch's own code."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, cast
 
 import torch.nn.functional as F

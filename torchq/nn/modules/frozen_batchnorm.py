@@ -1,7 +1,5 @@
 """BatchNorm that stays in eval mode whatever ``model.train()`` says."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 from torch import nn

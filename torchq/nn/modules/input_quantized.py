@@ -4,8 +4,6 @@ A quantized input of an activation is the quantized output of the layer before i
 runtimes need to keep that layer on integers.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

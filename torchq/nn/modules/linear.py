@@ -1,7 +1,5 @@
 """Quantized Linear, Bilinear, Embedding and EmbeddingBag."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 

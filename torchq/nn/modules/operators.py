@@ -5,8 +5,6 @@ There are three ways to use them. Write ``self.add = torchq.nn.QuantAdd()`` in a
 :func:`torchq.quantize_` with ``target=`` put them in the place of the operators that it finds.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast

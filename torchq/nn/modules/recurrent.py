@@ -5,8 +5,6 @@ the input of each level, and for each hidden state; their names end as those of 
 do (``weight_hh_l1_reverse_quantizer``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
