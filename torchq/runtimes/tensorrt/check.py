@@ -86,14 +86,14 @@ def check_file(path: str | os.PathLike[str]) -> FileCheck:
         The problems, and what was not run.
 
     Raises:
-        ExportError: The file is broken, or was not written for TensorRT in such a precision.
+        ExportError: The file is broken, or was not written for TensorRT.
         MissingExtraError: A package of the extra "export" is not installed.
     """
     model = load_model(path)
-    precision = read_record(model).get("precision")
-    if precision not in SCALE_TYPES:
+    precision = _precision(model)
+    if precision is None:
         raise ExportError(
-            f"{path}: was not written in float16 or bfloat16 for TensorRT; expected a file of "
+            f"{path}: was not written for TensorRT; expected a file of "
             "torchq.export_onnx(..., target='tensorrt')"
         )
     problems = (*check_typing(model), *check_residual_adds(model))
@@ -103,11 +103,17 @@ def check_file(path: str | os.PathLike[str]) -> FileCheck:
     return FileCheck(os.fspath(path), precision, problems, kept, counts)
 
 
-def check_typing(model: Model) -> Iterator[str]:
-    """Yield what keeps a file from being strongly typed; nothing for float32 files."""
+def _precision(model: Model) -> str | None:
+    """Return the float type of a file for TensorRT; those of float32 record none."""
     record = read_record(model)
-    if record.get("precision") in SCALE_TYPES:
-        found = _Types(model, record["precision"], record)
+    return record.get("precision", "float32" if record.get("target") == "tensorrt" else None)
+
+
+def check_typing(model: Model) -> Iterator[str]:
+    """Yield what keeps a file for TensorRT from being strongly typed."""
+    precision = _precision(model)
+    if precision is not None:
+        found = _Types(model, precision, read_record(model))
         yield from found.mixed()
         yield from found.casts()
         yield from found.scales()
@@ -118,7 +124,7 @@ class _Types:
     """The types of the values of a graph, and what is wrong with them."""
 
     def __init__(self, model: Model, precision: str, record: dict[str, object]) -> None:
-        self.model, self.short = model, SCALE_TYPES[precision]
+        self.model, self.own = model, precision.upper().removesuffix("32")
         self.types: dict[str, DataType] = known_types(model)
         self.kept = set(record.get("kept", ()))  # type: ignore[call-overload]
         self.infinite = set(record.get("infinite", ()))  # type: ignore[call-overload]
@@ -144,8 +150,8 @@ class _Types:
                 yield f"{node.name}: computes in FLOAT, and the record of the file has no reason"
 
     def _is_long(self, node: Node) -> bool:
-        """Return True for a node that computes in float32 and is no pair and no Cast."""
-        if node.op_type in ("QuantizeLinear", "DequantizeLinear", "Cast"):
+        """Return True for a node in float32 among others, which is no pair and no Cast."""
+        if self.own == "FLOAT" or node.op_type in ("QuantizeLinear", "DequantizeLinear", "Cast"):
             return False
         return any(self._type(value) == "FLOAT" for value in node.outputs)
 
@@ -168,7 +174,7 @@ class _Types:
                     yield f"{name} to float32 in front of {_named(users)}, which is not kept"
             elif before is not None and not self._is_kept(before):
                 yield f"{name} from float32 behind {before.name}, which is not kept"
-            elif before is not None and any(map(self._is_kept, users)):
+            elif before is not None and any(map(self._is_kept, _behind_casts(users))):
                 yield f"{name} stands between two nodes in float32"
 
     def _is_kept(self, node: Node) -> bool:
@@ -188,7 +194,8 @@ class _Types:
                 yield from self._readers_type(node, own, name)
             numbers = value_of(scale).float()
             low, high = float(numbers.min()), float(numbers.max())
-            if own != "FLOAT" and not (self.short.least <= low and high <= self.short.qmax):
+            short = SCALE_TYPES.get(own.lower())
+            if short is not None and not (short.least <= low and high <= short.qmax):
                 yield f"{name} has scales from {low:.3g} to {high:.3g}, no normal {own} numbers"
             for user in readers(node.outputs[0]) if quantizes else ():
                 if user.op_type == "DequantizeLinear" and is_constant(user.inputs[1]):
@@ -198,10 +205,9 @@ class _Types:
 
     def _readers_type(self, node: Node, own: str, name: str) -> Iterator[str]:
         """Yield layers of another type than the scales of a DequantizeLinear in front of them."""
-        short = self.short.name.upper()
         for user in readers(node.outputs[0]):
             is_pair = user.op_type in ("QuantizeLinear", "DequantizeLinear", "Cast")
-            wanted = "FLOAT" if self._is_kept(user) else short
+            wanted = "FLOAT" if self._is_kept(user) else self.own
             if not is_pair and own != wanted:
                 yield f"{name} has {own} scales in front of {user.name}, which computes in {wanted}"
 
@@ -213,6 +219,15 @@ class _Types:
             if not bool(value_of(value).float().isfinite().all()):
                 users = _named(readers(value))
                 yield f"{name}: holds numbers that {self._type(value)} cannot, read by {users}"
+
+
+def _behind_casts(nodes: list[Node]) -> Iterator[Node]:
+    """Yield nodes, and in place of casts what reads their results."""
+    for node in nodes:
+        if node.op_type == "Cast":
+            yield from _behind_casts(readers(node.outputs[0]))
+        else:
+            yield node
 
 
 def _named(nodes: list[Node]) -> str:
