@@ -197,11 +197,13 @@ OPS = torch.ops.quantized_decomposed
 class PairedNet(nn.Module):
     """What convert_pt2e makes of a network, with parameters that no range gives to the last bit."""
 
-    def __init__(self, *, high: int = 255, ends_quantized: bool = False) -> None:
+    def __init__(
+        self, *, high: int = 255, ends_quantized: bool = False, reads_twice: bool = False
+    ) -> None:
         super().__init__()
         self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 2)
         self.pool = nn.AdaptiveAvgPool2d(1)
-        self.high, self.ends_quantized = high, ends_quantized
+        self.high, self.ends_quantized, self.reads_twice = high, ends_quantized, reads_twice
         codes = torch.randint(-128, 128, self.conv.weight.shape, dtype=torch.int8)
         self.register_buffer("codes", codes)
         self.register_buffer("scales", torch.rand(4) / 100 + 1e-3)
@@ -216,10 +218,12 @@ class PairedNet(nn.Module):
         weight = OPS.dequantize_per_channel(
             self.codes, self.scales, self.points, 0, -128, 127, torch.int8
         )
-        x = self.pair(x, 0.012349679134786129, 117)
+        x = read = self.pair(x, 0.012349679134786129, 117)
         x = torch.nn.functional.conv2d(x, weight, self.conv.bias).relu()
         x = self.pair(torch.max_pool2d(self.pair(x, 0.0071, 0), 2), 0.0071, 0)
         x = self.head(self.pool(x).flatten(1))
+        if self.reads_twice:
+            x = x + self.pair(read.flatten(1), 0.012349679134786129, 117).mean()
         return self.pair(x, 0.1, 3) if self.ends_quantized else x
 
 
@@ -264,6 +268,7 @@ def test_a_graph_of_pairs_is_adopted_bit_for_bit(as_program: bool) -> None:
     [
         ({"high": 100}, r"conv: conv2d: codes from 0 to 100"),
         ({"ends_quantized": True}, r"output: output: a quantized result"),
+        ({"reads_twice": True}, r"mean: mean: a quantized operator of a FloatNet"),
     ],
 )
 def test_what_a_graph_quantizes_otherwise_is_refused(options: dict[str, Any], text: str) -> None:

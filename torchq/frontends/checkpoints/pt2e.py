@@ -39,7 +39,7 @@ def read_pt2e(other: fx.GraphModule, model: nn.Module) -> Layers:
                 layers[path or str(node.name)] = f"{node.name}: {error}"
         else:
             layers[path] = found
-            held |= {pair for _, pair in pairs}
+            held.add(node)
     for path, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and path not in normalised:
             layers[path] = "folded into a layer there; run torchq.fuse_(model) first"
@@ -55,7 +55,10 @@ def _moves(node: Any) -> bool:
 
 
 def _is_idle(node: fx.Node, pairs: list[tuple[int, fx.Node]], held: set[fx.Node]) -> bool:
-    """Return True if pairs in front of a node change nothing beside those that stay."""
+    """Return True if pairs in front of a node change nothing beside those that stay.
+
+    ``held`` are the operators whose pairs stay: what they read is quantized for them alone.
+    """
     grid = pairs[0][1].args[1:]
     behind = [node] if str(node.target).startswith(PACKAGE) else [*node.users] * _moves(node)
     if behind and all(
@@ -65,9 +68,9 @@ def _is_idle(node: fx.Node, pairs: list[tuple[int, fx.Node]], held: set[fx.Node]
         return True  # what it moves is rounded to the same grid there
     for _, pair in pairs:
         source = pair.args[0].args[0]  # type: ignore[union-attr]
-        while _moves(source):
+        while _moves(source) and source not in held:
             source = source.args[0]  # type: ignore[union-attr]
-        if source not in held or source.args[1:] != pair.args[1:]:  # type: ignore[union-attr]
+        if not _moves(source) or source.args[0].args[1:] != pair.args[1:]:  # type: ignore[union-attr]
             return False
     return True  # what it reads is on the grid
 
