@@ -41,6 +41,7 @@ class Placement:
         per_tensor_weights: Patterns of modules whose weight has one scale, not one per channel.
         quantized_results: Quantize the results of convolutions that no operator behind them
             quantizes; needs an example.
+        linear_results: As well those of linear layers.
         float_stem: The first layers stay float, unless max pooling reads their result; needs an
             example.
         narrow_depthwise: Depthwise convolutions with fewer channels stay float.
@@ -56,6 +57,7 @@ class Placement:
     float_inputs: tuple[str, ...] = ()
     per_tensor_weights: tuple[str, ...] = ()
     quantized_results: bool = False
+    linear_results: bool = False
     float_stem: bool = False
     narrow_depthwise: int = 0
     most_unequal: float | None = None

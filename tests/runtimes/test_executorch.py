@@ -52,6 +52,23 @@ class Net(nn.Module):
         return self.head(self.drop(x.mean((2, 3))))
 
 
+class Encoder(nn.Module):
+    """A block of a transformer, all of whose linear layers are read in float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.norm2 = nn.LayerNorm(16), nn.LayerNorm(16)
+        self.qkv, self.proj = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.fc1, self.fc2 = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        x = x + self.proj(torch.softmax(q @ k.transpose(1, 2) / 4, -1) @ v)
+        x = x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
+        return self.head(x.mean(1))
+
+
 def calibrated(model: nn.Module, x: Tensor, *args: Any, target: str | None = "executorch") -> Any:
     torchq.quantize_(model.eval(), *args, target=target, example=x)
     torchq.calibrate(model, [x, torch.randn_like(x)], progress=False)
@@ -207,6 +224,18 @@ def test_a_layer_that_is_not_delegated_has_a_float_weight_and_is_named() -> None
     }
     assert not [node for node in program.graph.nodes if "dequantize_per_channel" in node.name]
     assert torch.equal(program.module()(x), model(x))
+
+
+def test_linear_layers_whose_results_are_read_in_float_run_on_integers() -> None:
+    """All but the last one, whose result is the model's; each result has one reader, its Q."""
+    x = torch.randn(2, 6, 16)
+    model = calibrated(Encoder(), x)
+    program, found = lower.traced(copy.deepcopy(model), x)
+    in_float = {"head": "its result is read in float by the output of the model"}
+    assert found == {**dict.fromkeys(["qkv", "proj", "fc1", "fc2"], ""), **in_float}
+    assert torch.equal(program.module()(x), model(x))
+    ranged = [m.output_quantizer.amax for m in (model.qkv, model.proj, model.fc1, model.fc2)]
+    assert all(amax.numel() == 1 and bool(amax > 0) for amax in ranged)
 
 
 def test_grouped_transposed_convolutions_compute_in_float() -> None:
@@ -386,7 +415,7 @@ class Layers(nn.Module):
                 "capped": nn.Conv2d(8, 16, 3),
             }
         )
-        self.linear = nn.Linear(16, 16)
+        self.linear, self.gated = nn.Linear(16, 16), nn.Linear(16, 16)
         names = (*self.convs, "linear", *OPERATORS)
         plain = ("strided", "grouped", "linear", "add", "mean")
         self.outs = nn.ModuleDict(
@@ -398,7 +427,8 @@ class Layers(nn.Module):
         found["rectified"], found["capped"] = found["rectified"].relu(), F.relu6(found["capped"])
         found["linear"] = self.linear(x)
         found |= {name: operator(x) for name, operator in OPERATORS.items()}
-        return {name: self.outs[f"to_{name}"](value) for name, value in found.items()}
+        found = {name: self.outs[f"to_{name}"](value) for name, value in found.items()}
+        return {**found, "gated": -self.gated(x)}  # read in float: it has a quantizer of its own
 
 
 @pytest.fixture(scope="module")
@@ -451,18 +481,33 @@ def test_convolutions_equal_the_int32_formula_in_every_code(
     assert torch.equal(stored, expected.double())
 
 
-@pytest.mark.parametrize("name", ["transposed", "capped", "linear", *OPERATORS])
+@pytest.mark.parametrize("name", ["transposed", "capped", "linear", "gated", *OPERATORS])
 def test_codes_of_other_layers_are_off_by_one_at_most(
     layers: tuple[Any, Tensor, dict[str, Tensor], Any], name: str
 ) -> None:
     model, x, got, report = layers
-    quantizer = model.outs[f"to_{name}"]
+    quantizer = model.gated.output_quantizer if name == "gated" else model.outs[f"to_{name}"]
     with torch.no_grad():
         expected = model(x)[name]
     off = codes_of(quantizer, got[name]) - codes_of(quantizer, expected)
     assert off.abs().max() <= 1
     assert off.count_nonzero() <= {"average": 0.1, "add": 0.02}.get(name, 0.002) * off.numel()
-    assert set(report.integer) == {*(f"convs.{n}" for n in model.convs), "linear"}
+    assert set(report.integer) == {*(f"convs.{n}" for n in model.convs), "linear", "gated"}
+
+
+def test_an_encoder_computes_on_integers_what_is_simulated(tmp_path: Path) -> None:
+    needs_executorch()
+    torch.manual_seed(0)
+    x = torch.randn(1, 6, 16)
+    model = calibrated(Encoder(), x)
+    deployed = torchq.deploy(model, x)
+    assert deployed.report.integer == ("qkv", "proj", "fc1", "fc2")
+    assert not any("linear" in name for name in deployed.report.outside)
+    with torch.no_grad():
+        expected, got = model(x), deployed(x)
+        with torchq.disabled(model):
+            plain = model(x)
+    assert (got - expected).norm() < 0.5 * (expected - plain).norm()
 
 
 def test_a_quantized_convolution_outside_of_xnnpack_is_refused(

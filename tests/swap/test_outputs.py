@@ -91,14 +91,56 @@ def test_deployed_layers_quantize_their_results() -> None:
     assert error <= 0.02 * model(x).abs().max()  # Codes at a border may differ by one.
 
 
-def test_only_a_convolution_takes_a_quantizer_of_its_result() -> None:
-    linear = torchq.nn.QuantLinear(2, 2)
+def test_convolutions_and_linear_layers_alone_take_a_quantizer_of_their_results() -> None:
+    pool = torchq.nn.QuantMaxPool2d(2)
     with pytest.raises(QuantizationError, match="cannot quantize its result; expected a conv"):
-        linear.quantize_output_(torchq.QuantDescriptor())
-    conv = torchq.nn.QuantConv1d(2, 2, 1)
-    conv.quantize_output_(torchq.QuantDescriptor())
-    with pytest.raises(QuantizationError, match="without an output_quantizer"):
-        conv.quantize_output_(torchq.QuantDescriptor())
+        pool.quantize_output_(torchq.QuantDescriptor())
+    for layer in (torchq.nn.QuantConv1d(2, 2, 1), torchq.nn.QuantLinear(2, 2)):
+        layer.quantize_output_(torchq.QuantDescriptor())
+        with pytest.raises(QuantizationError, match="layer without an output_quantizer"):
+            layer.quantize_output_(torchq.QuantDescriptor())
+
+
+class Gated(nn.Module):
+    """Linear layers: read by a GELU, by a ReLU in front of a norm, by a layer, and returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.soft, self.positive = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.inner, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.positive(F.gelu(self.soft(x))).relu())
+        return self.last(self.inner(x))
+
+
+def test_results_of_linear_layers_have_quantizers_where_the_target_wants_them() -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(2, 5, 8), Gated().eval()
+    quantized(model, x)
+    assert outputs(model) == {}
+    torchq.restore_(model)
+    plain = model(x).detach()
+    quantized(model, x, "executorch")
+    assert outputs(model) == {"soft": False, "positive": True}
+    torch.testing.assert_close(model(x).detach(), plain, atol=0.1, rtol=0)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_deployed_linear_layers_quantize_their_results(dynamic: bool) -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(20, 8), nn.Sequential(nn.Linear(8, 8))
+    forms = {
+        "input": torchq.QuantDescriptor(dynamic=dynamic),
+        "weight": torchq.QuantDescriptor(7, axis=0),
+    }
+    torchq.quantize_(model.eval(), torchq.QuantConfig((torchq.Rule("*", **forms),)))
+    model[0].quantize_output_(torchq.QuantDescriptor(4))
+    torchq.calibrate(model, [x], progress=False)
+    deployed = torchq.deploy(model, x, target="torch")
+    assert len(model(x).unique()) <= 16
+    torch.testing.assert_close(deployed(x), model(x))
 
 
 @pytest.mark.parametrize("act", [nn.ReLU(), nn.ReLU6(), nn.Hardtanh(0.0, 4.0)])

@@ -135,7 +135,12 @@ def _conv(module: QuantModule) -> nn.Module | str:
     if isinstance(arguments, str):
         return arguments
     params = ConvParams(tuple(conv.stride), tuple(padding), tuple(conv.dilation), conv.groups)
-    layer, output = Int8Conv(params, *arguments), active(getattr(conv, "output_quantizer", None))
+    return _with_output(Int8Conv(params, *arguments), module)
+
+
+def _with_output(layer: nn.Module, module: nn.Module) -> nn.Module:
+    """Return a lowered layer with the quantizer of its result behind it, where it has one."""
+    output = active(getattr(module, "output_quantizer", None))
     if output is None:
         return layer
     between = [nn.ReLU()] if output.descriptor.unsigned and output.descriptor.symmetric else []
@@ -148,13 +153,16 @@ def _linear(module: QuantModule) -> nn.Module | str:
     x, w = active(module.input_quantizer), active(module.weight_quantizer)
     if x is None or w is None or not x.descriptor.dynamic:
         arguments = _arguments(module)
-        return arguments if isinstance(arguments, str) else Int8Linear(*arguments)
+        if isinstance(arguments, str):
+            return arguments
+        return _with_output(Int8Linear(*arguments), module)
     if problem := _dynamic_problem(x):
         return problem
     codes = integer_weight(w, layer.weight.detach())
     if isinstance(codes, str):
         return codes
-    return DynamicInt8Linear(*codes, layer.bias, x.descriptor, layer.weight.dtype)
+    lowered = DynamicInt8Linear(*codes, layer.bias, x.descriptor, layer.weight.dtype)
+    return _with_output(lowered, module)
 
 
 def _dynamic_problem(quantizer: TensorQuantizer) -> str:

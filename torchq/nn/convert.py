@@ -32,7 +32,9 @@ from torchq.utils import Registry, qualified_name, undone_on_error
 QUANTIZED: Registry[type, type[QuantModule]] = Registry("quantized twin of")
 
 #: Why a module cannot quantize its result.
-NO_OUTPUT = "cannot quantize its result; expected a convolution without an output_quantizer"
+_NO_OUTPUT = (
+    "cannot quantize its result; expected a convolution or linear layer without an output_quantizer"
+)
 _LEGACY_PREFIXES = ("_input_quantizer.", "_weight_quantizer.")
 
 
@@ -79,6 +81,8 @@ class QuantModule(nn.Module):
     bias_format: str = ""
     #: The path in the model of the quantizer that such a kernel rounds the result for.
     rounded_by: str = ""
+    #: True if the forward can quantize the result: see :meth:`quantize_output_`.
+    may_quantize_output: ClassVar[bool] = False
     #: True if only a descendant is quantized: the module calls it instead of a fused kernel.
     is_container: ClassVar[bool] = False
     #: True for a module that needs no quantizer: rules quantize it by its path or type alone.
@@ -141,12 +145,32 @@ class QuantModule(nn.Module):
         return "output_quantizer" in self._modules
 
     def quantize_output_(self, descriptor: QuantDescriptor) -> None:
-        """Quantize the result too, by the child ``output_quantizer``; convolutions alone can.
+        """Quantize the result too, by the child ``output_quantizer``.
+
+        Convolutions and linear layers can.
 
         Args:
             descriptor: How to quantize. Where it is unsigned, the result passes a ReLU first.
         """
-        raise QuantizationError(f"{qualified_name(type(self))}: {NO_OUTPUT}")
+        if not self.may_quantize_output or self.quantizes_output:
+            raise QuantizationError(f"{qualified_name(type(self))}: {_NO_OUTPUT}")
+        device = next(t.device for t in (*self.parameters(), *self.buffers()))
+        quantizer = TensorQuantizer(descriptor, device=device).train(self.training)
+        self.add_module("output_quantizer", quantizer)
+
+    @staticmethod
+    def quantized_result(result: Tensor, quantizer: Any) -> Tensor:
+        """Return the quantized result; a range [0, amax] stands for the ReLU that reads it.
+
+        Without a quantizer the result is returned as it is.
+        """
+        if quantizer is None:
+            return result
+        d = quantizer.descriptor
+        quantized: Tensor = quantizer(
+            result.relu() if d.unsigned is True and d.symmetric else result
+        )
+        return quantized
 
     def on_convert(self) -> None:
         """Adjust the module once its quantizers are there; does nothing unless overridden."""
@@ -320,7 +344,7 @@ def convert_(
             quantized input.
         weight: How to quantize the weights; None leaves them alone. Ignored where the class has no
             quantized weight.
-        output: How to quantize the result of a convolution; see
+        output: How to quantize the result of a convolution or linear layer; see
             :meth:`QuantModule.quantize_output_`. None leaves it alone.
 
     Returns:

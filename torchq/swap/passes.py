@@ -418,9 +418,10 @@ def _joined(groups: list[list[str]]) -> list[list[str]]:
 
 
 def quantize_results(plan: Plan, facts: Facts) -> Plan:
-    """Quantize the results of convolutions that something reads in float, if the target asks.
+    """Quantize the results of layers that something reads in float, if the target asks.
 
-    Before: some results of quantized convolutions are read by operators that quantize nothing.
+    Before: some results of quantized convolutions, or of linear layers where the target wants
+    these too, are read by operators that quantize nothing.
     After: these decisions have an ``output``; it is unsigned where a ReLU alone reads the result.
     Results that the model returns, that the head of a detector makes boxes of, or that a layer
     reads which stays float, are left alone. So are depthwise convolutions in front of a norm, say:
@@ -429,9 +430,10 @@ def quantize_results(plan: Plan, facts: Facts) -> Plan:
     if not facts.placement.quantized_results:
         return plan
     view = View(plan, facts)
+    layers = _LAYERS if facts.placement.linear_results else _CONVOLUTIONS
     calls: dict[str, list[Call]] = {}
     for call in view.flow.calls:
-        if isinstance(call.module, _CONVOLUTIONS):
+        if isinstance(call.module, layers):
             calls.setdefault(call.name, []).append(call)
     return replace(
         plan, decisions=tuple(_with_output(view, d, calls.get(d.name, [])) for d in plan.decisions)
@@ -457,7 +459,7 @@ def _with_output(view: View, decision: Decision, calls: list[Call]) -> Decision:
 
 
 class _Readers:
-    """What reads the result of one call of a convolution.
+    """What reads the result of one call of a layer.
 
     Attributes:
         in_float: something other than a quantizer reads it.

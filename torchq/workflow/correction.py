@@ -378,7 +378,7 @@ def _correct_in_order(
         shape[-1 if isinstance(layer, nn.Linear) else out.dim() - layer.weight.dim() + 1] = -1
         out = out if gain is None else out * gain.to(out).view(shape)
         out = out + shift.to(out).view(shape)
-        return out if fit.of_results is None else layer.quantized_result(out, fit.of_results)
+        return layer.quantized_result(out, fit.of_results)
 
     known, count = quantizers(model), 0
     for batch in batches:

@@ -5,14 +5,11 @@ from typing import Any, ClassVar, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchq.descriptor import QuantDescriptor
-from torchq.errors import QuantizationError
 from torchq.nn.batchnorm_folding import OutputScaling
-from torchq.nn.convert import NO_OUTPUT, QuantModule, register
+from torchq.nn.convert import QuantModule, register
 from torchq.nn.correction import Corrected
 from torchq.nn.integer_bias import kernel_bias
-from torchq.nn.tensor_quantizer import TensorQuantizer
-from torchq.utils import constant_while_tracing, qualified_name
+from torchq.utils import constant_while_tracing
 
 
 class _QuantConv(Corrected, OutputScaling, QuantModule):
@@ -24,29 +21,13 @@ class _QuantConv(Corrected, OutputScaling, QuantModule):
     quantizers alone may want the result quantized too; see :meth:`QuantModule.quantize_output_`.
     """
 
-    def quantize_output_(self, descriptor: QuantDescriptor) -> None:
-        """See :meth:`QuantModule.quantize_output_`."""
-        if self.quantizes_output:
-            raise QuantizationError(f"{qualified_name(type(self))}: {NO_OUTPUT}")
-        device = next(t.device for t in (*self.parameters(), *self.buffers()))
-        quantizer = TensorQuantizer(descriptor, device=device).train(self.training)
-        self.add_module("output_quantizer", quantizer)
+    may_quantize_output = True
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         input, weight = self.input_quantizer(input), self.weight_quantizer(weight)
         weight, bias = self.corrected_weight(weight), kernel_bias(self, self.corrected_bias(bias))
         result: Tensor = super()._conv_forward(input, weight, bias)  # type: ignore[misc]
-        quantizer = getattr(self, "output_quantizer", None)
-        return result if quantizer is None else self.quantized_result(result, quantizer)
-
-    @staticmethod
-    def quantized_result(result: Tensor, quantizer: Any) -> Tensor:
-        """Return the quantized result; a range [0, amax] stands for the ReLU that reads it."""
-        d = quantizer.descriptor
-        quantized: Tensor = quantizer(
-            result.relu() if d.unsigned is True and d.symmetric else result
-        )
-        return quantized
+        return self.quantized_result(result, getattr(self, "output_quantizer", None))
 
 
 @register(nn.Conv1d)

@@ -13,14 +13,18 @@ from torchq.nn.integer_bias import kernel_bias
 class QuantLinear(Corrected, OutputScaling, QuantModule, nn.Linear):
     """Quantized :class:`torch.nn.Linear`; input (..., in_features).
 
-    The bias stays float, or is rounded as a kernel of the target does.
+    The bias stays float, or is rounded as a kernel of the target does. A runtime may want the
+    result quantized too; see :meth:`QuantModule.quantize_output_`.
     """
+
+    may_quantize_output = True
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the product of quantized input and quantized weight, with the bias."""
         x, weight = self.input_quantizer(input), self.weight_quantizer(self.weight)
         bias = kernel_bias(self, self.corrected_bias(self.bias))
-        return F.linear(x, self.corrected_weight(weight), bias)
+        result = F.linear(x, self.corrected_weight(weight), bias)
+        return self.quantized_result(result, getattr(self, "output_quantizer", None))
 
 
 @register(nn.Bilinear)

@@ -47,6 +47,7 @@ _PLACEMENT = Placement(
     operators=frozenset(["add", "mul", "cat", "pool", "activation"]),
     modules=(MAX_POOLS, AVG_POOLS, *ACTIVATIONS),
     quantized_results=True,
+    linear_results=True,
     most_unequal=None,  # what is concatenated must have one scale
 )
 #: Codes without negative values begin at 0: quantizers on both sides of a ReLU have one grid then.
@@ -67,8 +68,8 @@ class ExecuTorch(GraphEngine):
     codes: Codes | None = _CODES
     limits: tuple[str, ...] = (
         "A file takes inputs of the shapes that it was made with alone, batch size included.",
-        "A layer whose result is read in float, as a last one's is, computes in float with the "
-        "values of its quantized weight.",
+        "A layer whose result nothing quantizes, as a last one's, or a projection of "
+        "nn.MultiheadAttention, computes in float with the values of its quantized weight.",
         "Products of attention, LayerNorm, GELU, Sigmoid and Softmax compute in float.",
         "The number of threads is that of the process, whatever torch is set to.",
     )
