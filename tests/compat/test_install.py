@@ -79,10 +79,8 @@ def test_another_package_of_that_name_is_not_replaced(monkeypatch: pytest.Monkey
     other = ModuleType("pytorch_quantization")
     other.__file__ = "elsewhere.py"
     monkeypatch.setitem(sys.modules, "pytorch_quantization", other)
-    with pytest.raises(
-        torchq.errors.QuantizationError,
-        match=r"imported already, from elsewhere\.py\. Call install",
-    ):
+    text = r"imported already, from elsewhere\.py\. Call install"
+    with pytest.raises(torchq.errors.QuantizationError, match=text):
         torchq.compat.install()
     torchq.compat.uninstall()
     assert sys.modules["pytorch_quantization"] is other

@@ -194,9 +194,8 @@ def test_unknown_operators_are_named_all_at_once() -> None:
 
 def test_operators_of_optimized_and_quantized_files_are_refused_with_advice() -> None:
     fused = helper.make_node("FusedConv", ["x"], ["y"], domain="com.microsoft")
-    with pytest.raises(
-        FrontendError, match=r"FusedConv \(1\). Read the file from before its runtime optimized it"
-    ):
+    text = r"FusedConv \(1\). Read the file from before its runtime optimized it"
+    with pytest.raises(FrontendError, match=text):
         torchq.from_onnx(file_of([fused], [1], []))
     codes = helper.make_node("QLinearConv", ["x"] * 8, ["y"])
     with pytest.raises(FrontendError, match=r"QLinearConv \(1\). .*quant_format=QuantFormat.QDQ"):

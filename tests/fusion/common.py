@@ -48,12 +48,22 @@ def fused_exactly(model: nn.Module, x: Any, *example: Any, **options: Any) -> Fu
     return report
 
 
-def norms(model: nn.Module) -> list[nn.Module]:
-    return [
-        m
-        for m in model.modules()
-        if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
-    ]
+def norms(model: nn.Module) -> list[str]:
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    return [name for name, module in model.named_modules() if isinstance(module, kinds)]
+
+
+def image(*shape: int) -> Tensor:
+    return torch.randn(*(shape or (2, 4, 6, 6)), dtype=torch.float64)
+
+
+def copied(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same_state(model: nn.Module, state: dict[str, Tensor]) -> bool:
+    now = model.state_dict()
+    return list(now) == list(state) and all(torch.equal(state[name], now[name]) for name in now)
 
 
 class Net(nn.Module):
@@ -61,11 +71,8 @@ class Net(nn.Module):
 
     def __init__(self, forward: Callable[[Any, Tensor], Any], channels: int = 4) -> None:
         super().__init__()
-        self.run, self.conv, self.bn = (
-            forward,
-            nn.Conv2d(channels, channels, 3, padding=1),
-            nn.BatchNorm2d(channels),
-        )
+        self.run, self.bn = forward, nn.BatchNorm2d(channels)
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
         self.other = nn.Conv2d(channels, channels, 1)
 
     def forward(self, x: Tensor) -> Any:

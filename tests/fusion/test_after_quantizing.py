@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.fusion.blocks.repvgg import RepVGGBlock
-from tests.fusion.common import error, outputs, randomized
+from tests.fusion.common import copied, error, outputs, randomized, same_state
 from torchq.descriptor import QuantDescriptor
 from torchq.functional import quantize
 from torchq.fusion import fuse_
@@ -86,44 +86,29 @@ def test_learned_range_keeps_its_parameter() -> None:
     assert parameter.item() == pytest.approx(amax * 0.5, rel=1e-4)
 
 
+BY_INPUT, GROUPED = nn.ConvTranspose2d(3, 8, 3), nn.ConvTranspose2d(4, 4, 3, groups=2)
 REFUSED = {
-    "per tensor": (lambda: nn.Conv2d(3, 8, 3), PER_TENSOR, "max", "one range for the whole weight"),
-    "transposed by input channel": (
-        lambda: nn.ConvTranspose2d(3, 8, 3),
-        PER_CHANNEL,
-        "max",
-        "ranges that several",
-    ),
-    "transposed with groups": (
-        lambda: nn.ConvTranspose2d(4, 4, 3, groups=2),
-        QuantDescriptor(axis=1),
-        "max",
-        "ranges that several",
-    ),
-    "clipped below the lowest code": (
-        lambda: nn.Conv2d(3, 8, 3),
-        PER_CHANNEL,
-        "clip",
-        r"would change .*% of its weight codes",
-    ),
+    "per tensor": (nn.Conv2d(3, 8, 3), PER_TENSOR, "one range for the whole weight"),
+    "transposed by input channel": (BY_INPUT, PER_CHANNEL, "ranges that several"),
+    "transposed with groups": (GROUPED, QuantDescriptor(axis=1), "ranges that several"),
+    "clipped": (nn.Conv2d(3, 8, 3), PER_CHANNEL, r"would change .*% of its weight codes"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_change_codes_is_refused_with_the_order(name: str) -> None:
-    make, weight, method, reason = REFUSED[name]
-    layer = make()
+    given, weight, reason = REFUSED[name]
+    layer: Any = copy.deepcopy(given)
     x = torch.randn(4, layer.in_channels, 8, 8)
     model = quantized(layer, nn.BatchNorm2d(layer.out_channels), weight, x)
-    if method == "clip":  # codes of -128 have no counterpart of the other sign
+    if name == "clipped":  # codes of -128 have no counterpart of the other sign
         layer.weight_quantizer.set_amax(layer.weight_quantizer.amax * 0.5)
-    state, want = copy.deepcopy(model.state_dict()), outputs(model, x)
+    state = copied(model)
     report = fuse_(model, x)
     assert report.fused == ()
     assert re.search(reason, report.reason("1"))
     assert report.reason("1").endswith("Fuse before quantizing")
-    assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items())
-    assert torch.equal(outputs(model, x), want)
+    assert same_state(model, state)
 
 
 def test_a_running_calibration_is_not_disturbed() -> None:
@@ -139,9 +124,8 @@ def test_before_calibration_there_is_nothing_to_rescale() -> None:
     convert_(model[0], input=PER_TENSOR, weight=PER_TENSOR)
     assert fuse_(model).applied
     calibrate(model, [x], progress=False)
-    assert model[0].weight_quantizer.amax.item() == pytest.approx(
-        model[0].weight.abs().max().item()
-    )
+    amax = model[0].weight_quantizer.amax
+    assert amax.item() == pytest.approx(model[0].weight.abs().max().item())
 
 
 def test_an_unquantized_weight_needs_no_range() -> None:

@@ -10,9 +10,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.fusion.common import error, fused_exactly, norms, outputs, randomized
+from tests.fusion.blocks.layers import BatchNormAct
+from tests.fusion.common import (
+    Net,
+    copied,
+    error,
+    fused_exactly,
+    image,
+    norms,
+    outputs,
+    randomized,
+    same_state,
+)
 from torchq.errors import FuseError
-from torchq.fusion import ConstantPad, FuseReport, fuse_
+from torchq.fusion import ConstantPad, fuse_
 from torchq.nn.modules.frozen_batchnorm import freeze_norm_
 
 TOL64, TOL32 = 1e-10, 1e-5
@@ -33,63 +44,40 @@ class FrozenBatchNorm(nn.Module):
         return x * scale.view(1, -1, 1, 1) + shift.view(1, -1, 1, 1)
 
 
-class BatchNormAct(nn.BatchNorm2d):
-    def __init__(self, c: int) -> None:
-        super().__init__(c)
-        self.drop, self.act = nn.Identity(), nn.ReLU()
-
-    def forward(self, x: Tensor) -> Any:
-        return self.act(self.drop(super().forward(x)))
-
-
 def frozen(layers: list[nn.Module]) -> list[nn.Module]:
     assert freeze_norm_(layers[-1])
     return layers
 
 
-def image(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
+def conv(*sizes: Any, **options: Any) -> nn.Conv2d:
+    return nn.Conv2d(4, *sizes, **options)
 
 
 AFTER = {
     "conv1d": lambda: [nn.Conv1d(4, 6, 3), nn.BatchNorm1d(6)],
-    "conv2d": lambda: [nn.Conv2d(4, 6, 3, padding=1), nn.BatchNorm2d(6)],
-    "conv2d-no-bias": lambda: [nn.Conv2d(4, 6, 3, 2, 1, bias=False), nn.BatchNorm2d(6, eps=0.1)],
-    "conv2d-groups": lambda: [nn.Conv2d(4, 8, 3, groups=2, dilation=2), nn.BatchNorm2d(8)],
-    "conv2d-depthwise": lambda: [
-        nn.Conv2d(4, 8, 3, groups=4, bias=False),
-        nn.BatchNorm2d(8, affine=False),
-    ],
-    "conv2d-reflect": lambda: [
-        nn.Conv2d(4, 6, 3, padding=2, padding_mode="reflect"),
-        nn.BatchNorm2d(6),
-    ],
-    "conv2d-same": lambda: [nn.Conv2d(4, 6, (3, 5), padding="same"), nn.BatchNorm2d(6)],
+    "conv2d": lambda: [conv(6, 3, padding=1), nn.BatchNorm2d(6)],
+    "conv2d-no-bias": lambda: [conv(6, 3, 2, 1, bias=False), nn.BatchNorm2d(6, eps=0.1)],
+    "conv2d-groups": lambda: [conv(8, 3, groups=2, dilation=2), nn.BatchNorm2d(8)],
+    "conv2d-depthwise": lambda: [conv(8, 3, groups=4, bias=False), nn.BatchNorm2d(8, affine=False)],
+    "conv2d-reflect": lambda: [conv(6, 3, padding=2, padding_mode="reflect"), nn.BatchNorm2d(6)],
+    "conv2d-same": lambda: [conv(6, (3, 5), padding="same"), nn.BatchNorm2d(6)],
     "conv3d": lambda: [nn.Conv3d(4, 6, (1, 3, 2)), nn.BatchNorm3d(6)],
     "transposed1d": lambda: [nn.ConvTranspose1d(4, 6, 3, 2), nn.BatchNorm1d(6)],
     "transposed2d-groups": lambda: [
-        nn.ConvTranspose2d(4, 6, 3, 2, 1, 1, groups=2, bias=False),
+        nn.ConvTranspose2d(4, 6, 3, 2, 1, 1, 2, False),
         nn.BatchNorm2d(6),
     ],
     "transposed3d-depthwise": lambda: [nn.ConvTranspose3d(4, 4, 2, groups=4), nn.BatchNorm3d(4)],
     "linear": lambda: [nn.Linear(4, 6), nn.BatchNorm1d(6)],
-    "sync": lambda: [nn.Conv2d(4, 6, 3), nn.SyncBatchNorm(6)],
-    "frozen": lambda: [nn.Conv2d(4, 6, 3), FrozenBatchNorm(6)],
-    "frozen-in-place": lambda: frozen([nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)]),
-    "with-activation": lambda: [nn.Conv2d(4, 6, 3), BatchNormAct(6)],
-    "through-dropout": lambda: [
-        nn.Conv2d(4, 6, 3),
-        nn.Dropout2d(),
-        nn.Identity(),
-        nn.BatchNorm2d(6),
-    ],
+    "sync": lambda: [conv(6, 3), nn.SyncBatchNorm(6)],
+    "frozen": lambda: [conv(6, 3), FrozenBatchNorm(6)],
+    "frozen-in-place": lambda: frozen([conv(6, 3), nn.BatchNorm2d(6)]),
+    "with-activation": lambda: [conv(6, 3), BatchNormAct(6)],
+    "through-dropout": lambda: [conv(6, 3), nn.Dropout2d(), nn.Identity(), nn.BatchNorm2d(6)],
 }
 BEFORE = {
-    "unpadded": lambda: [nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3, groups=2)],
-    "reflect": lambda: [
-        nn.BatchNorm2d(4),
-        nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular", bias=False),
-    ],
+    "unpadded": lambda: [nn.BatchNorm2d(4), conv(6, 3, groups=2)],
+    "reflect": lambda: [nn.BatchNorm2d(4), conv(6, 3, 1, 1, padding_mode="circular", bias=False)],
     "pointwise-transposed": lambda: [nn.BatchNorm2d(4), nn.ConvTranspose2d(4, 6, 1, groups=2)],
     "linear": lambda: [nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 6)],
     "conv1d": lambda: [nn.BatchNorm1d(4), nn.Conv1d(4, 6, 3, dilation=2)],
@@ -119,17 +107,11 @@ def build(make: Callable[[], Any]) -> Any:
 def test_fold_is_exact(make: Callable[[], Any]) -> None:
     model = build(make)
     x = input_of(model)
-    want = outputs(model, x)
-    single, layers = (
-        copy.deepcopy(model).float(),
-        [m for m in model if hasattr(m, "weight") and not hasattr(m, "running_mean")],
-    )
-    report = fuse_(model, x)
-    assert report.applied
-    assert len(report.fused) == 1
-    assert report.refused == ()
-    assert error(outputs(model, x), want) <= TOL64
-    assert report.error <= TOL64
+    want, single = outputs(model, x), copy.deepcopy(model).float()
+    layers = [m for m in model if hasattr(m, "weight") and not hasattr(m, "running_mean")]
+    report = fused_exactly(model, x, x)
+    assert report.applied and report.error <= TOL64
+    assert (len(report.fused), report.refused) == (1, ())
     assert norms(model) == []
     assert all(any(layer is m for m in model) for layer in layers)
     again = fuse_(model, x)
@@ -149,21 +131,18 @@ def test_activation_of_a_batchnorm_survives() -> None:
 
 
 def test_batchnorm_before_a_padded_convolution_is_refused_unless_padded_explicitly() -> None:
-    model = build(lambda: [nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3, padding=1), nn.ReLU()])
-    x = image(2, 4, 7, 8)
-    want, conv = outputs(model, x), model[1]
+    model = build(lambda: [nn.BatchNorm2d(4), conv(6, 3, padding=1), nn.ReLU()])
+    x, layer = image(2, 4, 7, 8), model[1]
     report = fuse_(model)
     assert not report.applied
     assert "would change at the border; constant_pad=True" in report.reason("0")
-    assert fuse_(model, x, constant_pad=True).applied
-    assert type(model[0]) is ConstantPad
-    assert model[1] is conv
-    assert error(outputs(model, x), want) <= TOL64
-    assert "padding=(1, 1)" in repr(model[0])
+    assert fused_exactly(model, x, x, constant_pad=True).applied
+    assert type(model[0]) is ConstantPad and "padding=(1, 1)" in repr(model[0])
+    assert model[1] is layer
 
 
 def test_batchnorm_without_shift_passes_zero_padding() -> None:
-    model = build(lambda: [nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3, padding=1)])
+    model = build(lambda: [nn.BatchNorm2d(4), conv(6, 3, padding=1)])
     model[0].running_mean.zero_()
     model[0].bias.data.zero_()
     x = image(2, 4, 7, 8)
@@ -171,9 +150,7 @@ def test_batchnorm_without_shift_passes_zero_padding() -> None:
 
 
 def test_batchnorm_between_two_layers_and_around_one() -> None:
-    model = build(
-        lambda: [nn.BatchNorm2d(4), nn.Conv2d(4, 6, 1), nn.BatchNorm2d(6), nn.BatchNorm2d(6)]
-    )
+    model = build(lambda: [nn.BatchNorm2d(4), conv(6, 1), nn.BatchNorm2d(6), nn.BatchNorm2d(6)])
     x = image(2, 4, 7, 8)
     report = fused_exactly(model, x, x)
     kinds = sorted(fusion.kind for fusion in report.fused)
@@ -182,63 +159,45 @@ def test_batchnorm_between_two_layers_and_around_one() -> None:
 
 
 def test_batchnorm_that_feeds_several_layers() -> None:
-    class Fan(nn.Module):
-        def __init__(self, padding: Any) -> None:
-            super().__init__()
-            self.norm, self.a = nn.BatchNorm2d(4), nn.Conv2d(4, 3, 1)
-            self.b = nn.Conv2d(4, 5, 3, padding=padding)
+    def fan(m: Any, x: Tensor) -> Any:
+        x = m.bn(x)
+        return m.other(x), m.conv(x)
 
-        def forward(self, x: Tensor) -> Any:
-            x = self.norm(x)
-            return self.a(x), self.b(x)
-
-    x = image(2, 4, 7, 8)
-    model = randomized(Fan(0).double())
-    want = outputs(model, x)
-    assert fuse_(model).fused[0].parts == ("norm", "b")
-    assert error(outputs(model, x), want) <= TOL64
-    padded = randomized(Fan(1).double())
-    assert "b after it pads with zeros" in fuse_(padded).reason("norm")
-    assert type(padded.norm) is nn.BatchNorm2d
+    model, padded = (randomized(Net(fan).double()) for _ in range(2))
+    model.conv.padding = (0, 0)
+    assert fused_exactly(model, image()).fused[0].parts == ("bn", "conv")
+    assert "conv after it pads with zeros" in fuse_(padded).reason("bn")
+    assert type(padded.bn) is nn.BatchNorm2d
 
 
 def test_layer_stays_the_same_object_with_its_hooks_and_attributes() -> None:
     model = build(AFTER["conv2d-no-bias"]).float().to(memory_format=torch.channels_last)
-    conv, seen = model[0], []
-    conv.note, conv.weight.tag = "mine", 7
-    conv.weight.requires_grad_(False)
-    conv.register_forward_pre_hook(lambda module, args: seen.append(module))
-    old = conv.weight
+    layer, seen = model[0], []
+    layer.note, layer.weight.tag = "mine", 7
+    layer.weight.requires_grad_(False)
+    layer.register_forward_pre_hook(lambda module, args: seen.append(module))
+    old = layer.weight
     values = old.clone()
     fuse_(model)
-    assert model[0] is conv
-    assert (conv.note, conv.weight.tag) == ("mine", 7)
-    assert conv.weight.is_contiguous(memory_format=torch.channels_last)
-    assert not conv.weight.requires_grad
+    assert model[0] is layer
+    assert (layer.note, layer.weight.tag) == ("mine", 7)
+    assert layer.weight.is_contiguous(memory_format=torch.channels_last)
+    assert not layer.weight.requires_grad
     assert seen == []  # checking a fold does not run hooks
     outputs(model, torch.randn(1, 4, 6, 6))
-    assert seen == [conv]
+    assert seen == [layer]
     assert torch.equal(old, values)  # whoever holds the old parameter still has its values
     assert set(model.state_dict()) == {"0.weight", "0.bias"}
 
 
 def test_tied_weights_are_not_corrupted() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.norm = nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3)
-            self.b.weight = self.a.weight
-
-        def forward(self, x: Tensor) -> Any:
-            return self.norm(self.a(x)) + self.b(x)
-
-    model = randomized(Tied().double())
-    x = image(1, 3, 6, 6)
-    want, tied = outputs(model, x), model.b.weight
-    assert fuse_(model, x).applied
-    assert model.b.weight is tied
-    assert model.a.weight is not tied
-    assert error(outputs(model, x), want) <= TOL64
+    model = Net(lambda m, x: m.bn(m.conv(x)) + m.other(x)).double()
+    model.other = copy.deepcopy(model.conv)
+    tied = model.other.weight = model.conv.weight
+    x = image()
+    assert fused_exactly(randomized(model), x, x).applied
+    assert model.other.weight is tied
+    assert model.conv.weight is not tied
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -263,29 +222,25 @@ def test_overflow_of_half_precision_is_refused() -> None:
 
 def test_dry_run_changes_nothing() -> None:
     model = build(AFTER["conv2d"])
-    state = copy.deepcopy(model.state_dict())
-    report = fuse_(model, image(1, 4, 6, 6), dry_run=True)
-    assert len(report.fused) == 1
-    assert not report.applied
+    state = copied(model)
+    report = fuse_(model, image(), dry_run=True)
+    assert len(report.fused) == 1 and not report.applied
     assert "1 fused, 0 refused, model unchanged (dry run), whole model off by" in str(report)
     assert type(model[1]) is nn.BatchNorm2d
-    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    assert same_state(model, state)
     assert report.error <= TOL64
 
 
 def test_report_reads_as_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    model = nn.Sequential(
-        nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.BatchNorm2d(4)
-    ).eval()
+    layers = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.BatchNorm2d(4)
+    model = nn.Sequential(*layers).eval()
     model[1].weight.data[1] = 8.0
     report = fuse_(model)
-    assert isinstance(report, FuseReport)
     assert "1 fused, 1 refused, applied" in str(report)
     assert "0  <- 1  [norm after layer, fx" in str(report)
     assert "3  refused: its input comes from 2, not from a convolution or linear" in str(report)
     assert report.fused[0].scale == pytest.approx(8.0, rel=1e-4)
-    with pytest.raises(
-        FuseError, match=r"refused 1; expected to merge everything. 3: its input comes from 2"
-    ):
+    text = r"refused 1; expected to merge everything. 3: its input comes from 2"
+    with pytest.raises(FuseError, match=text):
         report.require_all()

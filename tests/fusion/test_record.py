@@ -13,16 +13,19 @@ from torch import Tensor, nn
 
 from tests.fusion.blocks.layers import conv_bn
 from tests.fusion.blocks.repvgg import RepVGGBlock
-from tests.fusion.common import outputs, randomized
-from tests.fusion.test_families import CASES, build
-from torchq.errors import ConfigError, FuseError
-from torchq.fusion import (
-    ConstantPad,
-    apply_fusion_record_,
-    fuse_,
-    fusion_record,
-    register_block,
+from tests.fusion.common import (
+    Net,
+    copied,
+    data_dependent,
+    image,
+    outputs,
+    randomized,
+    same_state,
 )
+from tests.fusion.test_families import CASES, build
+from tests.fusion.test_registry import Two
+from torchq.errors import ConfigError, FuseError
+from torchq.fusion import ConstantPad, apply_fusion_record_, fuse_, fusion_record, register_block
 from torchq.fusion.blocks import BLOCKS
 from torchq.swap import quantize_, restore_
 from torchq.workflow import calibrate
@@ -47,8 +50,7 @@ IMAGE = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(3))
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_fresh_model_takes_the_structure_and_the_tensors_of_a_fused_one(case: str) -> None:
-    fused, channels, *_ = build(case)
-    fresh = build(case)[0]
+    fused, fresh = build(case), build(case)
     for parameter in fresh.parameters():
         nn.init.normal_(parameter)
     report = fuse_(fused)
@@ -56,44 +58,32 @@ def test_a_fresh_model_takes_the_structure_and_the_tensors_of_a_fused_one(case: 
     assert record == fusion_record(fused)
     apply_fusion_record_(fresh, record)
     assert structure(fresh) == structure(fused)
-    fresh.load_state_dict(fused.state_dict())
-    x = torch.randn(2, channels, 12, 14, dtype=torch.float64)
-    assert torch.equal(outputs(fresh, x), outputs(fused, x))
+    assert same_after_loading(fresh, fused, image(2, CASES[case].in_channels, 12, 14))
     assert fusion_record(fresh) == record
+
+
+def same_after_loading(fresh: nn.Module, fused: nn.Module, x: Tensor = IMAGE) -> bool:
+    fresh.load_state_dict(fused.state_dict())
+    return torch.equal(outputs(fresh.eval(), x), outputs(fused, x))
 
 
 def test_a_record_replays_in_any_mode_and_needs_no_example() -> None:
     """The fused model needed an example to be followed, and eval mode; a new one needs neither."""
-
-    class Looped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = small()
-
-        def forward(self, x: Tensor) -> Tensor:
-            out = self.body(x) if float(x.detach().sum()) < 1e9 else x
-            assert isinstance(out, Tensor)
-            return out
-
-    fused, fresh = randomized(Looped()), Looped().train()
-    fuse_(fused, IMAGE)
-    apply_fusion_record_(fresh, fusion_record(fused))
-    fresh.load_state_dict(fused.state_dict())
-    assert torch.equal(outputs(fresh.eval(), IMAGE), outputs(fused, IMAGE))
+    fused, fresh = (Net(data_dependent(lambda m, x: m.other(x))) for _ in range(2))
+    fused.other, fresh.other = small(), small()  # type: ignore[assignment]
+    fuse_(fused.eval(), IMAGE)
+    apply_fusion_record_(fresh.train(), fusion_record(fused))
+    assert same_after_loading(fresh, fused)
 
 
 def test_explicit_padding_is_replayed() -> None:
-    def build_padded() -> nn.Module:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3, padding=1))
-        return randomized(model)
-
-    fused, fresh = build_padded(), build_padded()
+    fused, fresh = (
+        randomized(nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3, padding=1))) for _ in "ab"
+    )
     assert fuse_(fused, IMAGE, constant_pad=True).applied
     apply_fusion_record_(fresh, fusion_record(fused))
     assert type(fresh[0]) is ConstantPad
-    fresh.load_state_dict(fused.state_dict())
-    assert torch.equal(outputs(fresh, IMAGE), outputs(fused, IMAGE))
+    assert same_after_loading(fresh, fused)
 
 
 def test_the_record_survives_copies_pickling_quantizing_and_a_second_fuse() -> None:
@@ -119,8 +109,7 @@ def test_a_part_of_a_fused_model_has_its_part_of_the_record() -> None:
     assert isinstance(part, nn.Sequential)
     assert [entry["kind"] for entry in fusion_record(part)] == ["block", "batchnorm"]
     apply_fusion_record_(fresh[0], fusion_record(part))
-    fresh[0].load_state_dict(part.state_dict())
-    assert torch.equal(outputs(fresh[0], IMAGE), outputs(part, IMAGE))
+    assert same_after_loading(fresh[0], part)
     wrapped, fresh = nn.Sequential(nn.Identity(), model), nn.Sequential(nn.Identity(), small())
     apply_fusion_record_(fresh, fusion_record(wrapped))
     assert structure(fresh) == structure(wrapped)
@@ -132,20 +121,12 @@ def test_a_wrapper_of_torch_leaves_the_record_with_the_model_inside() -> None:
     record = fusion_record(model)
     assert [e.get("path", e.get("layers")) for e in record] == ["0.2", ["0.0.conv"], ["1"]]
     apply_fusion_record_(fresh, record)
-    fresh.load_state_dict(model.state_dict())
-    assert torch.equal(outputs(fresh, IMAGE), outputs(model, IMAGE))
+    assert same_after_loading(fresh, model)
 
 
 def test_entries_of_parts_that_were_replaced_later_come_first() -> None:
     """A BatchNorm folded inside a block, whose branches are merged afterwards."""
-
-    def build_net() -> nn.Sequential:
-        torch.manual_seed(0)
-        net = nn.Sequential(RepVGGBlock(8, 8))
-        randomized(net)
-        return net
-
-    fused, fresh = build_net(), build_net()
+    fused, fresh = build("repvgg-stride"), build("repvgg-stride")
     fuse_(fused, reparameterize=False)
     fuse_(fused)
     record = fusion_record(fused)
@@ -158,23 +139,13 @@ def test_a_model_fused_already_is_left_alone() -> None:
     fused, other = small(), small()
     fuse_(fused, IMAGE)
     fuse_(other)
-    state = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    state = copied(other)
     apply_fusion_record_(other, fusion_record(fused))
-    assert all(torch.equal(tensor, state[name]) for name, tensor in other.state_dict().items())
+    assert same_state(other, state)
 
 
 def test_the_family_of_a_user_has_to_be_registered_where_it_is_replayed() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.wide, self.narrow = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 4, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out = self.one(x) if hasattr(self, "one") else self.wide(x) + self.narrow(x)
-            assert isinstance(out, Tensor)
-            return out
-
-    register_block("two", branches=("wide", "narrow"), writes="one")(Two)
+    register_block("two", branches=("wide", "narrow"), writes="merged_conv", bypass=("act",))(Two)
     try:
         fused, fresh = nn.Sequential(Two()).eval(), nn.Sequential(Two())
         fuse_(fused)
@@ -236,13 +207,10 @@ DAMAGED: dict[str, tuple[Any, type[Exception], str]] = {
 def test_a_damaged_record_is_refused_and_changes_nothing(name: str) -> None:
     damaged, kind, message = DAMAGED[name]
     model = small()
-    before, state = structure(model), copy.deepcopy(model.state_dict())
-    record = (
-        [block(), *damaged] if isinstance(damaged, list) and "0.2" not in str(damaged) else damaged
-    )
+    before, state = structure(model), copied(model)
+    is_fold = isinstance(damaged, list) and "0.2" not in str(damaged)
     with pytest.raises(kind, match=message):
-        apply_fusion_record_(model, record)
+        apply_fusion_record_(model, [block(), *damaged] if is_fold else damaged)
     assert structure(model) == before
-    assert list(model.state_dict()) == list(state)
-    assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items())
+    assert same_state(model, state)
     assert fusion_record(model) == []

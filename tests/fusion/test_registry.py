@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.fusion.common import error, outputs, randomized
+from tests.fusion.common import fused_exactly, image, randomized
 from torchq.errors import ConfigError
-from torchq.fusion import fuse_, register_block
+from torchq.fusion import register_block
 from torchq.fusion.blocks import BLOCKS
 from torchq.fusion.linear_map import (
     Geometry,
@@ -31,9 +31,8 @@ class Two(nn.Module):
         self.act = nn.ReLU()
 
     def forward(self, x: Tensor) -> Any:
-        if hasattr(self, "merged_conv"):
-            return self.act(self.merged_conv(x))
-        return self.act(self.wide(x) + self.narrow(x))
+        is_merged = hasattr(self, "merged_conv")
+        return self.act(self.merged_conv(x) if is_merged else self.wide(x) + self.narrow(x))
 
 
 @pytest.mark.parametrize(
@@ -46,12 +45,9 @@ def test_register_block(decorate: Any) -> None:
     register_block("two", **fields)(decorate)
     try:
         torch.manual_seed(0)
-        model = nn.Sequential(Two()).eval()
-        x = torch.randn(1, 4, 6, 6)
-        want = outputs(model, x)
-        assert fuse_(model).fused[0].kind == "two"
+        model = nn.Sequential(Two()).double().eval()
+        assert fused_exactly(model, image()).fused[0].kind == "two"
         assert sorted(model.state_dict()) == ["0.merged_conv.bias", "0.merged_conv.weight"]
-        assert error(outputs(model, x), want) <= 1e-5
         with pytest.raises(ConfigError, match="block family 'two' is registered already"):
             register_block("two")(Two)
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import threading
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.fusion.blocks.repvgg import RepVGGBlock
-from tests.fusion.common import error, outputs, randomized
+from tests.fusion.common import Net, copied, fused_exactly, image, outputs, randomized, same_state
 from tests.fusion.test_record import IMAGE, small
 from torchq.errors import ConfigError, FuseError
 from torchq.fusion import fuse_, fusion_record
@@ -30,38 +29,29 @@ class Refuses(nn.Module):
 def test_models_that_cannot_be_copied_are_an_error_that_names_the_module() -> None:
     body = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), Refuses())
     model = nn.Sequential(nn.ReLU(), body).eval()
-    with pytest.raises(
-        FuseError,
-        match=r"1\.2: got a Refuses that cannot be copied \(one of a kind\); expected one that",
-    ):
+    text = r"1\.2: got a Refuses that cannot be copied \(one of a kind\); expected one that"
+    with pytest.raises(FuseError, match=text):
         fuse_(model)
 
 
 def test_attributes_that_cannot_be_copied_are_shared_with_the_trial_copy() -> None:
     """A Python module, a lock, a method bound to the module that holds them."""
 
-    class Holds(nn.Module):
+    class Holds(Net):
         def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.bn = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+            super().__init__(lambda m, x: m.bn(m.conv(x)).relu() * m.library.pi)
             self.library, self.locks = math, {"lock": [threading.Lock()]}
-            self.forward = self.run
+            self.forward = self.called
 
-        def run(self, x: Tensor) -> Tensor:
-            out = self.bn(self.conv(x)).relu() * self.library.pi
-            assert isinstance(out, Tensor)
-            return out
+        def called(self, x: Tensor) -> Any:
+            return self.run(self, x)
 
-    model = nn.Sequential(Holds(), RepVGGBlock(4, 4))
-    randomized(model)
+    model = randomized(nn.Sequential(Holds(), RepVGGBlock(4, 4))).double()
     model[1].rbr_dense.conv.backend = math
-    x = torch.randn(2, 4, 6, 6)
-    want = outputs(model, x)
-    report = fuse_(model, x).require_all()
-    assert report.applied
-    assert len(report.fused) == 2
+    x = image()
+    report = fused_exactly(model, x, x).require_all()
+    assert report.applied and len(report.fused) == 2
     assert model[0].library is math
-    assert error(outputs(model, x), want) <= 1e-5
 
 
 def interrupted(times: int) -> Callable[..., None]:
@@ -86,9 +76,8 @@ def test_an_interrupted_fuse_leaves_the_model_as_it_was(
         restored = nn.Sequential(model[1], model[2])
         quantize_(restored)
         calibrate(restored, [torch.randn(2, 8, 5, 5)], progress=False)
-    modules = list(model.named_modules())
-    parameters = list(model.named_parameters())
-    state = copy.deepcopy(model.state_dict())
+    modules, parameters = list(model.named_modules()), list(model.named_parameters())
+    state = copied(model)
     # twice on the copy, once on the model: the second of its edits is interrupted half way
     monkeypatch.setattr(FoldEdit, "apply", interrupted(4))
     with pytest.raises(KeyboardInterrupt):
@@ -96,54 +85,37 @@ def test_an_interrupted_fuse_leaves_the_model_as_it_was(
     monkeypatch.undo()
     assert list(model.named_modules()) == modules
     assert all(a is b for (_, a), (_, b) in zip(parameters, model.named_parameters(), strict=True))
-    assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items())
+    assert same_state(model, state)
     assert fusion_record(model) == []
     assert len(fuse_(model, IMAGE).fused) == 3
 
 
-def reported() -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), RepVGGBlock(8, 8), nn.ReLU())
-    return randomized(nn.Sequential(*layers, nn.BatchNorm2d(8)))
-
-
 def test_reports_are_wrapped_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    model = reported()
-    report = fuse_(model)
-    text = str(report)
+    report = fuse_(nn.Sequential(*small(), nn.ReLU(), nn.BatchNorm2d(8)).eval())
+    text, reason = str(report), report.reason("4")
     assert max(map(len, text.splitlines())) <= 60
-    reason = report.reason("4")
     assert reason is not None
     assert " ".join(reason.split()) in " ".join(text.split())
 
 
-class TwoInputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.bn = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
-
-    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
-        out = self.bn(self.conv(x)) + shift
-        assert isinstance(out, Tensor)
-        return out
+class TwoInputs(Net):
+    def forward(self, x: Tensor, shift: Tensor) -> Any:  # type: ignore[override]
+        return self.bn(self.conv(x)) + shift
 
 
-class Optional(TwoInputs):
-    def forward(self, x: Tensor, shift: float = 0.0) -> Tensor:  # type: ignore[override]
-        out = self.bn(self.conv(x)) + shift
-        assert isinstance(out, Tensor)
-        return out
+class Optional(Net):
+    def forward(self, x: Tensor, shift: float = 0.0) -> Any:
+        return self.bn(self.conv(x)) + shift
 
 
 def test_a_batch_with_labels_is_an_example() -> None:
     """As a loader yields it: the label is no argument, and the second input of a model is one."""
-    x, labels, shift = torch.randn(2, 3, 4, 4), torch.tensor([0, 1]), torch.ones(4, 1, 1)
-    assert fuse_(reported(), (torch.randn(2, 3, 8, 8), labels)).applied
+    x, labels, shift = torch.randn(2, 4, 4, 4), torch.tensor([0, 1]), torch.ones(4, 1, 1)
+    assert fuse_(small(), (IMAGE, labels)).applied
     for example in ((x, shift), [x, shift, labels], {"x": x, "shift": shift}):
         torch.manual_seed(0)
-        report = fuse_(randomized(TwoInputs()), example)
-        assert report.applied
-        assert report.error is not None
+        report = fuse_(randomized(TwoInputs(outputs)), example)
+        assert report.applied and report.error is not None
     with pytest.raises(ConfigError, match="an optional argument and a label look the same"):
-        fuse_(randomized(Optional()), (x, labels))
+        fuse_(randomized(Optional(outputs)), (x, labels))

@@ -304,9 +304,8 @@ def test_wrong_arguments_are_named(runner: GraphRunner, arguments, text: str) ->
 
 def test_paths_of_several_values_are_refused() -> None:
     runner = GraphRunner(trace(Repeated(), (X, X)).graph_module)
-    with pytest.raises(
-        ConfigError, match=r"'layers.0', which is called 2 times; .*: layers_0, layers_2"
-    ):
+    text = r"'layers.0', which is called 2 times; .*: layers_0, layers_2"
+    with pytest.raises(ConfigError, match=text):
         runner.run((X, X), outputs="layers.0")
     with pytest.raises(ConfigError, match=r"got 1 values; expected 2 for x, y"):
         runner.run(X)

@@ -61,9 +61,8 @@ def test_names_with_wildcards_are_meant_literally() -> None:
 def test_a_rule_must_match_its_layer_unless_it_is_optional() -> None:
     general = Rule("*", weight=FOUR)
     required = Rule(nn.Linear, weight=EIGHT, position="first")
-    with pytest.raises(
-        ConfigError, match=r"Linear \(first layer\): the first layer is 1; expected one that it"
-    ):
+    text = r"Linear \(first layer\): the first layer is 1; expected one that it"
+    with pytest.raises(ConfigError, match=text):
         torchq.plan(net(), QuantConfig((general, required)))
     optional = Rule(nn.Linear, weight=EIGHT, position="first", optional=True)
     report = torchq.plan(net(), QuantConfig((general, optional)))

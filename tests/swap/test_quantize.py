@@ -40,9 +40,8 @@ def test_a_second_time_quantizes_what_is_left() -> None:
     assert [d.name for d in report.replaced] == ["3"]
     assert {d.name: d.reason for d in report.skipped} == {"0": "quantized already"}
     assert model[0].input_quantizer is first
-    with pytest.raises(
-        ConfigError, match=r"nothing to quantize \(0: quantized already; 3: quantized already\)"
-    ):
+    text = r"nothing to quantize \(0: quantized already; 3: quantized already\)"
+    with pytest.raises(ConfigError, match=text):
         torchq.quantize_(model)
 
 

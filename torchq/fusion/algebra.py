@@ -36,13 +36,13 @@ def batch_norm_affine(
     return scale, shift if bias is None else shift + bias.double()
 
 
-def _per_output(vector: Tensor, kernel: Tensor) -> Tensor:
-    """Return ``vector`` laid out to multiply axis 0 of ``kernel``."""
-    return vector.reshape(-1, *[1] * (kernel.dim() - 1))
-
-
-def _bias(bias: Tensor | None, like: Tensor, channels: int) -> Tensor:
-    return like.new_zeros(channels) if bias is None else bias.double()
+def _scaled(kernel: Tensor, scale: Tensor, groups: int, axis: int) -> Tensor:
+    """Return a kernel with the channels of axis 0 scaled, or those of axis 1 of each group."""
+    if axis == 0:
+        return kernel * scale.reshape(-1, *[1] * (kernel.dim() - 1))
+    grouped = kernel.reshape(groups, -1, *kernel.shape[1:])
+    factor = scale.reshape(groups, 1, -1, *[1] * (kernel.dim() - 2))
+    return (grouped * factor).reshape(kernel.shape)
 
 
 def fold_affine_after(
@@ -54,19 +54,10 @@ def fold_affine_after(
     groups: int = 1,
     transposed: bool = False,
 ) -> KernelBias:
-    """Return the layer that computes ``scale * layer(x) + shift``: a BatchNorm behind a layer.
-
-    Groups count for transposed kernels alone, whose entry ``[i, j]`` has the group of ``i``.
-    """
-    kernel, scale, shift = kernel.double(), scale.double(), shift.double()
-    out = kernel.shape[1] * groups if transposed else kernel.shape[0]
-    if transposed:
-        grouped = kernel.reshape(groups, -1, *kernel.shape[1:])
-        factor = scale.reshape(groups, 1, -1, *[1] * (kernel.dim() - 2))
-        folded = (grouped * factor).reshape(kernel.shape)
-    else:
-        folded = kernel * _per_output(scale, kernel)
-    return KernelBias(folded, scale * _bias(bias, kernel, out) + shift)
+    """Return the layer that computes ``scale * layer(x) + shift``: a BatchNorm behind a layer."""
+    scale, shift = scale.double(), shift.double()
+    folded = _scaled(kernel.double(), scale, groups, axis=1 if transposed else 0)
+    return KernelBias(folded, shift if bias is None else scale * bias.double() + shift)
 
 
 def fold_affine_before(
@@ -87,59 +78,41 @@ def fold_affine_before(
     kernel, scale, shift = kernel.double(), scale.double(), shift.double()
     taps = kernel.flatten(2).sum(-1) if kernel.dim() > 2 else kernel
     taps = taps.reshape(groups, -1, taps.shape[1])
-    by_group = shift.reshape(groups, -1)
-    if transposed:
-        extra = torch.einsum("gij,gi->gj", taps, by_group).flatten()
-        folded = kernel * _per_output(scale, kernel)
-    else:
-        extra = torch.einsum("goi,gi->go", taps, by_group).flatten()
-        grouped = kernel.reshape(groups, -1, *kernel.shape[1:])
-        factor = scale.reshape(groups, 1, -1, *[1] * (kernel.dim() - 2))
-        folded = (grouped * factor).reshape(kernel.shape)
-    return KernelBias(folded, extra + _bias(bias, kernel, extra.numel()))
+    summed = "gij,gi->gj" if transposed else "goi,gi->go"
+    extra = torch.einsum(summed, taps, shift.reshape(groups, -1)).flatten()
+    folded = _scaled(kernel, scale, groups, axis=0 if transposed else 1)
+    return KernelBias(folded, extra if bias is None else extra + bias.double())
 
 
 def identity_kernel(
-    channels: int,
-    groups: int,
-    window: Sequence[int],
-    *,
-    at: Sequence[int] | None = None,
+    channels: int, groups: int, window: Sequence[int], *, at: Sequence[int] | None = None
 ) -> Tensor:
-    """Return the kernel of ``x -> x``: a one in ``[i, i mod (channels / groups)]``.
-
-    Some converters of the original repositories fill a diagonal of the
-    ``(channels, channels / groups)`` matrix instead, which is wrong for groups > 1.
-    """
-    per_group = channels // groups
+    """Return the kernel of ``x -> x``: a one in ``[i, i mod (channels / groups)]``."""
     position = tuple(size // 2 for size in window) if at is None else tuple(at)
-    kernel = torch.zeros(channels, per_group, *window, dtype=torch.float64, device="cpu")
-    rows = torch.arange(channels, device="cpu")
-    ones: tuple[Any, ...] = (rows, rows % per_group, *position)
-    kernel[ones] = 1.0
-    return kernel
+    return _by_channel(channels, groups, window, position, 1.0)
 
 
 def avg_pool_kernel(
-    channels: int,
-    groups: int,
-    window: Sequence[int],
-    divisor: int | None = None,
+    channels: int, groups: int, window: Sequence[int], divisor: int | None = None
 ) -> Tensor:
     """Return the kernel of an average pool that counts its padding."""
+    return _by_channel(channels, groups, window, (), 1.0 / (divisor or math.prod(window)))
+
+
+def _by_channel(
+    channels: int, groups: int, window: Sequence[int], taps: tuple[int, ...], value: float
+) -> Tensor:
+    """Return a kernel in which each channel reads itself alone, at one tap or at all."""
     per_group = channels // groups
     kernel = torch.zeros(channels, per_group, *window, dtype=torch.float64, device="cpu")
     rows = torch.arange(channels, device="cpu")
-    kernel[rows, rows % per_group] = 1.0 / (divisor or math.prod(window))
+    places: tuple[Any, ...] = (rows, rows % per_group, *taps)
+    kernel[places] = value
     return kernel
 
 
 def pad_kernel(kernel: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:
-    """Return ``kernel`` with zero taps around its window.
-
-    To align a branch of padding ``p1`` with one of padding ``p2``, ``p2 - p1`` taps are put
-    before its window.
-    """
+    """Return ``kernel`` with zero taps around its window, as many as paddings differ by."""
     pairs = zip(reversed(before), reversed(after), strict=True)
     flat = [amount for pair in pairs for amount in pair]
     return F.pad(kernel, flat) if flat else kernel

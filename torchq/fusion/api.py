@@ -144,10 +144,7 @@ def _check_model(model: Any) -> None:
 
 
 def _compare(model: nn.Module, fused: nn.Module, example: Any, report: FuseReport) -> FuseReport:
-    """Run both models on the example with the same random numbers.
-
-    The limit is that of the lowest precision among the parameters.
-    """
+    """Compare both models on the example, within the limit of the lowest precision in use."""
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.float32}
     limit = max(TOLERANCE.get(dtype, 1e-4) for dtype in dtypes)
     if holds_quantizers(model):
@@ -206,9 +203,7 @@ def _finish(model: nn.Module, trial: Trial, report: FuseReport, dry_run: bool) -
 
 
 def _fused(graph: Graph, reparameterize: bool) -> Graph:
-    """Return a graph whose model is a fused copy."""
-    module = copy.deepcopy(graph.module)
-    example = graph.attributes.get("example")
+    module, example = copy.deepcopy(graph.module), graph.attributes.get("example")
     fuse_(module, example, reparameterize=reparameterize, progress=False)
     return graph.with_module(module)
 

@@ -30,10 +30,7 @@ from torchq.utils import Registry, copy_module, set_submodule
 
 
 def geometry_of(layer: Any) -> Geometry | None:
-    """Return the geometry of a layer's dense kernel.
-
-    Transposed convolutions, padding by name and padding other than by zeros have none.
-    """
+    """Return the geometry of a layer's dense kernel; None without padding by numbers of zeros."""
     if isinstance(layer, nn.Linear):
         return Geometry(layer.in_features, layer.out_features, 1, (), (), (), ())
     if not isinstance(layer, CONVOLUTIONS) or isinstance(layer.padding, str):
@@ -41,10 +38,8 @@ def geometry_of(layer: Any) -> Geometry | None:
     if layer.padding_mode != "zeros" and any(layer.padding):
         return None
     window = tuple(d * (k - 1) + 1 for d, k in zip(layer.dilation, layer.kernel_size, strict=True))
-    padding, stride = layer.padding, layer.stride
-    return Geometry(
-        layer.in_channels, layer.out_channels, layer.groups, window, padding, padding, stride
-    )
+    channels = (layer.in_channels, layer.out_channels, layer.groups)
+    return Geometry(*channels, window, layer.padding, layer.padding, layer.stride)
 
 
 @dataclass(frozen=True)
@@ -233,17 +228,16 @@ def register_block(name: str, **fields: Any) -> Callable[[T], T]:
     """
 
     def decorator(target: T) -> T:
-        if isinstance(target, type):
-            cls = target
-            fields.setdefault("has", tuple(b for b in fields.get("branches", ()) if "*" not in b))
-            rule = BlockRule(name=name, when=lambda block: isinstance(block, cls), **fields)
-            BLOCKS.add(name, rule)
-        elif callable(target):
-            BLOCKS.add(name, BlockRule(name=name, when=target, **fields))
-        else:
+        given: Any = target
+        if not callable(given):
             raise ConfigError(
                 f"register_block({name!r}): got {target!r}; expected a class or a predicate"
             )
+        is_class = isinstance(given, type)
+        if is_class:
+            fields.setdefault("has", tuple(b for b in fields.get("branches", ()) if "*" not in b))
+        when = (lambda block: isinstance(block, given)) if is_class else given
+        BLOCKS.add(name, BlockRule(name=name, when=when, **fields))
         return target
 
     return decorator
@@ -311,10 +305,7 @@ def _write(block: Any, name: str, layer: MergedLayer) -> None:
 
 @dataclass(frozen=True)
 class BlockEdit:
-    """A planned merge of one block; ``layers`` are in the order in which the rule asks for them.
-
-    ``fusion`` is None where a record is replayed.
-    """
+    """A planned merge of a block, or one of a record, without ``fusion``; layers are in order."""
 
     path: str
     rule: BlockRule
@@ -371,10 +362,8 @@ def _plan_block(path: str, block: nn.Module) -> BlockEdit | Refusal | None:
 
 
 def _has_silent_norm(block: nn.Module) -> bool:
-    """Return True if a norm multiplies all channels by zero, as residual blocks often begin.
-
-    Such a block computes less than it will after training: that it looks linear proves nothing.
-    """
+    """Return True if a norm multiplies all channels by zero, as residual blocks often begin."""
+    # Such a block computes less than it will after training: that it looks linear proves nothing.
     weights = [m.weight for m in block.modules() if is_norm(m)]
     return any(weight is not None and not weight.detach().any() for weight in weights)
 
@@ -387,10 +376,7 @@ def _convert_copy(path: str, block: nn.Module, rule: BlockRule) -> BlockEdit:
     errors: list[float] = []
 
     def merge(
-        function: Function,
-        main: Any = None,
-        *,
-        in_channels: int | None = None,
+        function: Function, main: Any = None, *, in_channels: int | None = None
     ) -> MergedLayer:
         hint = geometry_of(main) if is_layer(main) else None
         if in_channels is None:
@@ -408,22 +394,15 @@ def _convert_copy(path: str, block: nn.Module, rule: BlockRule) -> BlockEdit:
             f"merging would be off by {errors[-1]:.1e} (relative, float64);"
             f" expected at most {TOLERANCE:.0e}"
         )
-    fusion = _row(path, block, rule, max(errors))
-    return BlockEdit(path, rule, tuple(layers), fusion)
-
-
-def _row(path: str, block: nn.Module, rule: BlockRule, error: float) -> Fusion:
     present = [n for n in attributes_like(block, rule.branches) if getattr(block, n) is not None]
     parts = tuple(f"{path}.{name}".lstrip(".") for name in present)
     name = path if rule.writes is None else f"{path}.{rule.writes}".lstrip(".")
-    return Fusion(name, rule.name, parts, error, "names")
+    fusion = Fusion(name, rule.name, parts, max(errors), "names")
+    return BlockEdit(path, rule, tuple(layers), fusion)
 
 
 def _block_error(before: nn.Module, after: nn.Module, layer: MergedLayer) -> float:
-    """Return the relative error of the whole block, activation included, on two input sizes.
-
-    A block that needs more than one tensor gives 0: its layers were compared one by one.
-    """
+    """Return the error of the whole block on two sizes; 0 for one that needs several tensors."""
     error = 0.0
     for x in random_inputs(layer.geometry, (2, 5)):
         with torch.no_grad():

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torchq.fusion.algebra import KernelBias, fold_affine_after, fold_affine_before
 from torchq.fusion.linear_map import relative_error
 from torchq.fusion.modules import (
-    CONVOLUTIONS,
     TRANSPOSED,
+    calls_children,
     norm_affine,
     norm_remainder,
     torch_base,
 )
 from torchq.fusion.pairs import Pair
-from torchq.fusion.quantized import QUANTIZED_FOLD_TOLERANCE, RescalesOutput, holds_quantizers
+from torchq.fusion.quantized import QUANTIZED_FOLD_TOLERANCE, RescalesOutput
 from torchq.fusion.report import Fusion, Refusal
 from torchq.utils import copy_module, set_submodule
 
@@ -88,11 +88,7 @@ class LayerNumbers:
 
 
 def replace_parameter(layer: nn.Module, name: str, value: Tensor) -> None:
-    """Put a new parameter of ``value`` in place of an old one.
-
-    Device, memory format, ``requires_grad`` and attributes of the old parameter are kept; where
-    there was none, those of the layer's weight are taken.
-    """
+    """Put a parameter of ``value``, like the old one or else the weight, in place of an old one."""
     old = getattr(layer, name)
     like = layer.get_parameter("weight") if old is None else old
     if old is not None and old.shape == value.shape:
@@ -107,11 +103,7 @@ def replace_parameter(layer: nn.Module, name: str, value: Tensor) -> None:
 
 @dataclass(frozen=True)
 class FoldEdit:
-    """A planned fold: new numbers by the path of a layer, and all paths of the BatchNorm.
-
-    ``pad`` takes its place in front of a padded layer. ``fusion`` is None where a record is
-    replayed.
-    """
+    """A planned fold, or one of a record, without ``fusion``; ``pad`` replaces the BatchNorm."""
 
     numbers: dict[str, LayerNumbers]
     norms: tuple[str, ...]
@@ -141,10 +133,7 @@ class FoldEdit:
 
 
 def plan_fold(model: nn.Module, pair: Pair, *, verify: bool) -> FoldEdit | Refusal:
-    """Return one fold, or why it would not be exact.
-
-    Without ``verify``, only layers and BatchNorms that are not of torch.nn are compared.
-    """
+    """Return one fold, or why it would not be exact; ``verify`` compares classes of torch too."""
     norm = model.get_submodule(pair.norm)
     scale, shift = norm_affine(norm)
     numbers: dict[str, LayerNumbers] = {}
@@ -221,15 +210,6 @@ def _double(module: nn.Module) -> Any:
     return copy_module(module).cpu().double()
 
 
-def _calls_children(module: nn.Module) -> bool:
-    """Return True for a layer with modules inside, such as detectron2's Conv2d with its norm."""
-    return (
-        isinstance(module, (*CONVOLUTIONS, nn.Linear))
-        and next(module.children(), None) is not None
-        and not holds_quantizers(module)
-    )
-
-
 def _run(parts: list[Any], x: Tensor) -> Tensor:
     """Return what ``parts`` compute one after the other, past hooks, in float64 on the CPU."""
     ndims = {nn.BatchNorm2d: 4, nn.BatchNorm3d: 5}
@@ -239,22 +219,18 @@ def _run(parts: list[Any], x: Tensor) -> Tensor:
                 if x.dim() == 2 and isinstance(part, kind):  # tokens, with features on axis 1
                     x = x.reshape(*x.shape, *[1] * (ndim - 2))
             # Of a layer that calls children only torch's own part is compared.
-            x = torch_base(part).forward(part, x) if _calls_children(part) else part.forward(x)
+            x = torch_base(part).forward(part, x) if calls_children(part) else part.forward(x)
     return x.flatten(1) if isinstance(parts[0], nn.Linear) else x
 
 
 def _sample(layer: Any, generator: torch.Generator) -> Tensor:
     """Return a random float64 input for ``layer``."""
-    if isinstance(layer, nn.Linear):
-        shape: tuple[int, ...] = (4, layer.in_features)
-        return torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
-    pads = layer.padding if isinstance(layer.padding, tuple) else (0,) * len(layer.kernel_size)
-    spatial = []
-    for axis, (d, k, p) in enumerate(zip(layer.dilation, layer.kernel_size, pads, strict=True)):
-        window = d * (k - 1) + 1
+    shape = [4, layer.in_features] if isinstance(layer, nn.Linear) else [2, layer.in_channels]
+    for axis, kernel in enumerate(getattr(layer, "kernel_size", ())):
+        p = 0 if isinstance(layer.padding, str) else layer.padding[axis]
+        window = layer.dilation[axis] * (kernel - 1) + 1
         # A wide window (of an atrous layer) is shown only as far as the padding leaves an output.
         least = max(window - 2 * p, min(window, _WIDE))
         least = least if layer.padding_mode == "zeros" else max(window, p + 1)
-        spatial.append(3 if isinstance(layer, TRANSPOSED) else least + 1 + axis)
-    shape = (2, layer.in_channels, *spatial)
+        shape.append(3 if isinstance(layer, TRANSPOSED) else least + 1 + axis)
     return torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")

@@ -37,10 +37,7 @@ Ints = tuple[int, ...]
 
 
 class NotAffine(Exception):
-    """The value is not a linear shift-invariant map; the text says which operation is in the way.
-
-    No public function of torchq raises it.
-    """
+    """The value is no linear shift-invariant map; the text says which operation is in the way."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +77,8 @@ class Geometry:
 class Affine:
     """A linear, shift-invariant map of one source tensor, which stands for its result.
 
-    A block's own ``forward`` is run on it: its Python control flow is followed for real, and torch
-    functions and methods are looked up by name in ``_OPERATORS``, so ``a + b``, ``torch.add(a, b)``
-    and ``a.add_(b)`` are one. Kernels are computed when they are asked for, in float64.
-    ``is_identity`` says that it is the source itself.
+    A block's own ``forward`` is run on it: torch functions and methods are looked up by name in
+    ``_OPERATORS``. Kernels are computed when they are asked for, in float64.
     """
 
     def __init__(
@@ -123,10 +118,7 @@ class Affine:
         """Return the dimensions of the tensor that this stands for, with the batch."""
         return self.geometry.spatial_dims + 2
 
-    @property
-    def ndim(self) -> int:
-        """The same as :meth:`dim`."""
-        return self.dim()
+    ndim = property(dim)
 
     def size(self, axis: int | None = None) -> int:
         """Return the number of channels; no other size is known."""
@@ -159,9 +151,7 @@ class Affine:
             )
 
         def second() -> KernelBias:
-            dense = weight.double()
-            if dilation:
-                dense = dilate_kernel(dense, dilation)
+            dense = dilate_kernel(weight.double(), dilation) if dilation else weight.double()
             zeros = dense.new_zeros(geometry.out_channels)
             return KernelBias(dense, zeros if bias is None else bias.double())
 
@@ -268,12 +258,11 @@ def _operator_named(name: str, shown: str = "") -> Callable[..., Any]:
     return _OPERATORS[name]
 
 
-def _operator(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _operator(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that enters a function under the names of torch functions."""
 
     def enter(function: Callable[..., Any]) -> Callable[..., Any]:
-        for name in names:
-            _OPERATORS[name] = function
+        _OPERATORS.update(dict.fromkeys(names.split(), function))
         return function
 
     return enter
@@ -291,12 +280,9 @@ def _constant(value: Any, like: Affine) -> Tensor:
     return tensor.reshape(-1)
 
 
-@_operator("add", "add_", "__add__", "__radd__", "__iadd__")
+@_operator("add add_ __add__ __radd__ __iadd__")
 def _add(a: Any, b: Any, *, alpha: float = 1.0) -> Affine:
-    if isinstance(b, Affine) and alpha != 1:
-        b = _mul(b, alpha)
-    elif alpha != 1:
-        b = b * alpha
+    b = b if alpha == 1 else b * alpha
     if isinstance(a, Affine) and isinstance(b, Affine):
         return a.plus(b)
     value, constant = (a, b) if isinstance(a, Affine) else (b, a)
@@ -305,12 +291,12 @@ def _add(a: Any, b: Any, *, alpha: float = 1.0) -> Affine:
     return value.scale(None, _constant(constant, value))
 
 
-@_operator("sub", "sub_", "__sub__", "__isub__")
+@_operator("sub sub_ __sub__ __isub__")
 def _sub(a: Any, b: Any, *, alpha: float = 1.0) -> Affine:
-    return _add(a, _mul(b, -alpha) if isinstance(b, Affine) else -alpha * b)
+    return _add(a, b, alpha=-alpha)
 
 
-@_operator("mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply")
+@_operator("mul mul_ __mul__ __rmul__ __imul__ multiply")
 def _mul(a: Any, b: Any) -> Affine:
     if isinstance(a, Affine) and isinstance(b, Affine):
         raise NotAffine("a product of two maps")
@@ -318,32 +304,26 @@ def _mul(a: Any, b: Any) -> Affine:
     return value.scale(_constant(constant, value), None)
 
 
-@_operator("div", "div_", "__truediv__", "__itruediv__", "true_divide")
+@_operator("div div_ __truediv__ __itruediv__ true_divide")
 def _div(a: Any, b: Any) -> Affine:
     if isinstance(b, Affine):
         raise NotAffine("a division by a map")
     return a.scale(1.0 / _constant(b, a), None)
 
 
-_SIMPLE: dict[tuple[str, ...], Callable[..., Any]] = {
-    ("rsub", "__rsub__"): lambda a, b: _sub(b, a),
-    ("neg", "__neg__", "negative"): lambda a: _mul(a, -1.0),
-    ("contiguous", "clone", "detach", "requires_grad_"): lambda a, *args, **kwargs: a,
-}
-for _names, _function in _SIMPLE.items():
-    _operator(*_names)(_function)
+_operator("rsub __rsub__")(lambda a, b: _sub(b, a))
+_operator("neg __neg__ negative")(lambda a: _mul(a, -1.0))
+_operator("contiguous clone detach requires_grad_")(lambda a, *args, **kwargs: a)
 
 
-@_operator(
-    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"
-)
+@_operator("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout")
 def _dropout(a: Affine, p: float = 0.5, training: bool = True, inplace: bool = False) -> Affine:
     if training and p > 0:
         raise NotAffine("dropout in training mode")
     return a
 
 
-@_operator("leaky_relu", "leaky_relu_")
+@_operator("leaky_relu leaky_relu_")
 def _leaky_relu(a: Affine, negative_slope: float = 0.01, inplace: bool = False) -> Affine:
     if float(negative_slope) != 1.0:  # VanillaNet anneals the slope to 1
         raise NotAffine(f"leaky_relu of slope {float(negative_slope):g}")
@@ -376,7 +356,7 @@ def _ints(value: Any, spatial_dims: int) -> Ints:
     return given * spatial_dims if len(given) == 1 else given
 
 
-@_operator("conv1d", "conv2d", "conv3d")
+@_operator("conv1d conv2d conv3d")
 def _conv(
     a: Any,
     weight: Any,
@@ -410,7 +390,7 @@ def _linear(a: Affine, weight: Tensor, bias: Tensor | None = None) -> Affine:
     return a.convolve(weight, bias, Geometry(weight.shape[1], weight.shape[0], 1, (), (), (), ()))
 
 
-@_operator("avg_pool1d", "avg_pool2d", "avg_pool3d")
+@_operator("avg_pool1d avg_pool2d avg_pool3d")
 def _avg_pool(
     a: Affine,
     kernel_size: Any,
@@ -441,7 +421,7 @@ def _pad(
     return a.padded(tuple(reversed(full[0::2])), tuple(reversed(full[1::2])))
 
 
-@_operator("__getitem__", "getitem")
+@_operator("__getitem__ getitem")
 def _crop(a: Affine, index: Any) -> Affine:
     slices = index if isinstance(index, tuple) else (index,)
     plain = all(isinstance(part, slice) and part.step in (None, 1) for part in slices)
@@ -471,11 +451,7 @@ def apply_map(x: Tensor, geometry: Geometry, value: KernelBias) -> Tensor:
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """Return the largest absolute difference over the largest finite magnitude of ``want``.
-
-    Infinities and NaN count as equal to themselves; elsewhere they, and differing shapes, give an
-    infinite error.
-    """
+    """Return the largest absolute difference over the largest finite magnitude of ``want``."""
     if got.shape != want.shape:
         return math.inf
     if want.numel() == 0:
@@ -499,11 +475,7 @@ def collapse(
 
 
 def extract(function: Function, geometry: Geometry) -> tuple[Geometry, KernelBias]:
-    """Read the kernel of a callable from its gradients, whatever is inside.
-
-    The kernel of output channel ``c`` is the gradient of that channel, at a position whose window
-    lies inside the input. What reaches further than ``geometry`` is for the caller to find out.
-    """
+    """Read the kernel of a callable from its gradients, as far as ``geometry`` reaches."""
     _check_additive(function, geometry)
     if geometry.spatial_dims == 0:
         with torch.no_grad():
@@ -555,8 +527,7 @@ def linear_map(
 ) -> tuple[Geometry, KernelBias, float]:
     """Return geometry and kernel of the one layer that ``function`` is, and the relative error.
 
-    ``function`` maps ``(N, in_channels, *spatial)`` in float64 on the CPU, in eval mode. The result
-    is written with window, padding and groups of ``hint`` where that is exact.
+    The result is written with window, padding and groups of ``hint`` where that is exact.
     """
     reasons = []
     engines = [lambda: collapse(function, in_channels, spatial_dims)]
@@ -584,9 +555,10 @@ def _like(
     geometry: Geometry, value: KernelBias, hint: Geometry | None
 ) -> tuple[Geometry, KernelBias]:
     """Return the map written with the hint's window and groups, where it can be."""
-    if hint is None or geometry.stride != hint.stride:
-        return geometry, value
-    if (geometry.in_channels, geometry.out_channels) != (hint.in_channels, hint.out_channels):
+    if hint is None or any(
+        getattr(geometry, name) != getattr(hint, name)
+        for name in ("stride", "in_channels", "out_channels")
+    ):
         return geometry, value
     groups = hint.groups if geometry.groups % hint.groups == 0 else geometry.groups
     window, padding = geometry.window, geometry.before
@@ -594,8 +566,7 @@ def _like(
     room = [(h - b, hw - w - (h - b)) for h, b, hw, w in axes]
     if all(min(pair) >= 0 for pair in room):
         window, padding = hint.window, hint.before
-    channels = (geometry.in_channels, geometry.out_channels)
-    target = Geometry(*channels, groups, window, padding, padding, geometry.stride)
+    target = replace(geometry, groups=groups, window=window, before=padding, after=padding)
     return target, Affine(geometry, lambda: value).fit(target)
 
 

@@ -25,10 +25,7 @@ def is_layer(module: nn.Module | None) -> TypeGuard[Any]:
 
 
 def is_norm(module: nn.Module | None) -> TypeGuard[Any]:
-    """Return True for a BatchNorm: torch's own, a subclass, or a frozen one.
-
-    A frozen BatchNorm keeps its four tensors as buffers, as those of torchvision and detectron2.
-    """
+    """Return True for a BatchNorm of torch, a subclass, or a frozen one, of four buffers."""
     if isinstance(module, _NORMS):
         return True
     buffers = () if module is None else dict(module.named_buffers(recurse=False))
@@ -36,23 +33,21 @@ def is_norm(module: nn.Module | None) -> TypeGuard[Any]:
 
 
 def is_plain(module: nn.Module | None, *classes: type[nn.Module]) -> bool:
-    """Return True if ``module`` is of one of ``classes`` and computes what that class does.
-
-    A subclass of a class of torch.nn counts if it has no ``forward`` of its own.
-    """
+    """Return True if ``module`` is of one of ``classes``, without a ``forward`` of its own."""
     return isinstance(module, classes) and _inherits_forward(module)
 
 
 def is_fuse_leaf(module: nn.Module) -> bool:
-    """Return True if traces for fusion keep ``module`` as one call.
-
-    Leaves are those of torch, BatchNorms and layers, except a layer that calls children of its
-    own in its ``forward``, as detectron2's Conv2d calls its norm.
-    """
-    calls_children = is_layer(module) and next(module.children(), None) is not None
-    if calls_children and not holds_quantizers(module):
+    """Return True if traces for fusion keep ``module`` as one call."""
+    if calls_children(module):
         return _inherits_forward(module)
     return is_torch_leaf(module) or is_norm(module) or is_layer(module)
+
+
+def calls_children(module: nn.Module) -> bool:
+    """Return True for a layer with modules inside, such as detectron2's Conv2d with its norm."""
+    has_children = is_layer(module) and next(module.children(), None) is not None
+    return has_children and not holds_quantizers(module)
 
 
 def torch_base(module: nn.Module) -> type[nn.Module]:
@@ -73,25 +68,16 @@ def output_channels(layer: nn.Module) -> int:
 
 def spatial_dims_of(module: Any) -> int:
     """Return the number of spatial dimensions of a layer or BatchNorm; 0 for a linear layer."""
-    if isinstance(module, nn.Linear):
-        return 0
-    if isinstance(module, (nn.Conv1d, nn.BatchNorm1d)):
-        return 1
-    return 3 if isinstance(module, (nn.Conv3d, nn.BatchNorm3d)) else 2
+    known = {nn.Linear: 0, nn.Conv1d: 1, nn.BatchNorm1d: 1, nn.Conv3d: 3, nn.BatchNorm3d: 3}
+    return next((dims for cls, dims in known.items() if isinstance(module, cls)), 2)
 
 
 def _tensor_obstacle(module: nn.Module, names: tuple[str, ...]) -> str | None:
     """Return why the tensors of ``module`` cannot be read and replaced as they are, or None."""
     if parametrize.is_parametrized(module):
         return "is parametrized; call torch.nn.utils.parametrize.remove_parametrizations first"
-    own = {
-        **dict(module.named_parameters(recurse=False)),
-        **dict(module.named_buffers(recurse=False)),
-    }
-    for name in names:
-        tensor = getattr(module, name, None)
-        if tensor is None:
-            continue
+    own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+    for name in [name for name in names if getattr(module, name, None) is not None]:
         if name not in own:
             return f"computes its {name} (weight_norm, spectral_norm or pruning); remove that first"
         if reason := _value_obstacle(name, own[name]):
@@ -145,13 +131,10 @@ def norm_obstacle(norm: nn.Module) -> str | None:
 
 def norm_affine(norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Return scale and shift of a BatchNorm in eval mode, float64 ``(channels,)`` on the CPU."""
-    tensors = {name: getattr(norm, name, None) for name in _NORM_TENSORS}
-    values = {name: None if t is None else t.detach().cpu() for name, t in tensors.items()}
-    mean, var = values["running_mean"], values["running_var"]
-    assert mean is not None
-    assert var is not None
-    eps = float(getattr(norm, "eps", 1e-5))
-    return batch_norm_affine(mean, var, values["weight"], values["bias"], eps)
+    tensors = (getattr(norm, name, None) for name in _NORM_TENSORS)
+    weight, bias, mean, var = (None if t is None else t.detach().cpu() for t in tensors)
+    assert mean is not None and var is not None
+    return batch_norm_affine(mean, var, weight, bias, float(getattr(norm, "eps", 1e-5)))
 
 
 def norm_remainder(norm: nn.Module) -> nn.Module:
@@ -170,8 +153,7 @@ def block_obstacle(block: nn.Module) -> str | None:
             return f"{where} is in training mode; call .eval() first"
         if path and (hook := forward_hook_kind(module)):
             return f"{where} has {hook}; remove it first"
-        if is_layer(module) or is_norm(module):
-            reason = _tensor_obstacle(module, _NORM_TENSORS)
-            if reason:
-                return f"{where} {reason}"
+        is_part = is_layer(module) or is_norm(module)
+        if is_part and (reason := _tensor_obstacle(module, _NORM_TENSORS)):
+            return f"{where} {reason}"
     return None

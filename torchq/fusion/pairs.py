@@ -26,12 +26,7 @@ from torchq.graph import Call, Flow, flow_of_graph, forward_hook_kind, record, t
 
 
 def find_flow(model: nn.Module, example: Any) -> tuple[Flow, tuple[str, ...]]:
-    """Return how data flows in ``model``, and remarks for the report.
-
-    Where torch.fx can trace the model, its trace is the flow, and the dimensions of results come
-    from the example. Else the flow is recorded on the example. Without an example it is that of
-    the parts which torch.fx can trace.
-    """
+    """Return how data flows in ``model``, by a trace, a run or traced parts, and remarks."""
     recorded = None if example is None else record(model, copy.deepcopy(example), is_fuse_leaf)
     try:
         flow = flow_of_graph(trace_modules(model, is_fuse_leaf), model)
@@ -98,11 +93,7 @@ def does_nothing(call: Call) -> bool:
 
 
 def moves_features(call: Call) -> tuple[int, ...]:
-    """Return the ndim of the tensor whose last axis ``call`` brings to axis 1.
-
-    The last axis holds the features of a linear layer. The result has one number, or none if
-    ``call`` does no such thing.
-    """
+    """Return the ndim of the tensor whose last axis ``call`` brings to axis 1, as one or none."""
     arguments = call.arguments
     if call.name == "flatten":
         axes = tuple(value for value in arguments if isinstance(value, int))
@@ -116,10 +107,7 @@ def moves_features(call: Call) -> tuple[int, ...]:
 
 
 def inferred_ndim(flow: Flow, call: Call) -> int | None:
-    """Return 2 if the input of ``call`` was flattened from axis 1 on, else None for unknown.
-
-    Linear layers, BatchNorms and elementwise modules in between keep the number of dimensions.
-    """
+    """Return 2 if the input of ``call`` was flattened from axis 1 on, else None for unknown."""
     while len(call.inputs) == 1:
         call = flow.calls[call.inputs[0]]
         module: Any = call.module
@@ -161,10 +149,9 @@ _READ_ELSEWHERE = "has parameters that are also read outside its own forward"
 
 @dataclass(frozen=True)
 class Pair:
-    """The paths of a BatchNorm and of the layers that it is folded into.
+    """The paths of a BatchNorm and of the layer before it, or of all behind it (``before``).
 
-    These are the one before it or, with ``before``, all behind it. ``pads`` says that the border
-    has to be padded explicitly with the value that the BatchNorm maps to zero.
+    ``pads``: the border has to be padded with the value that the BatchNorm maps to zero.
     """
 
     norm: str
@@ -195,10 +182,7 @@ def find_pairs(
 
 
 def _held_in_containers(model: nn.Module) -> dict[int, str]:
-    """Return by id the modules in plain lists and dicts, and where those containers are.
-
-    A module that is replaced in the module tree would stay there.
-    """
+    """Return by id the modules in plain lists and dicts, which keep them, and where these are."""
     found: dict[int, str] = {}
     for path, module in model.named_modules():
         for key, value in vars(module).items():
@@ -252,17 +236,15 @@ class _Finder:
         return layer_obstacle(layer)
 
     def _hook_between(self, first: str, second: str) -> str | None:
-        """Return which hook of a module around one of two paths sees the value between them.
-
-        A forward hook sees it where its module holds ``first`` only, a forward pre-hook where
-        its module holds ``second`` only.
-        """
-        for path in set(_holders(first)) - set(_holders(second)):
-            if forward_hook_kind(self.model.get_submodule(path)) == "a forward hook":
-                return f"is inside {path}, which has a forward hook; remove the hook first"
-        for path in set(_holders(second)) - set(_holders(first)):
-            if forward_hook_kind(self.model.get_submodule(path)) == "a forward pre-hook":
-                return f"comes before {path}, which has a forward pre-hook; remove the hook first"
+        """Return which hook of a module around one of two paths sees the value between them."""
+        before, behind = set(_holders(first)), set(_holders(second))
+        for paths, kind, where in (
+            (before - behind, "a forward hook", "is inside"),
+            (behind - before, "a forward pre-hook", "comes before"),
+        ):
+            for path in paths:
+                if forward_hook_kind(self.model.get_submodule(path)) == kind:
+                    return f"{where} {path}, which has {kind}; remove the hook first"
         return None
 
     # -- layer, then norm ------------------------------------------------------------------------
@@ -281,11 +263,11 @@ class _Finder:
         channels, out = norm.running_mean.numel(), output_channels(layer)
         if out != channels:
             raise _Refused(f"has {channels} channels, its layer {name} {out}")
+        reason = None
         if isinstance(layer, RescalesOutput):
             reason = layer.output_scale_obstacle(norm_affine(norm)[0])
-            if reason:
-                raise _Refused(f"its layer {name} {reason}")
-        if reason := self._hook_between(self.names[id(layer)], self.names[id(norm)]):
+        reason = reason or self._hook_between(self.names[id(layer)], self.names[id(norm)])
+        if reason:
             raise _Refused(f"its layer {name} {reason}")
         self._claim(layer, name)
         return layer
@@ -297,11 +279,7 @@ class _Finder:
         self.taken.add(id(layer))
 
     def _source(self, call: Call) -> Call:
-        """Return the layer call whose result ``call`` normalises.
-
-        Modules in between that do nothing in eval mode, and moves of features to axis 1, are
-        passed through.
-        """
+        """Return the layer call whose result ``call`` normalises, behind what changes no value."""
         at = call
         moved: tuple[int, ...] = ()
         while True:
@@ -352,10 +330,8 @@ class _Finder:
 
     def _pair_before(self, name: str, norm: Any, calls: list[Call], why_not_after: str) -> Pair:
         """Return the pair of a BatchNorm and all layers that read it, or raise ``_Refused``."""
-        followers: list[Call] = []
         alone = len(calls) == 1 and calls[0].index not in self.flow.outputs
-        if alone and not hasattr(norm, "act"):
-            followers = self._followers(calls[0])
+        followers = self._followers(calls[0]) if alone and not hasattr(norm, "act") else []
         if not followers:
             raise _Refused(why_not_after)
         shifts = bool(norm_affine(norm)[1].any())

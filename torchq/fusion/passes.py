@@ -30,10 +30,7 @@ Edit = FoldEdit | BlockEdit
 
 @dataclass
 class Trial:
-    """A copy of the model that the passes change, the options of ``fuse_``, and what was found.
-
-    ``edits`` are in order; ``refused`` is by path.
-    """
+    """A copy of the model that passes change, the options, and what was found, some by path."""
 
     model: nn.Module
     example: Any = None
@@ -46,14 +43,14 @@ class Trial:
 
     def carry_out(self, results: Sequence[Edit | Refusal]) -> int:
         """Apply the edits among ``results`` to the copy; return how many there were."""
-        edits = [result for result in results if not isinstance(result, Refusal)]
+        before = len(self.edits)
         for result in results:
             if isinstance(result, Refusal):
                 self.refused.setdefault(result.name, result)
             else:
                 result.apply(self.model)
-        self.edits += edits
-        return len(edits)
+                self.edits.append(result)
+        return len(self.edits) - before
 
     def bar(self, items: Sequence[Any], description: str) -> Any:
         """Iterate over ``items`` behind a progress bar that appears after a second."""
@@ -92,13 +89,9 @@ def fold_batchnorms(trial: Trial) -> int:
     for name in [name for name in trial.refused if is_norm(modules.get(name))]:
         del trial.refused[name]  # it has just been looked at again
     trial.notes = list(notes)
-    planned = [
-        plan_fold(trial.model, pair, verify=trial.verify)
-        for pair in trial.bar(pairs, "fold BatchNorm")
-    ]
-    count = trial.carry_out(planned)
-    trial.carry_out(refusals)
-    return count
+    bar = trial.bar(pairs, "fold BatchNorm")
+    planned = [plan_fold(trial.model, pair, verify=trial.verify) for pair in bar]
+    return trial.carry_out([*planned, *refusals])
 
 
 #: The passes in their order: a BatchNorm inside a block goes with the block.

@@ -46,10 +46,7 @@ class RescalesOutput(Protocol):
 
 
 def holds_quantizers(module: nn.Module) -> bool:
-    """Return True if ``module`` or a descendant was quantized.
-
-    A quantized module has a child named ``*_quantizer`` that is more than an Identity.
-    """
+    """Return True if ``module`` or a descendant has a child ``*_quantizer``, no Identity."""
     return any(
         name.rpartition(".")[2].endswith("_quantizer") and type(child) is not nn.Identity
         for name, child in module.named_modules()

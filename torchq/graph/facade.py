@@ -48,10 +48,7 @@ class Graph:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        example: Any = None,
-        attributes: Mapping[str, Any] | None = None,
+        self, model: nn.Module, example: Any = None, attributes: Mapping[str, Any] | None = None
     ) -> None:
         if not isinstance(model, fx.GraphModule):
             if example is None:
@@ -106,35 +103,33 @@ class Graph:
 
     def ir(self, *attributes: str) -> str:
         """Return the graph as text, one node on a line with these attributes of nodes."""
-        names: dict[fx.Node, str] = {}
-        inputs, lines = [], []
-        for number, node in enumerate(self._module.graph.nodes):
-            names[node] = f"%{node.target if node.op in ('placeholder', 'get_attr') else number}"
-            if node.op == "placeholder":
-                inputs.append(names[node])
-            elif node.op == "output":
+        nodes = list(self._module.graph.nodes)
+        named = ("placeholder", "get_attr")
+        names = {n: f"%{n.target if n.op in named else i}" for i, n in enumerate(nodes)}
+        lines = [f"Graph({', '.join(names[n] for n in nodes if n.op == 'placeholder')}) {{"]
+        for node in nodes:
+            if node.op == "output":
                 lines.append(f"  ret {_argument(node.args[0], names)}")
-            elif node.op != "get_attr":
+            elif node.op not in named:
                 parts = [_argument(value, names) for value in node.args]
                 parts += [f"{key}={_argument(value, names)}" for key, value in node.kwargs.items()]
                 shown = [key for key in attributes if key in self._attributes]
                 notes = [f", {key}={self._attributes[key].get(node.name)}" for key in shown]
                 call = f"{_label(node)}({', '.join(parts)})"
                 lines.append(f"  {names[node]} = {call}{''.join(notes)}")
-        head = f"Graph({', '.join(inputs)}) {{"
-        return "\n".join([head, *lines, "}", f"attributes = {sorted(self._attributes)}"])
+        return "\n".join([*lines, "}", f"attributes = {sorted(self._attributes)}"])
 
     def json(self) -> str:
         """Return the graph as JSON text: nodes with their inputs, in order, and the outputs."""
         graph = self._module.graph
         numbers = {node: number for number, node in enumerate(graph.nodes)}
-        nodes = []
-        for node in graph.nodes:
-            if node.op != "output":
-                reads = [numbers[source] for source in node.all_input_nodes]
-                row = {"op": _label(node), "kind": node.op, "name": node.name, "inputs": reads}
-                nodes.append(row)
-        heads = [numbers[source] for source in graph.output_node().all_input_nodes]
+        reads = {node: [numbers[source] for source in node.all_input_nodes] for node in numbers}
+        nodes = [
+            {"op": _label(node), "kind": node.op, "name": node.name, "inputs": reads[node]}
+            for node in graph.nodes
+            if node.op != "output"
+        ]
+        heads = reads[graph.output_node()]
         arguments = [numbers[node] for node in graph.nodes if node.op == "placeholder"]
         plain = {k: _plain(value) for k, value in self._attributes.items() if k != "example"}
         return json.dumps({"nodes": nodes, "arg_nodes": arguments, "heads": heads, "attrs": plain})
@@ -276,12 +271,13 @@ def _write_scale_and_shift(
         scale = scale if norm.weight is None else scale * norm.weight.double()
         shift = -norm.running_mean.double() * scale
         shift = shift if norm.bias is None else shift + norm.bias.double()
-    kept = [part.to(norm.running_mean.dtype).view(-1, *[1] * spatial) for part in (scale, shift)]
+    value: Any = node.args[0]
     with module.graph.inserting_before(node):
-        names = [f"{node.name}_scale", f"{node.name}_shift"]
-        parts = [_constant(module, name, part) for name, part in zip(names, kept, strict=True)]
-        product = module.graph.call_function(torch.mul, (node.args[0], parts[0]))
-        node.replace_all_uses_with(module.graph.call_function(torch.add, (product, parts[1])))
+        for name, number, function in (("scale", scale, torch.mul), ("shift", shift, torch.add)):
+            kept = number.to(norm.running_mean.dtype).view(-1, *[1] * spatial)
+            part = _constant(module, f"{node.name}_{name}", kept)
+            value = module.graph.call_function(function, (value, part))
+        node.replace_all_uses_with(value)
     module.graph.erase_node(node)
 
 
@@ -303,9 +299,8 @@ def constant_fold(graph: Graph) -> Graph:
     After: ``constant -> reader``.
     """
     module = _copy_of(graph)
-    known: dict[fx.Node, object] = {}
     runner = fx.Interpreter(module, garbage_collect_values=False)
-    runner.env = known
+    known = runner.env
     for node in module.graph.nodes:
         constant = node.op == "get_attr" or all(n in known for n in node.all_input_nodes)
         if node.op in ("placeholder", "output") or not constant or _is_random(node):
@@ -313,10 +308,9 @@ def constant_fold(graph: Graph) -> Graph:
         with torch.no_grad():
             known[node] = runner.run_node(node)
     for node in list(module.graph.nodes):
-        value = known.get(node)
+        value = known.get(node) if node.op != "get_attr" else None
         read = any(user not in known for user in node.users)
-        small = isinstance(value, Tensor) and value.numel() <= _MAX_FOLDED
-        if node.op != "get_attr" and read and small and isinstance(value, Tensor):
+        if read and isinstance(value, Tensor) and value.numel() <= _MAX_FOLDED:
             with module.graph.inserting_before(node):
                 node.replace_all_uses_with(_constant(module, f"{node.name}_value", value))
     module.graph.eliminate_dead_code()

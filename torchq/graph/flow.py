@@ -145,27 +145,16 @@ def flow_of_graph(graph_module: fx.GraphModule, root: nn.Module) -> Flow:
             outputs.update(sources)
         if node.op == "output" or reads_metadata(node):
             continue
-        module = (
-            modules.get(str(node.target)) if node.op == "call_module" else _layer_of(node, owners)
-        )
+        is_path = node.op in ("call_module", "get_attr", "placeholder")
+        name = str(node.target) if is_path else operator_name(node.target)
+        layer = _layer_of(node, owners)
+        module = modules.get(name) if node.op == "call_module" else layer
         plain = tuple(value for value in node.args if not isinstance(value, fx.Node))
-        name = (
-            str(node.target)
-            if node.op in ("call_module", "get_attr", "placeholder")
-            else operator_name(node.target)
-        )
-        index[node] = len(calls)
-        functional = module is not None and node.op == "call_function"
         options = {k: value for k, value in node.kwargs.items() if not isinstance(value, fx.Node)}
-        calls.append(
-            Call(len(calls), name, module, sources, plain, functional=functional, options=options)
-        )
-    return Flow(
-        tuple(calls),
-        frozenset(outputs),
-        "fx",
-        frozenset(_read_elsewhere(graph_module, modules, owners)),
-    )
+        index[node] = len(calls)
+        calls.append(Call(len(calls), name, module, sources, plain, layer is not None, options))
+    read = frozenset(_read_elsewhere(graph_module, modules, owners))
+    return Flow(tuple(calls), frozenset(outputs), "fx", read)
 
 
 def _read_elsewhere(
@@ -229,7 +218,8 @@ class _Recorder(TorchFunctionMode):
     def end_leaf(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         self.depth -= 1
         if self.depth == 0:
-            self.note(self.names[id(module)], module, self.pending.pop(), (), out)
+            name = self.names[id(module)]
+            self.note(out, name=name, module=module, inputs=self.pending.pop())
 
     def enter(self, module: nn.Module, *_: Any) -> None:
         self.entered.append(self.names[id(module)])
@@ -252,42 +242,16 @@ class _Recorder(TorchFunctionMode):
             if id(module) not in holders:
                 self.read |= holders
 
-    def note(
-        self,
-        name: str,
-        module: nn.Module | None,
-        inputs: tuple[int, ...],
-        arguments: tuple[Any, ...],
-        out: Any,
-        functional: bool = False,
-        options: Mapping[str, Any] | None = None,
-    ) -> None:
-        results = list(tensors_in(out))
-        index = len(self.calls)
-        self.calls.append(
-            Call(
-                index,
-                name,
-                module,
-                inputs,
-                arguments,
-                functional,
-                options or {},
-                tuple(results[0].shape) if results else None,
-                self.entered[-1] if self.entered else "",
-            )
-        )
-        for tensor in results:
-            self._producer[id(tensor)] = index
-            self._alive.append(tensor)
+    def note(self, out: Any, **fields: Any) -> None:
+        """Note a call with these fields of :class:`Call`."""
+        results, index = list(tensors_in(out)), len(self.calls)
+        shape = tuple(results[0].shape) if results else None
+        inside = self.entered[-1] if self.entered else ""
+        self.calls.append(Call(index, shape=shape, inside=inside, **fields))
+        self._producer |= {id(tensor): index for tensor in results}
+        self._alive += results
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.depth or "metadata" in effects_of(_name(func)):
             return func(*args, **kwargs)
@@ -303,9 +267,15 @@ class _Recorder(TorchFunctionMode):
             ):
                 name, module = path, layer
         self.note_parameters(module, values)
-        plain = tuple(value for value in args if not isinstance(value, Tensor))
-        options = {k: value for k, value in kwargs.items() if not isinstance(value, Tensor)}
-        self.note(name, module, inputs, plain, out, module is not None, options)
+        self.note(
+            out,
+            name=name,
+            module=module,
+            inputs=inputs,
+            arguments=tuple(value for value in args if not isinstance(value, Tensor)),
+            functional=module is not None,
+            options={k: v for k, v in kwargs.items() if not isinstance(v, Tensor)},
+        )
         return out
 
 
@@ -338,8 +308,8 @@ def record(
     leaf, inner = (recorder.begin_leaf, recorder.end_leaf), (recorder.enter, recorder.leave)
 
     def hook(module: nn.Module, begin: Any, end: Any) -> None:
-        stack.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
-        stack.callback(module.register_forward_hook(end, with_kwargs=True).remove)
+        stack.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))
+        stack.enter_context(module.register_forward_hook(end, with_kwargs=True))
 
     with ExitStack() as stack:
         stack.enter_context(untouched(model))

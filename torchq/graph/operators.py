@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from torchq.utils import Registry
 
@@ -174,10 +175,7 @@ def _products() -> Iterator[Operator]:
     places = {"left": (1, "operands"), "right": (2, "operands"), "effects": "product"}
     yield _row("einsum", torch.einsum, **places, **shared)
     yield _row("tensordot", torch.tensordot, left=(0, "a"), right=(1, "b"), **shared)
-
-
-def _other_products() -> Iterator[Operator]:
-    """Yield products that are reported where one operand is a weight, and stay float."""
+    # These are reported where one operand is a weight, and stay float.
     yield from _rows("bilinear mv addmv addbmm inner convolution conv_tbc", "product")
     yield _row("multi_dot", torch.linalg.multi_dot, effects="product")
 
@@ -296,19 +294,9 @@ def add_operator(row: Operator) -> Operator:
 #: Every kind that :func:`operator_kind` returns, with the module of torchq that stands for it.
 KINDS: dict[str, str] = {}
 
-for _group in (
-    *(
-        _elementwise(),
-        _activations(),
-        _clips(),
-        _pools(),
-        _layers(),
-        _products(),
-        _other_products(),
-    ),
-    *(_moves(), _views(), _reads()),
-):
-    for _found in _group:
+_GROUPS = (_elementwise, _activations, _clips, _pools, _layers, _products, _moves, _views, _reads)
+for _group in _GROUPS:
+    for _found in _group():
         add_operator(_found)
 
 
@@ -387,25 +375,12 @@ def _reads_only(node: fx.Node, effect: str) -> bool:
 
 
 #: The functions behind ``x += y`` and its like.
-ASSIGNING = frozenset(
-    getattr(operator, name)
-    for name in (
-        *("iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod"),
-        *("ipow", "ilshift", "irshift", "iand", "ior", "ixor"),
-    )
+_NAMES_OF_ASSIGNING = (
+    "iadd isub imul imatmul itruediv ifloordiv imod ipow ilshift irshift iand ior ixor"
 )
+ASSIGNING = frozenset(getattr(operator, name) for name in _NAMES_OF_ASSIGNING.split())
 
-_VIEW_MODULES = (
-    nn.Identity,
-    nn.Flatten,
-    nn.Unflatten,
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
+_VIEW_MODULES = (nn.Identity, nn.Flatten, nn.Unflatten, _DropoutNd, nn.Sequential)
 _KNOWN = frozenset(["torch", "torchq", "_operator", "operator", "builtins", "math"])
 
 
@@ -435,7 +410,7 @@ def may_alias(node: fx.Node, module: nn.Module | None) -> bool:
     if may_write(node, module) or _home(node, module) == "torchq":
         return True  # A quantizer that is switched off returns its input.
     if node.op == "call_module":
-        return isinstance(module, (*_VIEW_MODULES, nn.Sequential))
+        return isinstance(module, _VIEW_MODULES)
     return "view" in effects_of(operator_name(node.target))
 
 

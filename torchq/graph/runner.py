@@ -22,8 +22,9 @@ PreHook = Callable[
 ]
 #: Called with the value of a node; returns None or the value to use instead.
 PostHook = Callable[[Any], Any]
+_Pair = tuple[PreHook | None, PostHook | None]
 #: A post hook, or a pre and a post hook, of which one may be None.
-Hook = PostHook | tuple[PreHook | None, PostHook | None]
+Hook = PostHook | _Pair
 
 
 class NodeBackend(Protocol):
@@ -191,8 +192,7 @@ class GraphRunner:
         Raises:
             ConfigError: A name stands for nothing, or ``last`` comes before ``first``.
         """
-        found = self._boundary("GraphRunner.range_inputs", first, last)
-        return tuple(node.name for node in found)
+        return tuple(n.name for n in self._boundary("GraphRunner.range_inputs", first, last))
 
     def trace_meta(self, example: Any) -> dict[str, NodeMeta]:
         """Run the whole graph on ``example`` and return the figures of each node that ran.
@@ -276,7 +276,7 @@ class GraphRunner:
         backend: NodeBackend | None = None,
         with_effects: bool = False,
     ) -> list[Any]:
-        found: dict[fx.Node, tuple[PreHook | None, PostHook | None]] = {}
+        found: dict[fx.Node, _Pair] = {}
         for name, hook in (hooks or {}).items():
             node = self._names.result(f"{where}: hooks", name)
             if node in found:
@@ -325,7 +325,7 @@ def _lies_in(node: fx.Node, roots: Mapping[fx.Node, set[fx.Node]]) -> set[fx.Nod
     return set().union(*(roots[value] for value in node.all_input_nodes))
 
 
-def _pair(where: str, name: str, hook: Any) -> tuple[PreHook | None, PostHook | None]:
+def _pair(where: str, name: str, hook: Any) -> _Pair:
     pair = hook if isinstance(hook, tuple) else (None, hook)
     if len(pair) != 2 or not all(part is None or callable(part) for part in pair):
         raise ConfigError(
@@ -348,10 +348,7 @@ class _Run(fx.Interpreter):
     """One run of some nodes; its values live here, so that runs of one graph do not meet."""
 
     def __init__(
-        self,
-        module: fx.GraphModule,
-        hooks: Mapping[fx.Node, tuple[PreHook | None, PostHook | None]],
-        backend: NodeBackend | None,
+        self, module: fx.GraphModule, hooks: Mapping[fx.Node, _Pair], backend: NodeBackend | None
     ) -> None:
         super().__init__(module, garbage_collect_values=False)
         self._graph_module, self._hooks, self._backend = module, hooks, backend
@@ -372,7 +369,8 @@ class _Run(fx.Interpreter):
 
         try:
             for node, value in fed.items():
-                keep(node, _after(with_copies(value) if writers else value, self._hooks.get(node)))
+                own = with_copies(value) if writers else value
+                keep(node, _after(own, self._hooks.get(node, (None, None))[1]))
             for node in nodes:
                 keep(node, self._value(node))
                 for dead in released.get(node, ()):
@@ -385,12 +383,10 @@ class _Run(fx.Interpreter):
             self.env.clear()
 
     def _value(self, node: fx.Node) -> Any:
-        hooks = self._hooks.get(node)
+        hooks = self._hooks.get(node, (None, None))
         try:
-            args, kwargs = self.fetch_args_kwargs_from_env(node)
-            if hooks is not None and hooks[0] is not None:
-                args, kwargs = _before(hooks[0], args, kwargs)
-            return _after(self._computed(node, args, kwargs), hooks)
+            args, kwargs = _before(hooks[0], *self.fetch_args_kwargs_from_env(node))
+            return _after(self._computed(node, args, kwargs), hooks[1])
         except Exception as error:
             raise GraphError(f"{_place(node)}: got {type(error).__name__}: {error}") from error
 
@@ -422,9 +418,9 @@ def _last_uses(running: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _before(
-    hook: PreHook, args: tuple[Any, ...], kwargs: dict[str, Any]
+    hook: PreHook | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    found = hook(args, kwargs)
+    found = None if hook is None else hook(args, kwargs)
     if found is None:
         return args, kwargs
     pair = isinstance(found, tuple) and len(found) == 2
@@ -436,19 +432,15 @@ def _before(
     return found
 
 
-def _after(value: Any, hooks: tuple[PreHook | None, PostHook | None] | None) -> Any:
-    if hooks is None or hooks[1] is None:
-        return value
-    found = hooks[1](value)
+def _after(value: Any, hook: PostHook | None) -> Any:
+    found = None if hook is None else hook(value)
     return value if found is None else found
 
 
 def _place(node: fx.Node) -> str:
     """Return the module path, name and source line of ``node``, as far as they are known."""
-    path, line = _module_path(node), _source_line(node)
-    name = f"node {node.name}"
-    where = f"{path} ({name})" if path else name
-    return f"{where}, {line}" if line else where
+    path, name = _module_path(node), f"node {node.name}"
+    return ", ".join(filter(None, [f"{path} ({name})" if path else name, _source_line(node)]))
 
 
 _TORCH = os.path.dirname(torch.__file__)

@@ -85,7 +85,7 @@ def rewrite_forward(cls: type[nn.Module], start: Callable[[Any], Any]) -> Rewrit
     if not isinstance(function, types.FunctionType):
         return None
     try:
-        return _Rewriting(cls, ()).rewrite(function, start)
+        return _rewrite(function, cls, (), start)
     except (SyntaxError, RecursionError, _Opaque):  # code that cannot stand outside of its class
         return None
 
@@ -94,44 +94,41 @@ class _Opaque(Exception):
     """The code does something with its module that another object in its place would change."""
 
 
-class _Rewriting:
-    """The rewriting of one function; functions that it calls have their own."""
+def _rewrite(
+    function: types.FunctionType,
+    cls: type[nn.Module],
+    callers: tuple[types.FunctionType, ...],
+    start: Callable[[Any], Any] | None = None,
+    paths: Mapping[str, str] = types.MappingProxyType({}),
+) -> Rewritten | None:
+    """Return ``function`` rewritten, or None; ``paths`` are its arguments that are known."""
+    inner = getattr(function, "__wrapped__", None)
+    if inner is not None:  # The code of a decorator runs around the rewritten function.
+        found = _rewrite(inner, cls, callers, start, paths) if _is_function(inner) else None
+        around = None if found is None else _rewrapped(function, inner, found.forward)
+        return None if found is None or around is None else replace(found, forward=around)
+    tree = _parse(function)
+    if tree is None:
+        return None
+    sites = _Sites(cls, function, tree, callers, paths)
+    body = [sites.visit(statement) for statement in tree.body]
+    if not sites.found and (start is not None or not sites.lists_children):
+        return None
+    hidden: dict[str, Any] = dict(sites.helpers)
+    if start is None:
+        tree.args.kwonlyargs.append(ast.arg(_ROUTE))
+        tree.args.kw_defaults.append(None)
+    else:
+        hidden[_START] = start
+        begin = ast.Call(_name(_START), [_name(tree.args.args[0].arg)], [])
+        body.insert(0, ast.Assign([ast.Name(_ROUTE, ast.Store())], begin))
+    tree.body = body
+    new = _compile(function, tree, hidden)
+    return Rewritten(new, tuple(sites.found), "" in sites.counts, sites.lists_children)
 
-    def __init__(self, cls: type[nn.Module], callers: tuple[types.FunctionType, ...]) -> None:
-        self.cls = cls
-        self.callers = callers
 
-    def rewrite(
-        self,
-        function: types.FunctionType,
-        start: Callable[[Any], Any] | None = None,
-        paths: Mapping[str, str] = types.MappingProxyType({}),
-    ) -> Rewritten | None:
-        """Return ``function`` rewritten, or None; ``paths`` are its arguments that are known."""
-        inner = getattr(function, "__wrapped__", None)
-        if inner is not None:  # The code of a decorator runs around the rewritten function.
-            found = self.rewrite(inner, start, paths) if _is_function(inner) else None
-            around = None if found is None else _rewrapped(function, inner, found.forward)
-            return None if found is None or around is None else replace(found, forward=around)
-        tree = _parse(function)
-        if tree is None:
-            return None
-        sites = _Sites(self.cls, function, tree, self.callers, paths)
-        body = [sites.visit(statement) for statement in tree.body]
-        if not sites.found and (start is not None or not sites.lists_children):
-            return None
-        hidden: dict[str, Any] = dict(sites.helpers)
-        if start is None:
-            tree.args.kwonlyargs.append(ast.arg(_ROUTE))
-            tree.args.kw_defaults.append(None)
-        else:
-            hidden[_START] = start
-            first = ast.Name(tree.args.args[0].arg, ast.Load())
-            begin = ast.Call(ast.Name(_START, ast.Load()), [first], [])
-            body.insert(0, ast.Assign([ast.Name(_ROUTE, ast.Store())], begin))
-        tree.body = body
-        new = _compile(function, tree, hidden)
-        return Rewritten(new, tuple(sites.found), "" in sites.counts, sites.lists_children)
+def _name(name: str) -> ast.Name:
+    return ast.Name(name, ast.Load())
 
 
 def _is_function(value: Any) -> bool:
@@ -149,16 +146,21 @@ def _rewrapped(
         return None
     if not any(held):
         return None
-    closure = tuple(
-        types.CellType(new) if is_inner else cell
-        for cell, is_inner in zip(cells, held, strict=True)
-    )
-    copy = types.FunctionType(
-        wrapper.__code__, wrapper.__globals__, wrapper.__name__, wrapper.__defaults__, closure
-    )
-    copy.__kwdefaults__ = wrapper.__kwdefaults__
+    pairs = zip(cells, held, strict=True)
+    closure = tuple(types.CellType(new) if is_inner else cell for cell, is_inner in pairs)
+    copy = _like(wrapper, wrapper.__code__, closure)
     vars(copy).update({**vars(wrapper), "__wrapped__": new})
     return copy
+
+
+def _like(
+    function: types.FunctionType, code: types.CodeType, closure: tuple[types.CellType, ...]
+) -> types.FunctionType:
+    """Return a function of other code with the globals and defaults of ``function``."""
+    own = (function.__globals__, function.__name__, function.__defaults__)
+    new = types.FunctionType(code, *own, closure)
+    new.__kwdefaults__ = function.__kwdefaults__
+    return new
 
 
 def _parse(function: types.FunctionType) -> ast.FunctionDef | None:
@@ -197,11 +199,7 @@ def _compile(
     inner = _code(function, tree, hidden)
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     cells |= {name: types.CellType(value) for name, value in hidden.items()}
-    closure = tuple(cells[name] for name in inner.co_freevars)
-    new = types.FunctionType(
-        inner, function.__globals__, function.__name__, function.__defaults__, closure
-    )
-    new.__kwdefaults__ = function.__kwdefaults__
+    new = _like(function, inner, tuple(cells[name] for name in inner.co_freevars))
     new.__qualname__, new.__module__ = function.__qualname__, function.__module__
     new.__annotations__ = function.__annotations__
     return new
@@ -316,7 +314,7 @@ class _Sites(ast.NodeTransformer):
             return self.generic_visit(node)
         site = self._site(OPERATORS[name], [node.target, node.value])
         self.generic_visit(node)
-        old = ast.Name(node.target.id, ast.Load())
+        old = _name(node.target.id)
         new = _routed(node, "binary", site, ast.Constant(f"i{name}"), old, node.value)
         return ast.copy_location(ast.Assign([node.target], new), node)
 
@@ -396,7 +394,7 @@ class _Sites(ast.NodeTransformer):
             if isinstance(target, staticmethod):
                 target = target.__func__
             elif self._self is not None:
-                receiver = ast.Name(self._self, ast.Load())
+                receiver = _name(self._self)
         found = self._rewritten(target, node, receiver is not None)
         if found is None:
             return self.generic_visit(node)
@@ -407,12 +405,8 @@ class _Sites(ast.NodeTransformer):
         name = f"__torchq_helper_{len(self.helpers)}__"
         self.helpers[name] = found.forward
         route = ast.Call(_attribute(_ROUTE, "enter"), [ast.Constant(site)], [])
-        first = [] if receiver is None else [receiver]
-        new = ast.Call(
-            ast.Name(name, ast.Load()),
-            [*first, *node.args],
-            [*node.keywords, ast.keyword(_ROUTE, route)],
-        )
+        args = node.args if receiver is None else [receiver, *node.args]
+        new = ast.Call(_name(name), args, [*node.keywords, ast.keyword(_ROUTE, route)])
         return ast.copy_location(new, node)
 
     def _rewritten(self, target: Any, node: ast.Call, is_method: bool) -> Rewritten | None:
@@ -427,7 +421,7 @@ class _Sites(ast.NodeTransformer):
         given = dict(zip(names, node.args, strict=False))
         given |= {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
         paths = {name: path for name, value in given.items() if (path := self._path(value))}
-        return _Rewriting(self.cls, self.callers).rewrite(target, paths=paths)
+        return _rewrite(target, self.cls, self.callers, paths=paths)
 
     def _resolve(self, node: ast.expr) -> Any:
         """Return the object that a name or a dotted name outside of the function stands for."""
@@ -478,17 +472,13 @@ def _is_load(node: ast.Name | ast.Subscript) -> bool:
 
 
 def _attribute(name: str, attribute: str) -> ast.expr:
-    return ast.Attribute(ast.Name(name, ast.Load()), attribute, ast.Load())
+    return ast.Attribute(_name(name), attribute, ast.Load())
 
 
 def _routed(
-    node: ast.AST,
-    action: str,
-    site: str,
-    *args: ast.expr,
-    keywords: list[ast.keyword] | None = None,
+    node: ast.AST, action: str, site: str, *args: ast.expr, keywords: Sequence[ast.keyword] = ()
 ) -> Any:
-    call = ast.Call(_attribute(_ROUTE, action), [ast.Constant(site), *args], keywords or [])
+    call = ast.Call(_attribute(_ROUTE, action), [ast.Constant(site), *args], [*keywords])
     return ast.copy_location(call, node)
 
 

@@ -105,11 +105,7 @@ def trace_call(
     function = getattr(type(module), tracer.traced_func_name)
     parameters = list(inspect.signature(function).parameters.values())
     values = {p.name: p.default for p in parameters} | dict(given or {})
-    constants = {
-        name: value
-        for name, value in values.items()
-        if value is None or isinstance(value, (bool, int, float))
-    }
+    constants = {k: v for k, v in values.items() if v is None or isinstance(v, (bool, int, float))}
     with state_kept(module):
         graph = tracer.trace(module, constants or None)
     names = [p.name for p in parameters[1:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -142,8 +138,7 @@ def trace_or_none(model: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> fx.
     try:
         return trace_modules(model, is_leaf)
     except Exception as error:  # code whose control flow looks at a tensor may raise anything
-        name = type(model).__name__
-        log.debug("%s cannot be traced (%s: %s)", name, type(error).__name__, error)
+        log.debug("%s cannot be traced (%s: %s)", type(model).__name__, type(error).__name__, error)
         return None
 
 
@@ -262,11 +257,11 @@ def _with_fx(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     bound = inspect.signature(type(model).forward).bind(model, *args, **kwargs)
     given = dict(list(bound.arguments.items())[1:])
     found = trace_modules(model, given=given, record_lines=True)
-    with untouched(model), torch.random.fork_rng():
-        expected = model(*with_copies(args), **with_copies(kwargs))
-    with untouched(model), torch.random.fork_rng():
-        got = found(*with_copies(args), **with_copies(kwargs))
-    if not _equal(got, expected):
+    results = []
+    for module in (model, found):
+        with untouched(model), torch.random.fork_rng():
+            results.append(module(*with_copies(args), **with_copies(kwargs)))
+    if not _equal(*results):
         raise GraphError("the trace computes something else than the model")
     lost = ["Branches that the model takes in training are not in the graph."]
     hooks = forward_hook_kind(model)
@@ -287,10 +282,9 @@ def _with_export(
         found = program.module()
     assert isinstance(found, fx.GraphModule)
     restore_calls(found, model)
-    for node in list(found.graph.nodes):
-        if node.op == "call_module" and node.target == _GUARDS:
-            found.graph.erase_node(node)
-            found.delete_submodule(_GUARDS)
+    for node in found.graph.find_nodes(op="call_module", target=_GUARDS):
+        found.graph.erase_node(node)
+        found.delete_submodule(_GUARDS)
     found.graph.eliminate_dead_code()
     found.recompile()
     lost = (

@@ -20,6 +20,7 @@ from torchq.nn import (
     share_quantizers_,
     shared_groups,
 )
+from torchq.nn.calls.functions import CallSite
 from torchq.nn.calls.modules import OperatorOwner, RoutedModule, route_
 from torchq.nn.convert import unchanged_on_error
 from torchq.nn.modules.operators import OPERATORS, QuantCat, stand_in
@@ -40,10 +41,7 @@ def class_name(module: nn.Module) -> str:
 
 
 def public_path(path: str) -> str:
-    """Return the path of a quantizer without the leading underscore of legacy layers.
-
-    So a plan of legacy layers fits torchq's own layers, and the other way round.
-    """
+    """Return the path of a quantizer without the leading underscore of legacy layers."""
     parent, dot, leaf = path.rpartition(".")
     is_legacy = leaf.startswith("_") and leaf.endswith("_quantizer")
     return f"{parent}{dot}{leaf[1:]}" if is_legacy else path
@@ -74,10 +72,8 @@ def plan_of(model: nn.Module) -> Plan:
     kept = [(p, vars(m)[_ATTRIBUTE]) for p, m in model.named_modules() if _ATTRIBUTE in vars(m)]
     for prefix, plan in reversed(kept):
         found = replace(found, decisions=_explained(found.decisions, plan.decisions, prefix))
-    if kept and not kept[0][0]:
-        plan = kept[0][1]
-        found = replace(found, target=plan.target, recipe=plan.recipe, work=plan.work)
-    return found
+    whole: Plan = vars(model).get(_ATTRIBUTE, found)
+    return replace(found, target=whole.target, recipe=whole.recipe, work=whole.work)
 
 
 def _explained(
@@ -111,37 +107,40 @@ def as_it_is(model: nn.Module) -> Plan:
             operators[names[0]] = Operators(class_name(module), dict(module.replacements))
         calls = module.torchq_calls if isinstance(module, RoutedModule) else ()
         if calls or not (isinstance(module, OperatorOwner) and module.is_container):
-            ranges = module.ranges if isinstance(module, QuantCat) else 1
-            slots: Any = module.rule_descriptors()
-            rows.append(
-                Decision(
-                    names,
-                    class_name(module),
-                    **slots,
-                    calls=calls,
-                    ranges=ranges,
-                    unsigned=_unsigned_slots(module),
-                    bias=module.bias_format,
-                    rounded_by=module.rounded_by,
-                )
-            )
+            rows.append(_decision_of(names, module, calls))
     placed, modes = {}, {}
-    seen: set[int] = set()
     for path, quantizer in quantizer_slots(model):
-        if id(quantizer) not in owned and id(quantizer) not in seen:
+        if id(quantizer) not in owned:
             placed[path] = quantizer.given_descriptor
+            owned.add(id(quantizer))
         if quantizer.mode != "quantize":
             modes[path] = quantizer.mode
-        seen.add(id(quantizer))
-    shared = canonical_groups([map(public_path, group) for group in shared_groups(model)])
     fusions = tuple(fusion_record(model))
-    return Plan(tuple(rows), operators, placed, shared, modes, fusions)
+    return Plan(tuple(rows), operators, placed, shared_paths(model), modes, fusions)
 
 
-def _unsigned_slots(module: nn.Module) -> tuple[str, ...]:
-    """Return the slots of a module whose codes are unsigned because a plan says so."""
-    found = (n for n, q in module.named_children() if getattr(q, "keeps_sign", False))
-    return tuple(sorted(name.removesuffix("_quantizer") for name in found))
+def shared_paths(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Return the paths of quantizers that are one."""
+    return canonical_groups([map(public_path, group) for group in shared_groups(model)])
+
+
+def _decision_of(
+    names: tuple[str, ...], module: QuantModule, calls: tuple[CallSite, ...]
+) -> Decision:
+    """Return the decision that one quantized module shows."""
+    # A plan says that these codes are unsigned.
+    fixed = (n for n, q in module.named_children() if getattr(q, "keeps_sign", False))
+    slots: Any = module.rule_descriptors()
+    return Decision(
+        names,
+        class_name(module),
+        **slots,
+        calls=calls,
+        ranges=module.ranges if isinstance(module, QuantCat) else 1,
+        unsigned=tuple(sorted(name.removesuffix("_quantizer") for name in fixed)),
+        bias=module.bias_format,
+        rounded_by=module.rounded_by,
+    )
 
 
 def _own_children(module: nn.Module) -> set[int]:

@@ -31,24 +31,15 @@ def decide_calls(
     found: Mapping[int, FoundCalls] | None = None,
     rewritten: frozenset[int] = frozenset(),
 ) -> list[Draft]:
-    """Return the decisions with those about function calls added.
-
-    ``found`` holds the calls that a run made, by the id of the module; None for no run.
-
-    A module of an unknown class whose only call is quantized takes the place of its earlier
-    decision, which said that it has no twin. Other modules get a decision for each call.
-    """
+    """Return the decisions with those about function calls, which a run ``found``, added."""
     quantized = {id(d.module): d for d in decisions if not d.reason}
     result = list(decisions)
-    inside = {
-        id(part) for m in model.modules() if isinstance(m, TensorQuantizer) for part in m.modules()
-    }
+    inside = inside_quantizers(model)
     for names, module in modules_with_names(model):
         if id(module) in inside or not _is_candidate(module):
             continue
-        calls = (
-            _calls_without_example(module, quantized) if found is None else found.get(id(module))
-        )
+        shown = None if found is None else found.get(id(module))
+        calls = _calls_without_example(module, quantized) if found is None else shown
         if calls is None:
             continue
         if isinstance(module, fx.GraphModule):
@@ -59,16 +50,17 @@ def decide_calls(
             result = [d for d in result if d.module is not module or not d.is_without_twin]
         new = _decide_module(names, module, calls, quantized, by_rules, id(module) in rewritten)
         new = _with_unreached(names, module, calls, new)
-        place = next((i for i, d in enumerate(result) if d.module is module), None)
-        if place is None:
-            result += new
-        elif any(d.module is module for d in new):
-            result[place : place + 1] = new
-        else:
-            result[place + 1 : place + 1] = new
-    if found is None:
-        return result
-    return _without_unused(result, found)
+        places = [i for i, d in enumerate(result) if d.module is module] or [len(result)]
+        # A module whose only call is quantized replaces the decision that it has no twin.
+        replaced = any(d.module is module for d in new)
+        result[places[0] + (not replaced) : places[0] + 1] = new
+    return result if found is None else _without_unused(result, found)
+
+
+def inside_quantizers(model: nn.Module) -> set[int]:
+    """Return the ids of the quantizers of a model, and of the modules in them."""
+    quantizers = (m for m in model.modules() if isinstance(m, TensorQuantizer))
+    return {id(part) for quantizer in quantizers for part in quantizer.modules()}
 
 
 def _with_unreached(
@@ -87,22 +79,14 @@ def _with_unreached(
 
 
 def _without_unused(decisions: list[Draft], found: Mapping[int, FoundCalls]) -> list[Draft]:
-    """Leave layers float that are never called, but whose weight a call uses or computes with.
-
-    Other layers that are never called get a note: other data than the example may call them.
-    """
+    """Leave layers float that are never called, but whose weight a call uses or computes with."""
     sources = {key for calls in found.values() for key in calls.sources}
-    sources |= {
-        id(d.module.get_parameter(site.weight))
-        for d in decisions
-        for site in d.calls
-        if site.weight
-    }
+    weighted = [(d.module, site) for d in decisions for site in d.calls if site.weight]
+    sources |= {id(module.get_parameter(site.weight)) for module, site in weighted}
     holders = {
-        id(d.module.get_submodule(site.holder))
-        for d in decisions
-        for site in d.calls
-        if site.holder and site.weight and not site.holder.endswith("_call")
+        id(module.get_submodule(site.holder))
+        for module, site in weighted
+        if site.holder and not site.holder.endswith("_call")
     }
     result = []
     for d in decisions:
@@ -111,7 +95,7 @@ def _without_unused(decisions: list[Draft], found: Mapping[int, FoundCalls]) -> 
         if not d.reason and not d.calls and not is_called:
             if own & sources:
                 d = replace(d, input=None, weight=None, reason=_UNUSED)
-            elif own:
+            elif own:  # other data than the example may call it
                 d = replace(d, note=d.note or NOT_CALLED)
         result.append(d)
     return result

@@ -11,10 +11,10 @@ from torch import nn
 from torchq import recipes
 from torchq.config import QuantConfig, Rule
 from torchq.errors import ConfigError, InputError
-from torchq.nn import QuantModule, TensorQuantizer, quantized_as, quantized_class
+from torchq.nn import QuantModule, quantized_as, quantized_class
 from torchq.nn.calls.find import FoundCalls
 from torchq.runtime import Runtime
-from torchq.swap.calls import decide_calls
+from torchq.swap.calls import decide_calls, inside_quantizers
 from torchq.swap.draft import Draft, obstacle
 from torchq.utils import (
     Pattern,
@@ -55,9 +55,10 @@ def decide(
     found: Mapping[int, FoundCalls] | None = None,
     rewritten: frozenset[int] = frozenset(),
 ) -> tuple[Draft, ...]:
-    """Return what the rules decide, unchecked; ``found`` are the calls of a run, if there was one.
+    """Return what the rules decide, unchecked.
 
-    ``rewritten`` are the ids of modules in whose forwards children stand for operators.
+    ``found`` are the calls of a run, if there was one, ``rewritten`` the ids of modules in whose
+    forwards children stand for operators.
     """
 
     def decide_call(names: tuple[str, ...], module: nn.Module, layer: type[nn.Module]) -> Draft:
@@ -84,9 +85,7 @@ def _decide_layers(
     model: nn.Module, config: QuantConfig, include: tuple[Pattern, ...]
 ) -> list[Draft]:
     """Return the decisions about modules that are quantized as a whole."""
-    inside = {
-        id(part) for m in model.modules() if isinstance(m, TensorQuantizer) for part in m.modules()
-    }
+    inside = inside_quantizers(model)
     decisions: list[Draft] = []
     parents: dict[int, nn.Module] = {}
     for names, module in modules_with_names(model):
@@ -94,14 +93,12 @@ def _decide_layers(
             continue
         reason = obstacle(module, parents.get(id(module)))
         parents |= {id(child): module for child in module.children()}
-        if reason is None:
-            continue
-        twin = quantized_class(type(module))
         if reason:
-            found = [Draft(names, module, type(module), reason=reason)]
-        else:
+            decisions.append(Draft(names, module, type(module), reason=reason))
+        elif reason is not None:
+            twin = quantized_class(type(module))
             found = _by_places(model, names, module, config, include)
-        decisions += [d for d in found if twin is None or not twin.is_marker or _is_named(d)]
+            decisions += [d for d in found if twin is None or not twin.is_marker or _is_named(d)]
     return decisions
 
 
@@ -112,26 +109,22 @@ def _is_named(draft: Draft) -> bool:
 
 
 def resolve_positions(
-    model: nn.Module,
-    config: QuantConfig,
-    found: Mapping[int, FoundCalls] | None = None,
+    model: nn.Module, config: QuantConfig, found: Mapping[int, FoundCalls] | None = None
 ) -> QuantConfig:
     """Return ``config`` with the path of a layer as the pattern of each rule with a position.
 
-    The candidates are the layers whose weight the other rules quantize, in the order of
-    ``named_modules()``. Rules that skip do not count, so excluding the last layer does not make
-    the one before it the last. An optional rule whose pattern does not match its layer is dropped.
+    Rules that skip do not count, so excluding the last layer does not make the one before it the
+    last. An optional rule whose pattern does not match its layer is dropped.
     """
     if not any(rule.position for rule in config.rules):
         return config
     general = tuple(r for r in config.rules if r.position is None and not r.skip)
     decisions = decide(model, replace(config, rules=general), found=found)
     layers = [d for d in decisions if d.weight is not None and not d.reason]
+    ends = {"first": layers[0], "last": layers[-1]} if layers else {}
     rules: list[Rule] = []
     for rule in config.rules:
-        layer = None
-        if rule.position and layers:
-            layer = layers[0 if rule.position == "first" else -1]
+        layer = ends.get(str(rule.position))
         if rule.position is None:
             rules.append(rule)
         elif layer is not None and _selects(rule.pattern, layer):
@@ -157,25 +150,16 @@ def _by_places(
     config: QuantConfig,
     include: tuple[Pattern, ...],
 ) -> list[Draft]:
-    """Return what the rules say about a module.
-
-    A module that stands in several places and has no state to share has a decision for each.
-    """
-    places: dict[tuple[int, str], tuple[nn.Module, list[str]]] = {}
+    """Return what the rules say about a module, for each place of one that has no state."""
+    places: dict[tuple[int, str], list[str]] = {}
     for name in names:
         path, _, leaf = name.rpartition(".")
-        parent = model.get_submodule(path)
-        places.setdefault((id(parent), leaf), (parent, []))[1].append(name)
+        places.setdefault((id(model.get_submodule(path)), leaf), []).append(name)
     state = (*module.parameters(), *module.buffers(), *module.children())
-    if len(places) == 1 or state:
+    found = [by_rules(tuple(paths), module, config, include) for paths in places.values()]
+    if state or all(d.reason for d in found):
         return [by_rules(names, module, config, include)]
-    found = [
-        (parent, by_rules(tuple(paths), module, config, include))
-        for parent, paths in places.values()
-    ]
-    if all(d.reason for _, d in found):
-        return [by_rules(names, module, config, include)]
-    return [decision for _, decision in found]
+    return found
 
 
 def by_rules(
@@ -197,7 +181,8 @@ def by_rules(
     if include and not any(map(selects, include)):
         return replace(base, reason="not in include")
     if rule is None:
-        return replace(base, reason=f"no rule matches{_RECURRENT if _is_recurrent(cls) else ''}")
+        hint = _RECURRENT if issubclass(cls, nn.RNNBase) else ""
+        return replace(base, reason=f"no rule matches{hint}")
     base = replace(base, rule=str(rule))
     if rule.skip:
         return replace(base, reason="excluded")
@@ -212,15 +197,8 @@ def by_rules(
 _RECURRENT = "; torchq.recipes.int8(recurrent=True) has one"
 
 
-def _is_recurrent(cls: type[nn.Module]) -> bool:
-    return issubclass(cls, nn.RNNBase)
-
-
 def _selects(pattern: Pattern, decision: Draft) -> bool:
-    """Return True if ``pattern`` selects the module of a decision.
-
-    Patterns of types see its float class, and the class that it is quantized as.
-    """
+    """Return True if ``pattern`` selects a module, by its class or the one it is quantized as."""
     classes = {decision.float_class, decision.layer or decision.float_class}
     return any(matches(pattern, decision.names, decision.module, cls) for cls in classes)
 

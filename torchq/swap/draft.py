@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -29,22 +30,12 @@ def no_twin(cls: type[nn.Module]) -> str:
 
 @dataclass(frozen=True)
 class Draft:
-    """What happens to one module.
+    """What happens to one module; attributes as of :class:`Decision`, whose ``by`` is the ``rule``.
 
     Attributes:
-        names: Every dotted path of the module; ``("",)`` for the root.
-        module: The module.
-        float_class: Its class before the swap.
-        rule: The pattern that decided, or None.
-        input: The descriptor of its inputs, or None.
-        weight: The descriptor of its weights, or None.
-        reason: Why it stays float; empty where it is quantized.
-        parent: None where the module stays in its place. A module without parameters that stands
-            in several places gets a range in each, so there ``module`` is a copy that its
-            ``parent`` adopts instead.
-        layer: The class that it is quantized as, whose rules apply; None is its own.
-        calls: The calls in its own forward that are quantized, where its class has no twin.
-        note: What else there is to know about it, for the report.
+        float_class: its class before the swap.
+        parent: the module that adopts a new ``module`` for a call; None for one in its place.
+        layer: the class that it is quantized as, whose rules apply; None is its own.
     """
 
     names: tuple[str, ...]
@@ -72,16 +63,8 @@ class Draft:
     def decision(self) -> Decision:
         """Return the decision without its module."""
         cls = qualified_name(unparametrized(self.float_class))
-        slots = (self.input, self.weight)
-        return Decision(
-            self.names,
-            cls,
-            *slots,
-            calls=self.calls,
-            reason=self.reason,
-            by=self.rule or "",
-            note=self.note,
-        )
+        told: Any = {"reason": self.reason, "by": self.rule or "", "note": self.note}
+        return Decision(self.names, cls, self.input, self.weight, calls=self.calls, **told)
 
 
 def obstacle(module: nn.Module, parent: nn.Module | None) -> str | None:
@@ -104,9 +87,9 @@ def obstacle(module: nn.Module, parent: nn.Module | None) -> str | None:
         return "complex dtype" if is_complex else ""
     base = next((c for c in cls.__mro__[1:] if c in QUANTIZED), None)
     name = qualified_name(cls)
-    if base is not None and issubclass(cls, LazyModuleMixin):
-        return "not initialised yet; run one batch through the model first"
     if base is not None:
+        if issubclass(cls, LazyModuleMixin):
+            return "not initialised yet; run one batch through the model first"
         return (
             f"a subclass of {base.__name__} with code of its own may compute something else; "
             "pass example= to find its function calls, or register a twin with "
@@ -118,8 +101,6 @@ def obstacle(module: nn.Module, parent: nn.Module | None) -> str | None:
 
 
 def _reads_attributes(cls: type[nn.Module]) -> bool:
-    """Return True if the twin of ``cls`` computes with the weights that its attributes give.
-
-    Recurrent layers keep a list of their weights, which a parametrization does not change.
-    """
+    """Return True if the twin of ``cls`` computes with the weights that its attributes give."""
+    # Recurrent layers keep a list of their weights, which a parametrization does not change.
     return quantized_class(cls) is not None and not issubclass(cls, nn.RNNBase)

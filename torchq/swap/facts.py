@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,12 +28,11 @@ from torchq.nn import (
     QuantSiLU,
     TensorQuantizer,
     quantizing_only,
-    shared_groups,
 )
 from torchq.nn.modules.operators import QuantCat
 from torchq.runtime import Codes, Placement, Runtime
-from torchq.swap.apply import public_path, quantizer_slots, tried
-from torchq.swap.plan import Plan, canonical_groups
+from torchq.swap.apply import public_path, quantizer_slots, shared_paths, tried
+from torchq.swap.plan import Plan
 from torchq.utils import untouched
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -94,36 +93,21 @@ class Facts:
     weights: frozenset[str]
     shared: tuple[tuple[str, ...], ...]
     flow: Flow | None = None
-    values: tuple[Value, ...] = ()
-    results: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    values: Sequence[Value] = ()
+    results: Mapping[str, Sequence[int]] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
-    reached: frozenset[str] = frozenset()
+    reached: Set[str] = frozenset()
 
     @classmethod
     def of(
-        cls,
-        model: nn.Module,
-        plan: Plan,
-        example: Any = None,
-        runtime: Runtime | None = None,
+        cls, model: nn.Module, plan: Plan, example: Any = None, runtime: Runtime | None = None
     ) -> Facts:
         """Let ``model`` be quantized as ``plan`` says for a while, and run it once in float."""
         with tried(model, plan):
             placement = None if runtime is None else runtime.placement
             codes = None if runtime is None else runtime.codes
             made = {"placement": placement or Placement(), "codes": codes, **_made(model)}
-            if example is None:
-                return cls(**made)
-            seen = _Seen(model)
-            flow = seen.run(example)
-            return cls(
-                **made,
-                flow=flow,
-                values=tuple(seen.values),
-                results={path: tuple(roots) for path, roots in seen.results.items()},
-                sizes=seen.sizes,
-                reached=frozenset(seen.reached),
-            )
+            return cls(**made, **({} if example is None else _Seen(model).run(example)))
 
 
 def _made(model: nn.Module) -> dict[str, Any]:
@@ -140,15 +124,16 @@ def _made(model: nn.Module) -> dict[str, Any]:
             slots = {slot: public_path(f"{start}{slot}_quantizer") for slot in module.input_slots}
             inputs[path] = tuple(p if p in quantizers else None for p in slots.values())
             of_weights |= {id(q) for q, _ in module.quantized_weights()}
-            for slot, kind in _OPTIONAL.get(_optional_class(module), {}).items():
-                optional[slots[slot]] = kind
+            for cls, kinds in _OPTIONAL.items():
+                if isinstance(module, cls):
+                    optional |= {slots[slot]: kind for slot, kind in kinds.items()}
     return {
         "inputs": inputs,
         "descriptors": {path: q.descriptor.replace(name=None) for path, q in quantizers.items()},
         "modes": {path: q.mode for path, q in quantizers.items() if q.mode != "quantize"},
         "optional": {path: kind for path, kind in optional.items() if path in quantizers},
         "weights": frozenset(p for p, q in quantizers.items() if id(q) in of_weights),
-        "shared": canonical_groups([map(public_path, group) for group in shared_groups(model)]),
+        "shared": shared_paths(model),
     }
 
 
@@ -157,10 +142,6 @@ _OPTIONAL: dict[type[nn.Module], dict[str, str]] = {
     QuantMultiheadAttention: dict.fromkeys(QuantMultiheadAttention.products, "attention"),
     QuantSiLU: {"gate": "activation"},
 }
-
-
-def _optional_class(module: nn.Module) -> Any:
-    return next((cls for cls in _OPTIONAL if isinstance(module, cls)), None)
 
 
 def is_leaf(module: nn.Module) -> bool:
@@ -189,18 +170,19 @@ class _Seen:
         self.sizes: dict[str, int] = {}
         self.reached: set[str] = set()
 
-    def run(self, example: Any) -> Flow:
-        """Run the model once in float."""
+    def run(self, example: Any) -> dict[str, Any]:
+        """Run the model once in float, and return the facts that this shows."""
         watched = dict(self._watched())
         with ExitStack() as stack:
             for module in self._model.modules():
                 if isinstance(module, TensorQuantizer):
-                    stack.callback(module.register_forward_hook(_as_new_tensor).remove)
+                    stack.enter_context(module.register_forward_hook(_as_new_tensor))
             stack.enter_context(computing_in_float(self._model))
             stack.enter_context(self._roots)
             flow = record(self._model, example, is_leaf, watch=watched)
         self._roots.forget()
-        return flow
+        names = ("values", "results", "sizes", "reached")
+        return {"flow": flow, **{name: getattr(self, name) for name in names}}
 
     def _watched(self) -> Iterator[tuple[nn.Module, Callable[..., None]]]:
         cats = [m for m in self._model.modules() if isinstance(m, QuantCat) and m.ranges == 1]
@@ -244,10 +226,7 @@ class _Seen:
 
 
 def _as_new_tensor(quantizer: nn.Module, args: Any, result: Tensor) -> Tensor:
-    """Return the result of a quantizer that is off as a tensor of its own, as if it were on.
-
-    Otherwise what reads the input of the quantizer would seem to read its result.
-    """
+    """Return the result of a quantizer that is off as a tensor of its own, as if it were on."""
     return result.view(result.shape)
 
 
@@ -272,13 +251,7 @@ class _Roots(TorchFunctionMode):
         self._count = 0
         self._nonnegative: dict[int, tuple[Tensor, int]] = {}
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Carry out ``func``; the result of one that moves values has the origin of its input."""
         name = operator_name(func)
         proved = never_negative(name, args, kwargs or {}, self.is_nonnegative)

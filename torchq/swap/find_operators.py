@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 
 from torchq.graph import (
     KINDS,
@@ -19,10 +22,7 @@ from torchq.graph import (
     reads_metadata,
     writes,
 )
-from torchq.nn import (
-    QuantModule,
-    TensorQuantizer,
-)
+from torchq.nn import QuantModule, TensorQuantizer
 from torchq.nn.calls.modules import recording_operators, trace_forward
 from torchq.nn.calls.routes import Recorder, Visit
 from torchq.nn.modules.operators import OPERATORS, stand_in
@@ -30,11 +30,7 @@ from torchq.utils import modules_with_names, untouched
 
 #: The module that stands for each kind of operator.
 MODULES: dict[str, type[nn.Module]] = {kind: OPERATORS[name] for kind, name in KINDS.items()}
-_LINEAR = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-)
+_LINEAR = (_ConvNd, nn.Linear, _BatchNorm)
 #: What fusing leaves behind, and what evaluation mode removes.
 _NOTHING = (nn.Identity, nn.Dropout, nn.Dropout2d, nn.Dropout3d)
 #: Classes of torchvision and timm that drop whole branches in training.
@@ -76,13 +72,8 @@ class Untraceable:
     reason: str
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """An operator between tensors, before it has a name."""
-
-    site: str
-    kind: str
-    main: int | None
+#: An operator between tensors, before it has a name: its site -> kind and main operand.
+_Candidates = dict[str, tuple[str, int | None]]
 
 
 def find_operators(
@@ -94,27 +85,24 @@ def find_operators(
     one that cannot be traced hides only its own operators; with an example, one run of the model
     shows the operators of these.
     """
-    found: dict[int, list[_Candidate]] = {}
+    found: dict[int, _Candidates] = {}
     failed: dict[int, str] = {}
     hidden: dict[int, str] = {}
-    modules = [
-        (names, module) for names, module in modules_with_names(model) if _is_of_the_user(module)
-    ]
+    modules = [(names, m) for names, m in modules_with_names(model) if _is_of_the_user(m)]
     for _, module in modules:
         try:
             found[id(module)], number = _traced(module, kinds)
             if number:
                 hidden[id(module)] = f"its source does not show {number} of its operators"
         except Exception as error:  # whatever the model's code raises on a Proxy
-            line = next(iter(str(error).splitlines()), "")
-            reason = f"its forward cannot be traced ({type(error).__name__}: {line})"
-            failed[id(module)] = reason
+            line = str(error).partition("\n")[0]
+            failed[id(module)] = f"its forward cannot be traced ({type(error).__name__}: {line})"
     if failed and example is not None:
         recorded = _recorded(model, [m for _, m in modules if id(m) in failed], kinds, example)
         found |= recorded
         failed = {key: reason for key, reason in failed.items() if key not in recorded}
     failed |= hidden
-    operators = [op for names, m in modules for op in _named(m, names, found.get(id(m), []))]
+    operators = [op for names, m in modules for op in _named(m, names, found.get(id(m), {}))]
     return operators, [Untraceable(m, n, failed[id(m)]) for n, m in modules if id(m) in failed]
 
 
@@ -125,26 +113,24 @@ def _is_of_the_user(module: nn.Module) -> bool:
 
 
 def _named(
-    module: nn.Module, names: tuple[str, ...], candidates: Sequence[_Candidate]
+    module: nn.Module, names: tuple[str, ...], candidates: _Candidates
 ) -> Iterator[Operator]:
-    counts: dict[str, int] = {}
-    for c in candidates:
-        number = counts.get(c.kind, 0)
-        counts[c.kind] = number + 1
-        child = f"quant_{c.kind}" + (f"_{number}" if number else "")
-        yield Operator(module, names, c.site, c.kind, child, c.main)
+    counts: Counter[str] = Counter()
+    for site, (kind, main) in candidates.items():
+        child = f"quant_{kind}_{counts[kind]}".removesuffix("_0")
+        counts[kind] += 1
+        yield Operator(module, names, site, kind, child, main)
 
 
 # --- operators of a trace -----------------------------------------------------------------------
 
 
-def _traced(module: nn.Module, kinds: frozenset[str]) -> tuple[list[_Candidate], int]:
-    """Return the operators that tracing the module finds, and how many its source does not show.
+def _traced(module: nn.Module, kinds: frozenset[str]) -> tuple[_Candidates, int]:
+    """Return the operators that traces of the module find, and how many its source does not show.
 
-    The trace is made in eval and in training mode. Operators are named by their sites in the
-    source, those of a graph module by its nodes.
+    Operators are named by their sites in the source, those of a graph module by its nodes.
     """
-    found: dict[str, _Candidate] = {}
+    found: _Candidates = {}
     hidden = 0
     with recording_operators([module]) as recorders:
         for training in (False, True):
@@ -156,9 +142,8 @@ def _traced(module: nn.Module, kinds: frozenset[str]) -> tuple[list[_Candidate],
             hidden = max(hidden, sum(node not in named for node, _ in nodes))
             for node, kind in nodes:
                 if node in named:
-                    main = _main_operand(module, node, kind)
-                    found[named[node]] = _Candidate(named[node], kind, main)
-    return list(found.values()), hidden
+                    found[named[node]] = kind, _main_operand(module, node, kind)
+    return found, hidden
 
 
 def _sites_of_nodes(recorder: Recorder | None, graph: fx.Graph) -> dict[fx.Node, str]:
@@ -185,9 +170,8 @@ def _nodes_between_tensors(graph: fx.Graph, kinds: frozenset[str]) -> list[tuple
         kind = operator_kind(node.target) if is_call else None
         # A factor that is a stored tensor, reshaped or not, needs no quantizer.
         constants = numbers | stored if kind == "mul" else numbers
-        if kind is None or kind not in kinds or node in fixed:
-            continue
-        if _is_between_tensors(node, constants):
+        is_wanted = kind in kinds and node not in fixed
+        if kind is not None and is_wanted and _is_between_tensors(node, constants):
             found.append((node, kind))
     return found
 
@@ -257,26 +241,23 @@ def _does_nothing(module: nn.Module) -> bool:
 
 def _recorded(
     model: nn.Module, modules: Sequence[nn.Module], kinds: frozenset[str], example: Any
-) -> dict[int, list[_Candidate]]:
-    """Return the operators that one run of the model shows in modules that cannot be traced.
-
-    Modules that the run does not reach, or whose source cannot be rewritten, are left out.
-    """
+) -> dict[int, _Candidates]:
+    """Return the operators that one run of the model shows in modules that cannot be traced."""
     with untouched(model):
         constants = {id(t) for t in (*model.parameters(), *model.buffers())}
         with recording_operators(modules) as found, _noting_linear_results(model) as linear:
             call_model(model, example)
             return {
-                id(module): _candidates(found[id(module)].visits, kinds, constants, linear)
-                for module in modules
-                if id(module) in found and found[id(module)].visits
+                key: _candidates(found[key].visits, kinds, constants, linear)
+                for key in map(id, modules)
+                if key in found and found[key].visits
             }
 
 
 def _candidates(
     visits: Sequence[Visit], kinds: frozenset[str], constants: set[int], linear: dict[int, Tensor]
-) -> list[_Candidate]:
-    found: dict[str, _Candidate] = {}
+) -> _Candidates:
+    found: _Candidates = {}
     order = list(linear)
     for v in visits:
         if v.kind not in kinds or v.operands is None:
@@ -284,8 +265,8 @@ def _candidates(
         if all(isinstance(o, Tensor) and id(o) not in constants for o in v.operands):
             ends = [(order.index(id(o)), i) for i, o in enumerate(v.operands) if id(o) in linear]
             main = max(ends)[1] if ends and v.kind == "add" else None
-            found.setdefault(v.name, _Candidate(v.name, v.kind, main))
-    return list(found.values())
+            found.setdefault(v.name, (v.kind, main))
+    return found
 
 
 @contextmanager
@@ -301,9 +282,7 @@ def _noting_linear_results(model: nn.Module) -> Iterator[dict[int, Tensor]]:
 
     watched = [m for m in model.modules() if isinstance(m, _LINEAR) or not any(m.children())]
     watched = [m for m in watched if not (_does_nothing(m) or isinstance(m, nn.Sequential))]
-    handles = [module.register_forward_hook(note) for module in watched]
-    try:
+    with ExitStack() as stack:
+        for module in watched:
+            stack.enter_context(module.register_forward_hook(note))
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()

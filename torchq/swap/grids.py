@@ -44,10 +44,7 @@ def has_choice(descriptor: QuantDescriptor, codes: Codes) -> bool:
 
 
 def in_file(descriptor: D, codes: Codes) -> D:
-    """Return how a tensor is quantized where files have scales of a type of their own.
-
-    Scales that are rounded already, or taken from each call, stay.
-    """
+    """Return how a tensor is quantized where files have scales of a type of their own."""
     d = descriptor
     if d is None or codes.scales is None or d.dynamic or d.block_scale_format is not None:
         return descriptor

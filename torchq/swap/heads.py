@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from torchq.graph import Call, Flow, effects_of, operator_named, operator_of
 from torchq.swap.facts import Facts
 from torchq.swap.plan import Plan
 
-_CONVOLUTIONS = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
 #: The dimensions of rows of boxes or scores: batch, positions and numbers.
 _ROWS = 3
 
@@ -34,7 +31,7 @@ def behind_last_layers(flow: Flow) -> frozenset[int]:
         reads_head = any(i in last or i in behind for i in call.inputs)
         if reads_head and call.index not in precedes and call.index not in last:
             behind.add(call.index)
-    of_maps = sum(isinstance(flow.calls[i].module, _CONVOLUTIONS) for i in last)
+    of_maps = sum(isinstance(flow.calls[i].module, _ConvNd) for i in last)
     if of_maps < 2 or not any(_lists_positions(flow, flow.calls[i]) for i in behind):
         return frozenset()
     return frozenset(behind)
@@ -55,7 +52,7 @@ def _is_layer(flow: Flow, call: Call) -> bool:
     module = call.module
     if module is None or not any(p.dim() > 1 for p in module.parameters()):
         return False
-    sums = isinstance(module, _CONVOLUTIONS) and module.out_channels == 1
+    sums = isinstance(module, _ConvNd) and module.out_channels == 1
     return not (sums and any(_gives_probabilities(flow, flow.calls[i]) for i in call.inputs))
 
 

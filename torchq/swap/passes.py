@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, TypeGuard
 from torch import nn
 
 from torchq.descriptor import QuantDescriptor
-from torchq.formats import Granularity, PerTensor
+from torchq.formats import PerTensor
 from torchq.graph import OPERATORS, Call, Flow, effects_of, operator_named
 from torchq.nn import InputQuantized, QuantModule, TensorQuantizer, quantized_class
 from torchq.swap.facts import Facts, Value, adds_zeros
@@ -26,8 +26,8 @@ Pass: TypeAlias = Callable[[Plan, Facts], Plan]
 
 _MOVING_MODULES = (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten)
 _PADDING_MODULES = (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)
-_LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_LAYERS = (*_CONVOLUTIONS, nn.Linear)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 _ACTIVATIONS = frozenset(["silu", "hardswish", "leaky_relu", "elu", "mish"])
@@ -45,9 +45,7 @@ _ROWS = map(OPERATORS.__getitem__, OPERATORS)
 _FUNCTIONS = {row.module: row.name for row in _ROWS if row.module not in (None, "", "Tap")}
 
 
-def is_depthwise(
-    module: nn.Module | None,
-) -> TypeGuard[nn.Conv1d | nn.Conv2d | nn.Conv3d]:
+def is_depthwise(module: nn.Module | None) -> TypeGuard[nn.Conv1d | nn.Conv2d | nn.Conv3d]:
     """Return True for a convolution of each channel by itself."""
     if not isinstance(module, _CONVOLUTIONS):
         return False
@@ -55,10 +53,7 @@ def is_depthwise(
 
 
 class View:
-    """The calls of the float run, read as a plan quantizes them.
-
-    Operators that the plan leaves in float are the functions that their modules call.
-    """
+    """The calls of the float run, in which operators that a plan leaves in float are functions."""
 
     def __init__(self, plan: Plan, facts: Facts) -> None:
         self._plan, self._facts = plan, facts
@@ -77,10 +72,9 @@ class View:
 
     def quantizes(self, call: Call) -> bool:
         """Return True for a quantizer, and for a layer that quantizes what it reads."""
-        slots = self._facts.inputs.get(self.path(call)) if call.module is not None else None
-        if slots is None or not self.is_quantized(call):
-            return False
-        return all(p is not None and is_on(self._plan, p) for p in slots)
+        slots = self._facts.inputs[call.name] if self.is_quantized(call) else (None,)
+        modes = self._plan.modes
+        return all(p is not None and modes.get(p, "quantize") in _QUANTIZING for p in slots)
 
     def is_quantized(self, call: Call) -> bool:
         """Return True for a module with quantizers, and for a quantizer."""
@@ -98,11 +92,6 @@ class View:
         if call.module is None:
             return _has(call, "move")
         return isinstance(call.module, _MOVING_MODULES) and not self.is_quantized(call)
-
-
-def is_on(plan: Plan, slot: str) -> bool:
-    """Return True if a plan lets a quantizer quantize."""
-    return plan.modes.get(slot, "quantize") in _QUANTIZING
 
 
 def _without_float_operators(plan: Plan, flow: Flow) -> Flow:
@@ -182,21 +171,16 @@ def float_start(plan: Plan, facts: Facts) -> Plan:
         return plan
     view = View(plan, facts)
     stem = next((call for call in view.flow.calls if isinstance(call.module, nn.Conv2d)), None)
-    if stem is None or not view.is_quantized(stem) or not _reads_image(stem.module):
-        return plan
-    if facts.sizes.get(stem.name, 0) < _FEW_RESULTS:
+    if stem is None or not view.is_quantized(stem) or facts.sizes.get(stem.name, 0) < _FEW_RESULTS:
         return plan
     parts = [stem, *_behind(view, stem)]
-    if any(_is_max_pooling(part) for part in parts):
+    reads_image = isinstance(stem.module, nn.Conv2d) and stem.module.in_channels <= _IMAGE_CHANNELS
+    if not reads_image or any(map(_is_max_pooling, parts)):
         return plan
     movable = {d.name for d in plan.replaced if d.by not in d.names}
     paths = (view.path(part) for part in parts)
     reason = f"{plan.target} runs the first layers faster in float"
     return plan.in_float({p: reason for p in paths if p in movable}, "float start")
-
-
-def _reads_image(module: nn.Module | None) -> bool:
-    return isinstance(module, nn.Conv2d) and module.in_channels <= _IMAGE_CHANNELS
 
 
 def _behind(view: View, call: Call) -> Iterator[Call]:
@@ -226,9 +210,8 @@ def _is_pointwise(view: View, call: Call) -> bool:
         return True
     if view.is_quantized(call) and _quantizes_input_alone(module):
         return "Pool" not in type(module).__name__
-    return (
-        clips(call) or view.moves_elements(call) or (module is None and call.name in _ACTIVATIONS)
-    )
+    is_activation = module is None and call.name in _ACTIVATIONS
+    return is_activation or clips(call) or view.moves_elements(call)
 
 
 def _quantizes_input_alone(module: nn.Module | None) -> bool:
@@ -253,14 +236,10 @@ def drop_unreached(plan: Plan, facts: Facts) -> Plan:
 def separate_ranges(plan: Plan, facts: Facts) -> Plan:
     """Give each tensor of a concatenation its own range where that gains something.
 
-    A tensor whose own range is a third of the shared one is left with a third of the codes. So are
-    the other layers that read it, so a chain of layers whose results are concatenated, as in
-    HGNetV2, gains most from own ranges. Where nothing else reads the tensors, and all that reads
-    the result quantizes it with one range, as in GoogLeNet and ShuffleNet, nothing is gained.
-
-    Codes that begin at 0 include the ReLU in front of them. If only some of the tensors have
-    negative values, a shared range leaves the ReLU in front of the others, and the convolution
-    before it, in float.
+    A tensor whose own range is a third of the shared one is left with a third of the codes, also
+    where other layers read it: chains of concatenated layers, as in HGNetV2, gain most. Codes that
+    begin at 0 include the ReLU in front of them, which a range with negative values leaves in
+    float, with the convolution before it.
 
     Before: the tensors of each quantized concatenation have one range. After: they have one each
     where, on the example, only some of them have negative values, or where the ratio of their
@@ -272,19 +251,19 @@ def separate_ranges(plan: Plan, facts: Facts) -> Plan:
         return plan
     view = View(plan, facts)
     readers: dict[tuple[int, int], set[str]] = {}
-    for value in _read(plan, facts):
-        readers.setdefault(value.key, set()).add(value.slot)
+    for slot, value in _read(plan, facts):
+        readers.setdefault(value.key, set()).add(slot)
     rows, modes = [], dict(plan.modes)
     for decision in plan.decisions:
         slot = f"{decision.name}.input_quantizer"
-        calls = _calls_of(facts, slot)
         is_cat = not decision.reason and decision.class_name == "Cat" and decision.input
-        if is_cat and decision.ranges == 1 and calls:
-            keys = [value.key for call in calls for value in call]
-            elsewhere = any(readers[key] - {slot} for key in keys)
-            if _is_mixed(calls) or (
-                _differ(calls, most) and (elsewhere or _is_float(view, decision.name))
-            ):
+        calls = _calls_of(facts, slot) if is_cat and decision.ranges == 1 else []
+        if len({len(call) for call in calls}) == 1:
+            read_elsewhere = any(readers[v.key] - {slot} for call in calls for v in call)
+            needed = read_elsewhere or any(
+                _leads_to_float(view, c) for c in view.flow.calls if view.path(c) == decision.name
+            )
+            if any(_is_mixed(call) or (needed and _differ(call, most)) for call in calls):
                 decision = replace(decision, ranges=len(calls[0]))
                 if slot in modes:
                     own = (_own_slot(slot, i) for i in range(decision.ranges))
@@ -298,10 +277,14 @@ def _own_slot(slot: str, position: int) -> str:
     return slot.replace("input_quantizer", f"input{position}_quantizer") if position else slot
 
 
-def _read(plan: Plan, facts: Facts) -> Iterator[Value]:
-    """Yield what the quantizers of a plan read."""
+def _read(plan: Plan, facts: Facts) -> Iterator[tuple[str, Value]]:
+    """Yield the path of each quantizer of a plan with what it reads, once for each call."""
     gone = {d.name for d in plan.skipped if d.reason != ALREADY}
-    return (v for v in facts.values if v.slot.rpartition(".")[0] not in gone)
+    ranges = {f"{d.name}.input_quantizer": d.ranges for d in plan.replaced}
+    for value in facts.values:
+        if value.slot.rpartition(".")[0] not in gone:
+            position = value.position if value.position < ranges.get(value.slot, 1) else 0
+            yield _own_slot(value.slot, position), value
 
 
 def _calls_of(facts: Facts, slot: str) -> list[list[Value]]:
@@ -313,11 +296,6 @@ def _calls_of(facts: Facts, slot: str) -> list[list[Value]]:
                 calls.append([])
             calls[-1].append(value)
     return calls
-
-
-def _is_float(view: View, path: str) -> bool:
-    """Return True if something reads the result of a concatenation without quantizing it."""
-    return any(_leads_to_float(view, call) for call in view.flow.calls if view.path(call) == path)
 
 
 def _leads_to_float(view: View, call: Call) -> bool:
@@ -332,20 +310,15 @@ def _leads_to_float(view: View, call: Call) -> bool:
     )
 
 
-def _is_mixed(calls: list[list[Value]]) -> bool:
+def _is_mixed(call: list[Value]) -> bool:
     """Return True if only some tensors of a call have negative values."""
-    return _is_regular(calls) and any(len({v.is_signed for v in call}) > 1 for call in calls)
+    return len({value.is_signed for value in call}) > 1
 
 
-def _differ(calls: list[list[Value]], most_unequal: float) -> bool:
+def _differ(call: list[Value], most_unequal: float) -> bool:
     """Return True if the ranges of the tensors of a call differ too much to be shared."""
-    sizes = [[value.amax for value in call] for call in calls if call]
-    return _is_regular(calls) and any(max(s) > most_unequal * min(s) for s in sizes)
-
-
-def _is_regular(calls: list[list[Value]]) -> bool:
-    """Return True if all calls have as many tensors."""
-    return len({len(call) for call in calls}) == 1
+    sizes = [value.amax for value in call]
+    return max(sizes) > most_unequal * min(sizes)
 
 
 def share_ranges(plan: Plan, facts: Facts) -> Plan:
@@ -357,35 +330,28 @@ def share_ranges(plan: Plan, facts: Facts) -> Plan:
     Before: each place has a quantizer of its own. After: places that read the same values have
     the same quantizer, if their descriptors and modes are equal.
     """
-    ranges = {f"{d.name}.input_quantizer": d.ranges for d in plan.replaced}
-    outputs = {f"{d.name}.output_quantizer": d for d in plan.replaced if d.output is not None}
     seen: dict[int, list[str]] = {}
-    for value in _read(plan, facts):
+    for slot, value in _read(plan, facts):
         if value.slot not in facts.weights:
-            position = value.position if value.position < ranges.get(value.slot, 1) else 0
-            seen.setdefault(value.root, []).append(_own_slot(value.slot, position))
-    for slot, decision in outputs.items():
+            seen.setdefault(value.root, []).append(slot)
+    for decision in plan.replaced:
         # One that cuts at 0 stands for the ReLU behind it, so it reads other values.
         if decision.output is not None and not _cuts(decision.output):
             for root in facts.results.get(decision.name, ()):
-                seen.setdefault(root, []).insert(0, slot)
+                seen.setdefault(root, []).insert(0, f"{decision.name}.output_quantizer")
     groups = [list(group) for group in plan.shared]
     for group in _joined([*seen.values()]):
         kinds: dict[Any, list[str]] = {}
         for slot in group:
-            found = _descriptor(plan, facts, slot)
-            if found is not None and found[0] == PerTensor():
+            form = _descriptor(plan, facts, slot)
+            if form is not None and form.granularity == PerTensor():
                 # A target changes the form of planned quantizers, not of those in the code.
-                is_fixed = facts.codes is not None and not _is_planned(facts, slot)
-                kinds.setdefault((found[1], plan.modes.get(slot), is_fixed), []).append(slot)
+                owner, _, name = slot.rpartition(".")
+                is_planned = owner in facts.inputs and name.endswith("_quantizer")
+                is_fixed = facts.codes is not None and not is_planned
+                kinds.setdefault((form, plan.modes.get(slot), is_fixed), []).append(slot)
         groups += [alike for alike in kinds.values() if len(alike) > 1]
     return replace(plan, shared=canonical_groups(_joined(groups)))
-
-
-def _is_planned(facts: Facts, slot: str) -> bool:
-    """Return False for a quantizer that the author of a model placed."""
-    owner, _, name = slot.rpartition(".")
-    return owner in facts.inputs and name.endswith("_quantizer")
 
 
 def _cuts(descriptor: QuantDescriptor) -> bool:
@@ -393,15 +359,15 @@ def _cuts(descriptor: QuantDescriptor) -> bool:
     return descriptor.unsigned is True and descriptor.symmetric
 
 
-def _descriptor(plan: Plan, facts: Facts, slot: str) -> tuple[Granularity, QuantDescriptor] | None:
+def _descriptor(plan: Plan, facts: Facts, slot: str) -> QuantDescriptor | None:
     owner, _, name = slot.rpartition(".")
     decision = plan.decision(owner)
-    found = facts.descriptors.get(slot)
     if name == "output_quantizer" and decision is not None and decision.output is not None:
-        found = decision.output.replace(name=None)
-    elif found is None and decision is not None:  # of one tensor of a concatenation
-        found = facts.descriptors.get(f"{owner}.input_quantizer")
-    return None if found is None else (found.granularity, found)
+        return decision.output.replace(name=None)
+    found = facts.descriptors.get(slot)
+    if found is None and decision is not None:  # of one tensor of a concatenation
+        return facts.descriptors.get(f"{owner}.input_quantizer")
+    return found
 
 
 def _joined(groups: list[list[str]]) -> list[list[str]]:
@@ -435,9 +401,8 @@ def quantize_results(plan: Plan, facts: Facts) -> Plan:
     for call in view.flow.calls:
         if isinstance(call.module, layers):
             calls.setdefault(call.name, []).append(call)
-    return replace(
-        plan, decisions=tuple(_with_output(view, d, calls.get(d.name, [])) for d in plan.decisions)
-    )
+    rows = (_with_output(view, d, calls.get(d.name, [])) for d in plan.decisions)
+    return replace(plan, decisions=tuple(rows))
 
 
 def _with_output(view: View, decision: Decision, calls: list[Call]) -> Decision:
@@ -540,8 +505,8 @@ def choose_grids(plan: Plan, facts: Facts) -> Plan:
         return plan
     proved: dict[str, list[str]] = {}
     for slot in _without_negatives(plan, facts):
-        found = _descriptor(plan, facts, slot)
-        if found is not None and has_choice(found[1], codes):
+        form = _descriptor(plan, facts, slot)
+        if form is not None and has_choice(form, codes):
             owner, _, name = slot.rpartition(".")
             proved.setdefault(owner, []).append(name.removesuffix("_quantizer"))
     rows = []
@@ -558,12 +523,11 @@ def choose_grids(plan: Plan, facts: Facts) -> Plan:
 def _without_negatives(plan: Plan, facts: Facts) -> list[str]:
     """Return the slots whose range holds no negative value for sure."""
     signs: dict[str, list[bool]] = {}
-    ranges = {f"{d.name}.input_quantizer": d.ranges for d in plan.replaced}
-    for value in _read(plan, facts):
-        position = value.position if value.position < ranges.get(value.slot, 1) else 0
-        signs.setdefault(_own_slot(value.slot, position), []).append(value.is_nonnegative)
-    outputs = {f"{d.name}.output_quantizer" for d in plan.replaced if d.output is not None}
-    signs |= {slot: [False] for slot in outputs}  # what a ReLU reads may be negative
+    for slot, value in _read(plan, facts):
+        signs.setdefault(slot, []).append(value.is_nonnegative)
+    for d in plan.replaced:
+        if d.output is not None:
+            signs[f"{d.name}.output_quantizer"] = [False]  # what a ReLU reads may be negative
     together = {slot for group in plan.shared for slot in group}
     found: list[str] = []
     for group in (*plan.shared, *((slot,) for slot in signs if slot not in together)):
@@ -612,10 +576,7 @@ class _Results:
         return len({self._groups.get(slot, (slot,)) for slot in slots}) == 1
 
     def quantizers(self, decision: Decision, calls: list[Call]) -> list[str]:
-        """Return what quantizes the results of a layer; nothing unless all calls run on integers.
-
-        A kernel returns codes of one range, so a result that is read in two runs in float.
-        """
+        """Return what quantizes a layer's results; nothing unless all calls run on integers."""
         d, w = decision.input, decision.weight
         if decision.reason or decision.calls or d is None or w is None or not calls:
             return []
@@ -629,6 +590,7 @@ class _Results:
         is_linear, found = isinstance(calls[0].module, nn.Linear), []
         for call in calls:
             slots = self._behind(call, False, call.module)
+            # A kernel returns codes of one range, so a result that is read in two runs in float.
             if not slots or (is_linear and call.ndim != 2) or not self.have_one_range(slots):
                 return []
             found += slots
@@ -678,10 +640,10 @@ class _Results:
 
     def _has_bytes(self, slot: str, activated: bool) -> bool:
         """Return True for a slot of 8 bits, which begins at 0 if an activation is in front."""
-        found = _descriptor(self._plan, self._facts, slot)
-        if found is None or found[0] != PerTensor() or found[1].num_bits != _BYTE:
+        form = _descriptor(self._plan, self._facts, slot)
+        if form is None or form.granularity != PerTensor() or form.num_bits != _BYTE:
             return False
-        return not activated or _cuts(found[1]) or slot in self._without_negatives
+        return not activated or _cuts(form) or slot in self._without_negatives
 
 
 #: Without an example only the first one and `choose_grids` have something to read.

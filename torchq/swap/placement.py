@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
 from torchq.formats import PerTensor
 from torchq.nn.calls.find import FoundCalls
-from torchq.nn.calls.functions import CallSite
 from torchq.runtime import Placement, Runtime
 from torchq.swap.decisions import by_rules, decide
 from torchq.swap.draft import Draft
@@ -24,7 +23,7 @@ from torchq.swap.plan import FLOAT_INPUT
 from torchq.utils import Pattern, matches, qualified_name
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Placed:
     """What a target adds to a plan: rules in front, operators, and what it leaves float."""
 
@@ -55,39 +54,23 @@ def plan_placement(
         Rule(pattern, input=descriptor, optional=True)
         for pattern in (*patterns, *placement.modules)
     ]
-    config = dataclasses.replace(config, rules=(*rules, *config.rules))
+    config = replace(config, rules=(*rules, *config.rules))
     found, untraceable = find_operators(model, placement.operators, example)
-    operators = [
-        operator
+    decisions = [
+        (operator, by_rules(operator.names, operator.module(), config, include))
         for operator in found
         if operator.kind in ("matmul", "attention") or _has_convolution(operator.owner)
     ]
-    decisions = [
-        (operator, by_rules(operator.names, operator.module(), config, include))
-        for operator in operators
-    ]
     skipped = [decision for _, decision in decisions if decision.reason]
-    skipped += [
-        Draft(
-            u.owner_names,
-            u.owner,
-            type(u.owner),
-            reason=f"{u.reason}; its operators stay float. {_WRITE}",
-        )
-        for u in untraceable
-    ]
+    for u in untraceable:
+        reason = f"{u.reason}; its operators stay float. {_WRITE}"
+        skipped.append(Draft(u.owner_names, u.owner, type(u.owner), reason=reason))
     chosen = tuple((operator, d) for operator, d in decisions if not d.reason)
     return Placed(config, chosen, tuple(skipped))
 
 
-_CONVOLUTIONS = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
-
-
 def _has_convolution(module: nn.Module) -> bool:
-    return any(isinstance(part, _CONVOLUTIONS) for part in module.modules())
+    return any(isinstance(part, _ConvNd) for part in module.modules())
 
 
 _WRITE = (
@@ -126,6 +109,8 @@ def adapt_to_target(
 
 
 def _adapted(decision: Draft, target: Runtime, placement: Placement) -> Draft:
+    """Return one decision as :func:`adapt_to_target` does."""
+
     def selected(patterns: tuple[str, ...]) -> bool:
         return any(matches(pattern, decision.names, decision.module) for pattern in patterns)
 
@@ -134,16 +119,15 @@ def _adapted(decision: Draft, target: Runtime, placement: Placement) -> Draft:
     module, is_named = decision.module, decision.rule in decision.names
     if is_depthwise(module) and module.groups < placement.narrow_depthwise and not is_named:
         reason = f"{target.name} runs {module.groups} channels faster in float"
-        return dataclasses.replace(decision, reason=reason, input=None, weight=None)
+        return replace(decision, reason=reason, input=None, weight=None)
     if selected(placement.float_inputs):
+        reason = f"{target.name} has no integer kernel for it"
         if decision.weight is None:
-            reason = f"{target.name} has no integer kernel for it"
-            return dataclasses.replace(decision, reason=reason)
-        note = f"{FLOAT_INPUT}, as {target.name} has no integer kernel for it"
-        decision = dataclasses.replace(decision, input=None, note=note)
+            return replace(decision, reason=reason)
+        decision = replace(decision, input=None, note=f"{FLOAT_INPUT}, as {reason}")
     weight = decision.weight
     if weight is not None and weight.axis is not None and selected(placement.per_tensor_weights):
-        decision = dataclasses.replace(decision, weight=weight.replace(axis=None, name=None))
+        decision = replace(decision, weight=weight.replace(axis=None, name=None))
     return decision
 
 
@@ -162,16 +146,15 @@ def decide_for_target(
     decisions = decide(model, placed.config, include, found=calls, rewritten=rewritten)
     layers = adapt_to_target(decisions, target, placement)
     sites = {id(d.module): d.calls for d in layers if d.calls}
-    reasons = [_beside_calls(o, sites.get(id(o.owner), ())) for o, _ in placed.operators]
-    found = list(zip(placed.operators, reasons, strict=True))
-    operators = tuple(pair for pair, reason in found if not reason)
-    float_operators = (replace(d, reason=reason) for (_, d), reason in found if reason)
-    skipped = (*float_operators, *placed.skipped)
-    return placed.config, (*layers, *(d for _, d in operators), *skipped), operators
+    operators, skipped = [], []
+    for operator, draft in placed.operators:
+        own = sites.get(id(operator.owner), ())
+        if operator.site in {call.site for call in own if not call.is_unseen}:
+            skipped.append(replace(draft, reason=_BESIDE_CALL))
+        else:
+            operators.append((operator, draft))
+    rows = (*layers, *(draft for _, draft in operators), *skipped, *placed.skipped)
+    return placed.config, rows, tuple(operators)
 
 
-def _beside_calls(operator: Operator, calls: Sequence[CallSite]) -> str:
-    """Return why an operator stays float beside quantized function calls; "" if it need not."""
-    if operator.site in {call.site for call in calls if not call.is_unseen}:
-        return "its operand is a weight, and the call is quantized as that of a layer"
-    return ""
+_BESIDE_CALL = "its operand is a weight, and the call is quantized as that of a layer"

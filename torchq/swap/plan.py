@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -208,7 +208,7 @@ class Plan:
     def operator_rows(self) -> Iterator[Decision]:
         """Yield the decisions about the operators that become children."""
         children = {
-            f"{path}.{child}" if path else child
+            _joined(path, child)
             for path, found in self.operators.items()
             for child in found.sites.values()
         }
@@ -228,18 +228,11 @@ class Plan:
             d.in_float(reasons[d.name], by) if d.name in gone and not d.reason else d
             for d in self.decisions
         )
-        operators = {
-            path: replace(
-                found,
-                sites={
-                    site: child
-                    for site, child in found.sites.items()
-                    if (f"{path}.{child}" if path else child) not in gone
-                },
-            )
-            for path, found in self.operators.items()
-        }
-        operators = {path: found for path, found in operators.items() if found.sites}
+        operators = {}
+        for path, found in self.operators.items():
+            kept = {s: c for s, c in found.sites.items() if _joined(path, c) not in gone}
+            if kept:
+                operators[path] = replace(found, sites=kept)
         modes = {p: mode for p, mode in self.modes.items() if p.rpartition(".")[0] not in gone}
         return replace(self, decisions=decisions, operators=operators, modes=modes)
 
@@ -261,28 +254,18 @@ class Plan:
 
         The other entries are the attributes of a plan.
         """
-        operators = {
-            path: {"class": found.cls, "sites": dict(found.sites)}
-            for path, found in self.operators.items()
-        }
-        work = None
-        if self.work is not None:
-            work = {
-                "measured": self.work.measured,
-                "amounts": dict(self.work.amounts),
-                "classes": dict(self.work.classes),
-            }
+        operators = self.operators.items()
         return {
             "version": VERSION,
             "target": self.target,
             "recipe": self.recipe,
             "fusions": [dict(entry) for entry in self.fusions],
             "decisions": [_decision_data(d) for d in self.decisions],
-            "operators": operators,
+            "operators": {p: {"class": o.cls, "sites": dict(o.sites)} for p, o in operators},
             "placed": {path: placed.to_dict() for path, placed in self.placed.items()},
             "shared": [list(group) for group in self.shared],
             "modes": dict(self.modes),
-            "work": work,
+            "work": None if self.work is None else asdict(self.work),
         }
 
     @classmethod
@@ -322,26 +305,27 @@ class Plan:
 
     def explain(self, path: str) -> str:
         """Return what is decided about ``path`` - of a module or a quantizer -, by whom and why."""
+
+        def concerns(slot: str) -> bool:
+            return path in (slot, slot.rpartition(".")[0])
+
         lines = []
         for d in self.decisions:
-            if path in d.names or any(path.rpartition(".")[0] == name for name in d.names):
+            if not {path, path.rpartition(".")[0]}.isdisjoint(d.names):
                 by = f"; decided by {d.by}" if d.by else ""
                 lines.append(f"{path or '(root)'}: {d.class_name}: {d}{by}")
-        inside = [p for group in self.shared for p in group if path in (p, p.rpartition(".")[0])]
-        for p in inside:
-            others = next(group for group in self.shared if p in group)
-            lines.append(f"{p}: one range with {', '.join(o for o in others if o != p)}")
-        for p, mode in self.modes.items():
-            if path in (p, p.rpartition(".")[0]):
-                lines.append(f"{p}: {mode}")
+        for group in self.shared:
+            for p in filter(concerns, group):
+                lines.append(f"{p}: one range with {', '.join(o for o in group if o != p)}")
+        lines += [f"{p}: {mode}" for p, mode in self.modes.items() if concerns(p)]
         return "\n".join(lines) or f"{path or '(root)'}: nothing is decided about it"
 
     def table(self) -> str:
         """Return every decision as a row of a table, with the verdict below."""
-        rows = [("module", "type", "what", "by")]
-        for d in self.decisions:
-            rows.append((" = ".join(d.names) or "(root)", d.class_name, str(d), d.by))
-        return table(rows, self.verdict())
+        rows = [
+            (" = ".join(d.names) or "(root)", d.class_name, str(d), d.by) for d in self.decisions
+        ]
+        return table([("module", "type", "what", "by"), *rows], self.verdict())
 
     def verdict(self) -> str:
         """Return how much is quantized, in one line."""
@@ -370,6 +354,10 @@ class Plan:
         if len(rows) > _SCREEN:
             hint = f"{len(rows) - _SCREEN} more kinds of decisions. {hint}"
         return table(rows[:_SCREEN], f"{hint}\n{self.verdict()}")
+
+
+def _joined(path: str, child: str) -> str:
+    return f"{path}.{child}" if path else child
 
 
 def _kinds_of(decisions: Sequence[Decision]) -> str:
@@ -406,8 +394,7 @@ def _share_of(
     done = chosen = 0.0
     left: dict[tuple[str, str], float] = {}
     for name, amount in amounts.items():
-        decision = known.get(name)
-        reason = "" if name in owners else _reason(decision)
+        reason = "" if name in owners else _reason(known.get(name))
         if not reason:
             done += amount
         elif reason in _CHOSEN:
@@ -460,19 +447,15 @@ def _read_decision(value: Any, where: str) -> Decision:
         raise schema.damaged(where, sorted(entry), f"the entries {', '.join(known)}")
     names = schema.paths(entry["names"], f"{where}.names")
     where = f"{where} of {names[0]!r}"
-    slots: dict[str, Any] = {
-        s: schema.descriptor(entry[s], f"{where}.{s}") for s in _SLOTS if s in entry
-    }
-    calls = schema.call_sites(entry.get("calls", []), f"{where}.calls")
-    if calls and "output" in slots:
+    given = [slot for slot in _SLOTS if slot in entry]
+    parts: dict[str, Any] = {s: schema.descriptor(entry[s], f"{where}.{s}") for s in given}
+    parts["calls"] = schema.call_sites(entry.get("calls", []), f"{where}.calls")
+    if parts["calls"] and "output" in given:
         raise schema.damaged(where, "output", "none for function calls")
-    ranges = schema.ranges(entry.get("ranges", 1), f"{where}.ranges")
-    unsigned = schema.paths(entry.get("unsigned", []), f"{where}.unsigned", 0)
-    texts: dict[str, Any] = {
-        key: schema.text(entry.get(key, ""), f"{where}.{key}") for key in _TEXTS
-    }
-    cls = schema.text(entry["class"], f"{where}.class")
-    return Decision(names, cls, **slots, calls=calls, ranges=ranges, unsigned=unsigned, **texts)
+    parts["ranges"] = schema.ranges(entry.get("ranges", 1), f"{where}.ranges")
+    parts["unsigned"] = schema.paths(entry.get("unsigned", []), f"{where}.unsigned", 0)
+    parts |= {key: schema.text(entry.get(key, ""), f"{where}.{key}") for key in _TEXTS}
+    return Decision(names, schema.text(entry["class"], f"{where}.class"), **parts)
 
 
 def _read_operators(value: Any, where: str) -> Operators:

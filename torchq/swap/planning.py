@@ -77,9 +77,7 @@ def quantize_(
         'QuantConv2d'
     """
     with progress_stages("quantize", ("plan", "swap"), enabled=progress) as next_stage:
-        found = make_plan(
-            model, config, include=include, exclude=exclude, target=target, example=example
-        )
+        found = _planned(model, config, include, exclude, target, example)
         next_stage()
         with unchanged_on_error(model):
             carry_out_(model, found)
@@ -128,21 +126,18 @@ def plan(
             selects no module that could be quantized; or nothing at all would be quantized; or
             the model is a program of torch.export.
     """
-    found = make_plan(
-        model, config, include=include, exclude=exclude, target=target, example=example
-    )
+    found = _planned(model, config, include, exclude, target, example)
     warn_if_small(model, found.share)
     return found
 
 
-def make_plan(
+def _planned(
     model: nn.Module,
     config: QuantConfig | None,
-    *,
-    include: Sequence[Pattern] | Pattern | None = None,
-    exclude: Sequence[Pattern] | Pattern | None = None,
-    target: str | Runtime | None = None,
-    example: Any = None,
+    include: Sequence[Pattern] | Pattern | None,
+    exclude: Sequence[Pattern] | Pattern | None,
+    target: str | Runtime | None,
+    example: Any,
 ) -> Plan:
     """Return what :func:`plan` does, without a warning where little is quantized."""
     runtime = runtime_of(target)
@@ -152,8 +147,11 @@ def make_plan(
     wanted = patterns(include)
     config = config.with_rules(*(Rule(pattern, skip=True) for pattern in patterns(exclude)))
     operators: tuple[tuple[Operator, Draft], ...] = ()
+    calls = products = None
     with state_kept(model):
-        calls, products = _shown_by(example, model)
+        if example is not None:
+            with counting_products(model) as products:
+                calls = find_calls(model, example)
         config = resolve_positions(model, config, calls)
         if runtime is None or placement is None:
             drafts = decide(model, config, wanted, found=calls)
@@ -178,22 +176,13 @@ def make_plan(
     return found
 
 
-def _shown_by(example: Any, model: nn.Module) -> tuple[Any, Any]:
-    """Return the calls with weights and the products of one run, two None without an example."""
-    if example is None:
-        return None, None
-    with counting_products(model) as products:
-        return find_calls(model, example), products
-
-
 def _sites_of(operators: Sequence[tuple[Operator, Draft]]) -> dict[str, Operators]:
-    found: dict[str, dict[str, str]] = {}
-    classes = {}
+    found: dict[str, Operators] = {}
     for operator, _ in operators:
-        name = operator.owner_names[0]
-        found.setdefault(name, {})[operator.site] = operator.child
-        classes[name] = class_name(operator.owner)
-    return {name: Operators(classes[name], sites) for name, sites in found.items()}
+        entry = Operators(class_name(operator.owner), {})
+        sites: Any = found.setdefault(operator.owner_names[0], entry).sites
+        sites[operator.site] = operator.child
+    return found
 
 
 def _open_branches(operators: Sequence[tuple[Operator, Draft]]) -> dict[str, str]:

@@ -87,8 +87,8 @@ def counting_products(model: nn.Module) -> Iterator[dict[str, float]]:
         stack.enter_context(plain_attention())
         for name, module in model.named_modules():
             before, after = calls.hooks(name)
-            stack.callback(module.register_forward_pre_hook(before).remove)
-            stack.callback(module.register_forward_hook(after).remove)
+            stack.enter_context(module.register_forward_pre_hook(before))
+            stack.enter_context(module.register_forward_hook(after))
         with counter:
             yield products
     products.update({name: flops / 2 for name, flops in found.items() if flops})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -23,13 +25,9 @@ class BNAndPad(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = self.bn(x)
         if self.pad_pixels:
-            p = self.pad_pixels
-            value = (
-                self.bn.bias
-                - self.bn.running_mean
-                * self.bn.weight
-                / torch.sqrt(self.bn.running_var + self.bn.eps)
-            ).view(1, -1, 1, 1)
+            p, bn = self.pad_pixels, self.bn
+            scale = bn.weight / torch.sqrt(bn.running_var + bn.eps)
+            value = (bn.bias - bn.running_mean * scale).view(1, -1, 1, 1)
             out = F.pad(out, [p] * 4)
             out[:, :, :p], out[:, :, -p:], out[..., :p], out[..., -p:] = value, value, value, value
         return out
@@ -51,25 +49,16 @@ class DBB(nn.Module):
         super().__init__()
         p, self.nonlinear = k // 2, nn.ReLU()
         self.dbb_origin = conv_bn(cin, cout, k, stride, p, groups)
+        conv = partial(nn.Conv2d, groups=groups, bias=False)
+        pool: dict[str, nn.Module] = {}
         if groups < cout:
             self.dbb_1x1 = conv_bn(cin, cout, 1, stride, 0, groups)
-        self.dbb_avg = nn.Sequential()
-        if groups < cout:
-            self.dbb_avg.add_module("conv", nn.Conv2d(cin, cout, 1, groups=groups, bias=False))
-            self.dbb_avg.add_module("bn", BNAndPad(p, cout))
-        self.dbb_avg.add_module("avg", nn.AvgPool2d(k, stride, 0 if groups < cout else p))
-        self.dbb_avg.add_module("avgbn", nn.BatchNorm2d(cout))
-        self.dbb_1x1_kxk = nn.Sequential()
-        same = cin == cout
-        first = (
-            IdConv1x1(cin, groups) if same else nn.Conv2d(cin, cin, 1, groups=groups, bias=False)
-        )
-        self.dbb_1x1_kxk.add_module("idconv1" if same else "conv1", first)
-        self.dbb_1x1_kxk.add_module("bn1", BNAndPad(p, cin))
-        self.dbb_1x1_kxk.add_module(
-            "conv2", nn.Conv2d(cin, cout, k, stride, groups=groups, bias=False)
-        )
-        self.dbb_1x1_kxk.add_module("bn2", nn.BatchNorm2d(cout))
+            pool |= {"conv": conv(cin, cout, 1), "bn": BNAndPad(p, cout)}
+        pool["avg"] = nn.AvgPool2d(k, stride, 0 if groups < cout else p)
+        self.dbb_avg = nn.Sequential(OrderedDict(pool, avgbn=nn.BatchNorm2d(cout)))
+        first = {"idconv1": IdConv1x1(cin, groups)} if cin == cout else {"conv1": conv(cin, cin, 1)}
+        rest = {"bn1": BNAndPad(p, cin), "conv2": conv(cin, cout, k, stride)}
+        self.dbb_1x1_kxk = nn.Sequential(OrderedDict(**first, **rest, bn2=nn.BatchNorm2d(cout)))
 
     def forward(self, x: Tensor) -> Tensor:
         if hasattr(self, "dbb_reparam"):
@@ -97,29 +86,20 @@ class ACBlock(nn.Module):
         super().__init__()
         self.deploy, self.crop = False, max(0, k // 2 - padding)
         pad = max(0, padding - k // 2)
-        self.square_conv = nn.Conv2d(cin, cout, k, stride, padding, groups=groups, bias=False)
-        self.square_bn = nn.BatchNorm2d(cout, affine=affine)
-        self.ver_conv = nn.Conv2d(
-            cin, cout, (k, 1), stride, (padding, pad), groups=groups, bias=False
-        )
-        self.hor_conv = nn.Conv2d(
-            cin, cout, (1, k), stride, (pad, padding), groups=groups, bias=False
-        )
-        self.ver_bn, self.hor_bn = (
-            nn.BatchNorm2d(cout, affine=affine),
-            nn.BatchNorm2d(cout, affine=affine),
-        )
+        conv = partial(nn.Conv2d, cin, cout, stride=stride, groups=groups, bias=False)
+        self.square_conv = conv(k, padding=padding)
+        self.ver_conv = conv((k, 1), padding=(padding, pad))
+        self.hor_conv = conv((1, k), padding=(pad, padding))
+        for name in ("square_bn", "ver_bn", "hor_bn"):
+            setattr(self, name, nn.BatchNorm2d(cout, affine=affine))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.deploy:
             return self.fused_conv(x)
         ver = x if self.crop == 0 else x[:, :, :, self.crop : -self.crop]
         hor = x if self.crop == 0 else x[:, :, self.crop : -self.crop, :]
-        return (
-            self.square_bn(self.square_conv(x))
-            + self.ver_bn(self.ver_conv(ver))
-            + self.hor_bn(self.hor_conv(hor))
-        )
+        out = self.square_bn(self.square_conv(x)) + self.ver_bn(self.ver_conv(ver))
+        return out + self.hor_bn(self.hor_conv(hor))
 
 
 # -- RepLKNet, and the large kernels of FastViT (github.com/DingXiaoH/RepLKNet-pytorch).
@@ -148,23 +128,15 @@ class LargeKernel(nn.Module):
 
 
 class DilatedReparam(nn.Module):
-    def __init__(
-        self,
-        c: int,
-        k: int = 9,
-        kernel_sizes: tuple[int, ...] = (5, 3, 3),
-        dilates: tuple[int, ...] = (1, 2, 3),
-    ) -> None:
+    sizes = ((5, 1), (3, 2), (3, 3))  # of kernels, with their dilation
+
+    def __init__(self, c: int, k: int = 9) -> None:
         super().__init__()
-        self.kernel_sizes, self.dilates = kernel_sizes, dilates
-        self.lk_origin, self.origin_bn = (
-            nn.Conv2d(c, c, k, 1, k // 2, groups=c, bias=False),
-            nn.BatchNorm2d(c),
-        )
-        for size, rate in zip(kernel_sizes, dilates, strict=True):
-            conv = nn.Conv2d(
-                c, c, size, 1, (rate * (size - 1) + 1) // 2, rate, groups=c, bias=False
-            )
+        self.lk_origin = nn.Conv2d(c, c, k, 1, k // 2, groups=c, bias=False)
+        self.origin_bn = nn.BatchNorm2d(c)
+        for size, rate in self.sizes:
+            padding = (rate * (size - 1) + 1) // 2
+            conv = nn.Conv2d(c, c, size, 1, padding, rate, groups=c, bias=False)
             self.add_module(f"dil_conv_k{size}_{rate}", conv)
             self.add_module(f"dil_bn_k{size}_{rate}", nn.BatchNorm2d(c))
 
@@ -172,10 +144,9 @@ class DilatedReparam(nn.Module):
         if not hasattr(self, "origin_bn"):
             return self.lk_origin(x)
         out = self.origin_bn(self.lk_origin(x))
-        for size, rate in zip(self.kernel_sizes, self.dilates, strict=True):
-            out = out + getattr(self, f"dil_bn_k{size}_{rate}")(
-                getattr(self, f"dil_conv_k{size}_{rate}")(x)
-            )
+        for size, rate in self.sizes:
+            parts = (getattr(self, f"dil_{kind}_k{size}_{rate}") for kind in ("conv", "bn"))
+            out = out + nn.Sequential(*parts)(x)
         return out
 
 
@@ -190,9 +161,8 @@ class VanillaActivation(nn.ReLU):
         self.bias, self.bn = None, nn.BatchNorm2d(dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = F.conv2d(
-            super().forward(x), self.weight, self.bias, padding=self.act_num, groups=self.dim
-        )
+        options = {"padding": self.act_num, "groups": self.dim}
+        out = F.conv2d(super().forward(x), self.weight, self.bias, **options)
         return out if self.deploy else self.bn(out)
 
 
@@ -219,46 +189,30 @@ class VanillaNet(nn.Module):
             nn.Conv2d(first, first, 1), nn.BatchNorm2d(first), VanillaActivation(first)
         )
         self.stages = nn.ModuleList(VanillaBlock(*pair) for pair in pairwise(dims))
-        self.cls1 = nn.Sequential(
-            nn.AdaptiveAvgPool2d((1, 1)),
-            nn.Dropout(0.1),
-            nn.Conv2d(last, classes, 1),
-            nn.BatchNorm2d(classes),
-        )
+        head = (nn.Conv2d(last, classes, 1), nn.BatchNorm2d(classes))
+        self.cls1 = nn.Sequential(nn.AdaptiveAvgPool2d((1, 1)), nn.Dropout(0.1), *head)
         self.cls2 = nn.Sequential(nn.Conv2d(classes, classes, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.deploy:
-            x = self.stem(x)
-        else:
-            x = self.stem2(F.leaky_relu(self.stem1(x), self.act_learn))
-        for stage in self.stages:
-            x = stage(x)
-        if self.deploy:
-            x = self.cls(x)
-        else:
-            x = self.cls2(F.leaky_relu(self.cls1(x), self.act_learn))
-        return x.flatten(1)
+            return self.cls(nn.Sequential(self.stem, *self.stages)(x)).flatten(1)
+        x = self.stem2(F.leaky_relu(self.stem1(x), self.act_learn))
+        x = nn.Sequential(*self.stages)(x)
+        return self.cls2(F.leaky_relu(self.cls1(x), self.act_learn)).flatten(1)
 
 
 CASES = {
-    "dbb": Case(lambda: DBB(8, 8), 8, "dbb", "dbb_reparam"),
-    "dbb-groups": Case(lambda: DBB(8, 8, groups=4), 8, "dbb", "dbb_reparam"),
-    "dbb-depthwise": Case(lambda: DBB(8, 8, groups=8), 8, "dbb", "dbb_reparam"),
-    "dbb-stride": Case(lambda: DBB(8, 12, 5, stride=2, groups=2), 8, "dbb", "dbb_reparam"),
-    "acnet": Case(lambda: ACBlock(8, 12), 8, "acnet", "fused_conv"),
-    "acnet-crop": Case(lambda: ACBlock(8, 8, k=5, padding=0, groups=2), 8, "acnet", "fused_conv"),
-    "acnet-wide": Case(
-        lambda: ACBlock(8, 8, padding=3, stride=2, affine=False), 8, "acnet", "fused_conv"
-    ),
-    "replknet": Case(lambda: LargeKernel(8, 13, 5), 8, "large-kernel", "lkb_reparam"),
-    "fastvit-large-kernel": Case(
-        lambda: LargeKernel(8, discard=True), 8, "large-kernel", "lkb_reparam"
-    ),
-    "unireplknet": Case(lambda: DilatedReparam(8), 8, "unireplknet", "lk_origin"),
-    "vanillanet-activation": Case(
-        lambda: VanillaActivation(8), 8, "vanillanet-activation", "weight"
-    ),
-    "vanillanet": Case(lambda: VanillaBlock(8, 12), 8, "vanillanet-block", "conv"),
-    "vanillanet-whole": Case(VanillaNet, 3, "vanillanet", "stem"),
+    "dbb": Case(lambda: DBB(8, 8), "dbb", "dbb_reparam"),
+    "dbb-groups": Case(lambda: DBB(8, 8, groups=4), "dbb", "dbb_reparam"),
+    "dbb-depthwise": Case(lambda: DBB(8, 8, groups=8), "dbb", "dbb_reparam"),
+    "dbb-stride": Case(lambda: DBB(8, 12, 5, stride=2, groups=2), "dbb", "dbb_reparam"),
+    "acnet": Case(lambda: ACBlock(8, 12), "acnet", "fused_conv"),
+    "acnet-crop": Case(lambda: ACBlock(8, 8, k=5, padding=0, groups=2), "acnet", "fused_conv"),
+    "acnet-wide": Case(lambda: ACBlock(8, 8, 3, 3, 2, affine=False), "acnet", "fused_conv"),
+    "replknet": Case(lambda: LargeKernel(8, 13, 5), "large-kernel", "lkb_reparam"),
+    "fastvit-large-kernel": Case(lambda: LargeKernel(8, 7, 3, True), "large-kernel", "lkb_reparam"),
+    "unireplknet": Case(lambda: DilatedReparam(8), "unireplknet", "lk_origin"),
+    "vanillanet-activation": Case(lambda: VanillaActivation(8), "vanillanet-activation", "weight"),
+    "vanillanet": Case(lambda: VanillaBlock(8, 12), "vanillanet-block", "conv"),
+    "vanillanet-whole": Case(VanillaNet, "vanillanet", "stem", in_channels=3),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,19 +13,16 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Case:
-    """A block in its training form.
+    """A block in its training form, for images, and what the report names.
 
     Attributes:
-        make: builds it.
-        in_channels: channels of its input, which has two spatial dimensions.
-        family: the family that the report names.
         attribute: holds the merged layer; None where the layer replaces the block.
     """
 
     make: Callable[[], nn.Module]
-    in_channels: int
     family: str
     attribute: str | None
+    in_channels: int = 8
 
 
 def conv_bn(
@@ -38,10 +36,8 @@ def conv_bn(
     conv: str = "conv",
     bn: str = "bn",
 ) -> nn.Sequential:
-    block = nn.Sequential()
-    block.add_module(conv, nn.Conv2d(cin, cout, k, stride, padding, groups=groups, bias=bias))
-    block.add_module(bn, nn.BatchNorm2d(cout))
-    return block
+    layer = nn.Conv2d(cin, cout, k, stride, padding, groups=groups, bias=bias)
+    return nn.Sequential(OrderedDict({conv: layer, bn: nn.BatchNorm2d(cout)}))
 
 
 class SE(nn.Module):

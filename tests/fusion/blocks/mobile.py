@@ -65,10 +65,8 @@ class TimmRepVgg(nn.Module):
         super().__init__()
         self.reparam_conv = None
         self.identity = BatchNormAct(cout, False) if cin == cout and stride == 1 else None
-        self.conv_kxk, self.conv_1x1 = (
-            ConvNormAct(cin, cout, 3, stride, groups),
-            ConvNormAct(cin, cout, 1, stride, groups),
-        )
+        self.conv_kxk = ConvNormAct(cin, cout, 3, stride, groups)
+        self.conv_1x1 = ConvNormAct(cin, cout, 1, stride, groups)
         self.drop_path, self.attn, self.act = DropPath(), SE(cout), nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -115,26 +113,19 @@ class TimmLargeKernel(nn.Module):
         self.se, self.act = SE(c), nn.GELU()
 
     def forward(self, x: Tensor) -> Tensor:
-        out = (
-            self.large_conv(x) + self.small_conv(x)
-            if self.reparam_conv is None
-            else self.reparam_conv(x)
-        )
-        return self.act(self.se(out))
+        if self.reparam_conv is not None:
+            return self.act(self.se(self.reparam_conv(x)))
+        return self.act(self.se(self.large_conv(x) + self.small_conv(x)))
 
 
 class RepMixer(nn.Module):
     def __init__(self, c: int) -> None:
         super().__init__()
         self.reparam_conv = None
-        self.norm = TimmMobileOne(c, c, groups=c)
-        self.norm.act, self.norm.conv_kxk, self.norm.conv_scale = (
-            nn.Identity(),
-            nn.ModuleList(),
-            nn.Conv2d(c, c, 1, groups=c),
-        )
-        self.mixer = TimmMobileOne(c, c, groups=c)
-        self.mixer.act, self.layer_scale = nn.Identity(), LayerScale(c)
+        self.norm, self.mixer = (TimmMobileOne(c, c, groups=c) for _ in range(2))
+        self.norm.act, self.mixer.act = nn.Identity(), nn.Identity()
+        self.norm.conv_kxk, self.norm.conv_scale = nn.ModuleList(), nn.Conv2d(c, c, 1, groups=c)
+        self.layer_scale = LayerScale(c)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.reparam_conv is not None:
@@ -171,12 +162,8 @@ class GhostV3(nn.Module):
             one = self.primary_conv(x)
             return torch.cat([one, self.cheap_operation(one)], 1)
         one = self.primary_activation(sum(conv(x) for conv in self.primary_rpr_conv))
-        two = (
-            self.cheap_rpr_skip(one)
-            + self.cheap_rpr_scale(one)
-            + sum(conv(one) for conv in self.cheap_rpr_conv)
-        )
-        return torch.cat([one, self.cheap_activation(two)], 1)
+        branches = self.cheap_rpr_skip, self.cheap_rpr_scale, *self.cheap_rpr_conv
+        return torch.cat([one, self.cheap_activation(sum(b(one) for b in branches))], 1)
 
 
 class GhostV3Bottleneck(nn.Module):
@@ -187,10 +174,9 @@ class GhostV3Bottleneck(nn.Module):
         self.infer_mode = False
         self.conv_dw, self.bn_dw = nn.Identity(), nn.Identity()
         self.ghost1, self.ghost2 = GhostV3(cin, mid), GhostV3(2 * mid, mid)
-        self.dw_rpr_conv = nn.ModuleList(
-            conv_bn(2 * mid, 2 * mid, 3, 2, 1, 2 * mid) for _ in range(3)
-        )
-        self.dw_rpr_scale, self.dw_rpr_skip = conv_bn(2 * mid, 2 * mid, 1, 2, groups=2 * mid), None
+        c = 2 * mid
+        self.dw_rpr_conv = nn.ModuleList(conv_bn(c, c, 3, 2, 1, c) for _ in range(3))
+        self.dw_rpr_scale, self.dw_rpr_skip = conv_bn(c, c, 1, 2, groups=c), None
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.ghost1(x)
@@ -208,16 +194,10 @@ class GhostV3Bottleneck(nn.Module):
 class RepGhost(nn.Module):
     def __init__(self, cin: int, mid: int) -> None:
         super().__init__()
-        self.primary_conv = nn.Sequential(
-            nn.Conv2d(cin, mid, 1, bias=False), nn.BatchNorm2d(mid), nn.ReLU()
-        )
-        self.fusion_conv, self.fusion_bn = (
-            nn.ModuleList([nn.Identity()]),
-            nn.ModuleList([nn.BatchNorm2d(mid)]),
-        )
-        self.cheap_operation = nn.Sequential(
-            nn.Conv2d(mid, mid, 3, 1, 1, groups=mid, bias=False), nn.BatchNorm2d(mid)
-        )
+        self.primary_conv = nn.Sequential(*conv_bn(cin, mid, 1), nn.ReLU())
+        self.fusion_conv = nn.ModuleList([nn.Identity()])
+        self.fusion_bn = nn.ModuleList([nn.BatchNorm2d(mid)])
+        self.cheap_operation = nn.Sequential(*conv_bn(mid, mid, 3, 1, 1, mid))
         self.relu = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -254,22 +234,20 @@ class Residual(nn.Module):
         return x + self.m(x)
 
 
-class BNLinear(nn.Sequential):
-    def __init__(self, a: int, b: int) -> None:
-        super().__init__()
-        self.add_module("bn", nn.BatchNorm1d(a))
-        self.add_module("l", nn.Linear(a, b))
-
-
 class Classifier(nn.Module):
-    """Two heads, one of them trained on a teacher; their results are averaged."""
+    """Two heads, one of them trained on a teacher, whose results are averaged.
 
-    def __init__(self, dim: int, classes: int) -> None:
+    LeViT of timm calls them ``head`` and ``head_dist``.
+    """
+
+    def __init__(self, dim: int, classes: int, name: str = "classifier") -> None:
         super().__init__()
-        self.classifier, self.classifier_dist = BNLinear(dim, classes), BNLinear(dim, classes)
+        self.name = name
+        for head in (name, f"{name}_dist"):
+            setattr(self, head, nn.Sequential(nn.BatchNorm1d(dim), nn.Linear(dim, classes)))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.classifier(x) + self.classifier_dist(x)) / 2
+        return (getattr(self, self.name)(x) + getattr(self, f"{self.name}_dist")(x)) / 2
 
 
 # -- LeViT (github.com/facebookresearch/LeViT).
@@ -287,45 +265,24 @@ class LinearNorm(nn.Module):
         return self.bn(x.flatten(0, 1)).reshape_as(x)
 
 
-# -- LeViT of timm (github.com/huggingface/pytorch-image-models).
-
-
-class DistilledClassifier(nn.Module):
-    """Two heads whose results are averaged."""
-
-    def __init__(self, dim: int, classes: int) -> None:
-        super().__init__()
-        self.head, self.head_dist = BNLinear(dim, classes), BNLinear(dim, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.head(x) + self.head_dist(x)) / 2
-
-
+REPARAM = "reparam_conv"
 CASES = {
-    "mobileone": Case(lambda: MobileOne(8, 8, branches=3), 8, "mobileone", "reparam_conv"),
-    "mobileone-depthwise": Case(
-        lambda: MobileOne(8, 8, stride=2, groups=8), 8, "mobileone", "reparam_conv"
-    ),
-    "mobileone-pointwise": Case(lambda: MobileOne(8, 12, k=1), 8, "mobileone", "reparam_conv"),
-    "fastvit-mobileone-skip": Case(
-        lambda: MobileOne(8, 8, branches=0, scale=False), 8, "mobileone", "reparam_conv"
-    ),
-    "repcpe": Case(lambda: RepCPE(8), 8, "repcpe", "reparam_conv"),
-    "timm-repvgg": Case(lambda: TimmRepVgg(8, 8), 8, "timm", "reparam_conv"),
-    "timm-repvgg-groups": Case(lambda: TimmRepVgg(8, 16, 2, 4), 8, "timm", "reparam_conv"),
-    "timm-mobileone": Case(lambda: TimmMobileOne(8, 8, groups=8), 8, "timm", "reparam_conv"),
-    "timm-mobileone-se": Case(lambda: TimmMobileOne(8, 8, se=SE(8)), 8, "timm", "reparam_conv"),
-    "timm-large-kernel": Case(lambda: TimmLargeKernel(8), 8, "timm-large-kernel", "reparam_conv"),
-    "repmixer": Case(lambda: RepMixer(8), 8, "repmixer", "reparam_conv"),
-    "timm-repcpe": Case(lambda: TimmRepCPE(8), 8, "timm-repcpe", "reparam_conv"),
-    "ghostnetv3": Case(lambda: GhostV3(8, 6), 8, "ghostnetv3", "primary_conv"),
-    "ghostnetv3-bottleneck": Case(
-        lambda: GhostV3Bottleneck(8, 6), 8, "ghostnetv3-bottleneck", "conv_dw"
-    ),
-    "repghost": Case(lambda: RepGhost(8, 6), 8, "repghost", "cheap_operation"),
-    "repvit-dw": Case(lambda: RepVGGDW(8), 8, "repvit-depthwise", None),
-    "repvit-residual": Case(
-        lambda: Residual(conv_bn(8, 8, 3, 1, 1, 8)), 8, "repvit-residual", None
-    ),
-    "repvit-nested": Case(lambda: Residual(RepVGGDW(8)), 8, "repvit-residual", None),
+    "mobileone": Case(lambda: MobileOne(8, 8, branches=3), "mobileone", REPARAM),
+    "mobileone-depthwise": Case(lambda: MobileOne(8, 8, 3, 2, 8), "mobileone", REPARAM),
+    "mobileone-pointwise": Case(lambda: MobileOne(8, 12, k=1), "mobileone", REPARAM),
+    "mobileone-skip": Case(lambda: MobileOne(8, 8, branches=0, scale=False), "mobileone", REPARAM),
+    "repcpe": Case(lambda: RepCPE(8), "repcpe", REPARAM),
+    "timm-repvgg": Case(lambda: TimmRepVgg(8, 8), "timm", REPARAM),
+    "timm-repvgg-groups": Case(lambda: TimmRepVgg(8, 16, 2, 4), "timm", REPARAM),
+    "timm-mobileone": Case(lambda: TimmMobileOne(8, 8, groups=8), "timm", REPARAM),
+    "timm-mobileone-se": Case(lambda: TimmMobileOne(8, 8, se=SE(8)), "timm", REPARAM),
+    "timm-large-kernel": Case(lambda: TimmLargeKernel(8), "timm-large-kernel", REPARAM),
+    "repmixer": Case(lambda: RepMixer(8), "repmixer", REPARAM),
+    "timm-repcpe": Case(lambda: TimmRepCPE(8), "timm-repcpe", REPARAM),
+    "ghostnetv3": Case(lambda: GhostV3(8, 6), "ghostnetv3", "primary_conv"),
+    "ghostnetv3-strided": Case(lambda: GhostV3Bottleneck(8, 6), "ghostnetv3-bottleneck", "conv_dw"),
+    "repghost": Case(lambda: RepGhost(8, 6), "repghost", "cheap_operation"),
+    "repvit-dw": Case(lambda: RepVGGDW(8), "repvit-depthwise", None),
+    "repvit-residual": Case(lambda: Residual(conv_bn(8, 8, 3, 1, 1, 8)), "repvit-residual", None),
+    "repvit-nested": Case(lambda: Residual(RepVGGDW(8)), "repvit-residual", None),
 }

@@ -11,20 +11,11 @@ from tests.fusion.blocks.layers import SE, Case, conv_bn
 
 
 class RepVGGBlock(nn.Module):
-    def __init__(
-        self,
-        cin: int,
-        cout: int,
-        stride: int = 1,
-        groups: int = 1,
-        se: bool = False,
-        post_se: bool = False,
-    ) -> None:
+    def __init__(self, cin: int, cout: int, stride: int = 1, groups: int = 1, se: str = "") -> None:
         super().__init__()
         self.deploy, self.groups, self.in_channels = False, groups, cin
         self.nonlinearity = nn.ReLU()
-        self.se = SE(cout) if se else nn.Identity()
-        self.post_se = SE(cout) if post_se else nn.Identity()
+        self.se, self.post_se = (SE(cout) if se == s else nn.Identity() for s in ("in", "post"))
         self.rbr_identity = nn.BatchNorm2d(cin) if cin == cout and stride == 1 else None
         self.rbr_dense = conv_bn(cin, cout, 3, stride, 1, groups)
         self.rbr_1x1 = conv_bn(cin, cout, 1, stride, 0, groups)
@@ -84,20 +75,12 @@ class LinearAddBlock(nn.Module):
         super().__init__()
         self.conv, self.scale_conv = nn.Conv2d(c, c, 3, 1, 1, bias=False), ScaleLayer(c)
         self.conv_1x1, self.scale_1x1 = nn.Conv2d(c, c, 1, bias=False), ScaleLayer(c)
-        self.scale_identity, self.bn, self.nonlinearity = (
-            ScaleLayer(c),
-            nn.BatchNorm2d(c),
-            nn.ReLU(),
-        )
+        self.scale_identity, self.bn = ScaleLayer(c), nn.BatchNorm2d(c)
+        self.nonlinearity = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.nonlinearity(
-            self.bn(
-                self.scale_conv(self.conv(x))
-                + self.scale_1x1(self.conv_1x1(x))
-                + self.scale_identity(x)
-            )
-        )
+        out = self.scale_conv(self.conv(x)) + self.scale_1x1(self.conv_1x1(x))
+        return self.nonlinearity(self.bn(out + self.scale_identity(x)))
 
 
 # -- YOLOv7: RepConv and heads with implicit knowledge (github.com/WongKinYiu/yolov7).
@@ -109,12 +92,8 @@ class Yolov7RepConv(nn.Module):
         self.deploy, self.groups = False, groups
         self.act = nn.SiLU()
         self.rbr_identity = nn.BatchNorm2d(cin) if cin == cout and stride == 1 else None
-        self.rbr_dense = nn.Sequential(
-            nn.Conv2d(cin, cout, 3, stride, 1, groups=groups, bias=False), nn.BatchNorm2d(cout)
-        )
-        self.rbr_1x1 = nn.Sequential(
-            nn.Conv2d(cin, cout, 1, stride, 0, groups=groups, bias=False), nn.BatchNorm2d(cout)
-        )
+        self.rbr_dense = nn.Sequential(*conv_bn(cin, cout, 3, stride, 1, groups))
+        self.rbr_1x1 = nn.Sequential(*conv_bn(cin, cout, 1, stride, 0, groups))
 
     def forward(self, x: Tensor) -> Tensor:
         if hasattr(self, "rbr_reparam"):
@@ -231,20 +210,18 @@ class PPYoloeBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if hasattr(self, "conv"):
             return self.act(self.conv(x))
-        if self.alpha is not None:
-            return self.act(self.conv1(x) + self.alpha * self.conv2(x))
-        return self.act(self.conv1(x) + self.conv2(x))
+        two = self.conv2(x)
+        return self.act(self.conv1(x) + (self.alpha * two if self.is_weighted() else two))
+
+    def is_weighted(self) -> bool:
+        return self.alpha is not None
 
 
 class TruthyAlphaBlock(PPYoloeBlock):
     """The upstream spelling, under which alpha == 0 means a coefficient of one."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        if hasattr(self, "conv"):
-            return self.act(self.conv(x))
-        if self.alpha:
-            return self.act(self.conv1(x) + self.alpha * self.conv2(x))
-        return self.act(self.conv1(x) + self.conv2(x))
+    def is_weighted(self) -> bool:
+        return bool(self.alpha)
 
 
 # -- RepVGG and MobileOne of mmpretrain (github.com/open-mmlab/mmpretrain).
@@ -271,13 +248,10 @@ class MMMobileOne(nn.Module):
     def __init__(self, cin: int, cout: int, groups: int = 1) -> None:
         super().__init__()
         self.deploy = False
-        self.branch_conv_list = nn.ModuleList(
-            conv_bn(cin, cout, 3, 1, 1, groups, bn="norm") for _ in range(3)
-        )
-        self.branch_scale, self.branch_norm = (
-            conv_bn(cin, cout, 1, groups=groups, bn="norm"),
-            nn.BatchNorm2d(cin),
-        )
+        branches = (conv_bn(cin, cout, 3, 1, 1, groups, bn="norm") for _ in range(3))
+        self.branch_conv_list = nn.ModuleList(branches)
+        self.branch_scale = conv_bn(cin, cout, 1, groups=groups, bn="norm")
+        self.branch_norm = nn.BatchNorm2d(cin)
         self.se_layer, self.act = nn.Identity(), nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -308,54 +282,38 @@ class SuperGradientsBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.fully_fused:
             return self.se(self.nonlinearity(self.rbr_reparam(x)))
-        out = 0 if self.identity is None else self.identity(x)
-        return self.se(
-            self.nonlinearity(
-                self.post_bn(self.branch_3x3(x) + self.alpha * self.branch_1x1(x) + out)
-            )
-        )
+        out = self.branch_3x3(x) + self.alpha * self.branch_1x1(x)
+        out = out if self.identity is None else out + self.identity(x)
+        return self.se(self.nonlinearity(self.post_bn(out)))
 
 
+RBR, BRANCH, YOLO_NAS = "rbr_reparam", "branch_reparam", "super-gradients-qarepvgg"
 CASES = {
-    "repvgg": Case(lambda: RepVGGBlock(8, 8), 8, "repvgg", "rbr_reparam"),
-    "repvgg-stride": Case(lambda: RepVGGBlock(8, 12, stride=2), 8, "repvgg", "rbr_reparam"),
-    "repvgg-groups": Case(lambda: RepVGGBlock(8, 8, groups=4), 8, "repvgg", "rbr_reparam"),
-    "repvgg-depthwise": Case(lambda: RepVGGBlock(8, 8, groups=8), 8, "repvgg", "rbr_reparam"),
-    "repvgg-se": Case(lambda: RepVGGBlock(8, 8, se=True), 8, "repvgg", "rbr_reparam"),
-    "repvggplus": Case(lambda: RepVGGBlock(8, 8, post_se=True), 8, "repvgg", "rbr_reparam"),
-    "qarepvgg": Case(lambda: QARepVGG(8, 8), 8, "qarepvgg", "rbr_reparam"),
-    "qarepvgg-stride": Case(lambda: QARepVGG(8, 16, stride=2), 8, "qarepvgg", "rbr_reparam"),
-    "qarepvgg-v2": Case(lambda: QARepVGG(8, 8, groups=2, avg=True), 8, "qarepvgg", "rbr_reparam"),
-    "csla": Case(lambda: LinearAddBlock(8), 8, "yolov6-linear-add", None),
-    "yolov7": Case(lambda: Yolov7RepConv(8, 8), 8, "repvgg", "rbr_reparam"),
-    "yolov7-groups": Case(lambda: Yolov7RepConv(8, 8, groups=2), 8, "repvgg", "rbr_reparam"),
-    "yolov7-depthwise": Case(lambda: Yolov7RepConv(8, 8, groups=8), 8, "repvgg", "rbr_reparam"),
-    "ultralytics-repvggdw": Case(lambda: RepVGGDW(8), 8, "ultralytics-repvggdw", "conv"),
-    "ultralytics-repconv": Case(lambda: UltraRepConv(8, 8), 8, "ultralytics-repconv", "conv"),
-    "ultralytics-repconv-stride": Case(
-        lambda: UltraRepConv(8, 8, 2, 2), 8, "ultralytics-repconv", "conv"
-    ),
-    "ultralytics-conv2": Case(lambda: UltraConv2(8, 12), 8, "ultralytics-conv2", "conv"),
-    "ppyoloe": Case(lambda: PPYoloeBlock(8, 12), 8, "ppyoloe", "conv"),
-    "ppyoloe-alpha": Case(lambda: PPYoloeBlock(8, 8, alpha=-0.3), 8, "ppyoloe", "conv"),
-    "ppyoloe-alpha-zero": Case(lambda: PPYoloeBlock(8, 8, alpha=0), 8, "ppyoloe", "conv"),
-    "ppyoloe-truthy-alpha-zero": Case(
-        lambda: TruthyAlphaBlock(8, 8, alpha=0), 8, "ppyoloe", "conv"
-    ),
-    "rtdetr": Case(lambda: PPYoloeBlock(8, 8, norm="norm"), 8, "ppyoloe", "conv"),
-    "mmpretrain": Case(
-        lambda: MMPretrainBlock(8, 8, groups=2), 8, "mmpretrain-repvgg", "branch_reparam"
-    ),
-    "mmpretrain-stride": Case(
-        lambda: MMPretrainBlock(8, 12, 2), 8, "mmpretrain-repvgg", "branch_reparam"
-    ),
-    "mmpretrain-mobileone": Case(
-        lambda: MMMobileOne(8, 8, 8), 8, "mmpretrain-mobileone", "branch_reparam"
-    ),
-    "super-gradients": Case(
-        lambda: SuperGradientsBlock(8, 8), 8, "super-gradients-qarepvgg", "rbr_reparam"
-    ),
-    "super-gradients-stride": Case(
-        lambda: SuperGradientsBlock(8, 12, 2, 2), 8, "super-gradients-qarepvgg", "rbr_reparam"
-    ),
+    "repvgg": Case(lambda: RepVGGBlock(8, 8), "repvgg", RBR),
+    "repvgg-stride": Case(lambda: RepVGGBlock(8, 12, stride=2), "repvgg", RBR),
+    "repvgg-groups": Case(lambda: RepVGGBlock(8, 8, groups=4), "repvgg", RBR),
+    "repvgg-depthwise": Case(lambda: RepVGGBlock(8, 8, groups=8), "repvgg", RBR),
+    "repvgg-se": Case(lambda: RepVGGBlock(8, 8, se="in"), "repvgg", RBR),
+    "repvggplus": Case(lambda: RepVGGBlock(8, 8, se="post"), "repvgg", RBR),
+    "qarepvgg": Case(lambda: QARepVGG(8, 8), "qarepvgg", RBR),
+    "qarepvgg-stride": Case(lambda: QARepVGG(8, 16, stride=2), "qarepvgg", RBR),
+    "qarepvgg-v2": Case(lambda: QARepVGG(8, 8, groups=2, avg=True), "qarepvgg", RBR),
+    "csla": Case(lambda: LinearAddBlock(8), "yolov6-linear-add", None),
+    "yolov7": Case(lambda: Yolov7RepConv(8, 8), "repvgg", RBR),
+    "yolov7-groups": Case(lambda: Yolov7RepConv(8, 8, groups=2), "repvgg", RBR),
+    "yolov7-depthwise": Case(lambda: Yolov7RepConv(8, 8, groups=8), "repvgg", RBR),
+    "ultralytics-repvggdw": Case(lambda: RepVGGDW(8), "ultralytics-repvggdw", "conv"),
+    "ultralytics-repconv": Case(lambda: UltraRepConv(8, 8), "ultralytics-repconv", "conv"),
+    "ultralytics-stride": Case(lambda: UltraRepConv(8, 8, 2, 2), "ultralytics-repconv", "conv"),
+    "ultralytics-conv2": Case(lambda: UltraConv2(8, 12), "ultralytics-conv2", "conv"),
+    "ppyoloe": Case(lambda: PPYoloeBlock(8, 12), "ppyoloe", "conv"),
+    "ppyoloe-alpha": Case(lambda: PPYoloeBlock(8, 8, alpha=-0.3), "ppyoloe", "conv"),
+    "ppyoloe-alpha-zero": Case(lambda: PPYoloeBlock(8, 8, alpha=0), "ppyoloe", "conv"),
+    "ppyoloe-truthy-alpha-zero": Case(lambda: TruthyAlphaBlock(8, 8, alpha=0), "ppyoloe", "conv"),
+    "rtdetr": Case(lambda: PPYoloeBlock(8, 8, norm="norm"), "ppyoloe", "conv"),
+    "mmpretrain": Case(lambda: MMPretrainBlock(8, 8, groups=2), "mmpretrain-repvgg", BRANCH),
+    "mmpretrain-stride": Case(lambda: MMPretrainBlock(8, 12, 2), "mmpretrain-repvgg", BRANCH),
+    "mmpretrain-mobileone": Case(lambda: MMMobileOne(8, 8, 8), "mmpretrain-mobileone", BRANCH),
+    "super-gradients": Case(lambda: SuperGradientsBlock(8, 8), YOLO_NAS, RBR),
+    "super-gradients-stride": Case(lambda: SuperGradientsBlock(8, 12, 2, 2), YOLO_NAS, RBR),
 }

@@ -264,16 +264,12 @@ def _compute_amax_entropy(
     stride: int = 1,
     start_bin: int = 128,
 ) -> Tensor:
-    """Return the edge with the least Kullback-Leibler divergence of the quantized histogram.
-
-    Of edges with equal divergences the last is returned. The first bin takes the count of its
-    neighbour, because zeros tell nothing about the range. Counts and edges may be arrays.
-    """
+    """Return the last edge with the least Kullback-Leibler divergence of the histogram."""
     if not isinstance(num_bits, int) or num_bits == 0:
         raise ConfigError(
             f"entropy: got num_bits={num_bits}; expected an integer format. Use mse or percentile"
         )
-    counts, edges = _tensors(calib_hist, calib_bin_edges)
+    counts, edges = map(torch.as_tensor, (calib_hist, calib_bin_edges))
     candidates = _candidates(counts.numel() + 1, start_bin, stride)
     groups = counts.to("cpu", torch.float64).unsqueeze(0)
     starts = torch.arange((1 << (num_bits - 1 + unsigned)) + 1, dtype=torch.float64)
@@ -292,11 +288,8 @@ def _compute_amax_mse(
     stride: int = 1,
     start_bin: int = 128,
 ) -> Tensor:
-    """Return the bin center that is the range with the least squared error of all centers.
-
-    Of centers with equal errors the first is returned. Counts and edges may be arrays.
-    """
-    counts, edges = _tensors(calib_hist, calib_bin_edges)
+    """Return the first bin center that is the range with the least squared error of all centers."""
+    counts, edges = map(torch.as_tensor, (calib_hist, calib_bin_edges))
     centers = ((edges[1:] + edges[:-1]) / 2).float()
     candidates = _candidates(counts.numel(), start_bin, stride).to(centers.device)
     occupied = counts > 0
@@ -318,7 +311,7 @@ def _compute_amax_percentile(calib_hist: Any, calib_bin_edges: Any, percentile: 
         raise ConfigError(
             f"percentile: got {percentile}; expected a number in the range 0 to 100, such as 99.99"
         )
-    counts, edges = _tensors(calib_hist, calib_bin_edges)
+    counts, edges = map(torch.as_tensor, (calib_hist, calib_bin_edges))
     share = (counts.to("cpu", torch.float64) / counts.sum().item()).cumsum(0)
     return edges[int(torch.searchsorted(share, percentile / 100))]
 
@@ -331,11 +324,6 @@ def _candidates(stop: int, start_bin: int, stride: int) -> Tensor:
             "Collect with more bins"
         )
     return torch.arange(start_bin, stop, stride)
-
-
-def _tensors(*values: Any) -> tuple[Tensor, ...]:
-    """Return arrays as tensors."""
-    return tuple(torch.as_tensor(value) for value in values)
 
 
 def calibrate_weights(

@@ -91,9 +91,8 @@ class Clip(nn.Module):
                 setattr(self, name, nn.Parameter(torch.tensor(_scalar(name, value))))
             else:
                 # A buffer follows the module to a device. As in the original it is not saved.
-                self.register_buffer(
-                    name, torch.as_tensor(value, dtype=torch.float32), persistent=False
-                )
+                fixed = torch.as_tensor(value, dtype=torch.float32)
+                self.register_buffer(name, fixed, persistent=False)
         self._active = True
 
     def disable(self) -> None:

@@ -136,11 +136,8 @@ class LegacyLayer(QuantModule):
     """Base of legacy layers, between a mixin and a class of :mod:`torchq.nn` in the bases."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        own = {
-            key: kwargs.pop(key)
-            for key in list(kwargs)
-            if key in inspect.signature(self.float_class.__init__).parameters
-        }
+        known = inspect.signature(self.float_class.__init__).parameters
+        own = {key: kwargs.pop(key) for key in list(kwargs) if key in known}
         input_only = not self.weight_slots
         descriptors = pop_quant_desc_in_kwargs(type(self), input_only=input_only, **kwargs)
         super(QuantModule, self).__init__(*args, **own)

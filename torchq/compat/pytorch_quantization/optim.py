@@ -39,20 +39,14 @@ def group_parameters(
     groups: list[dict[str, Any]] = [
         {"params": match_parameters(model, patterns)} for patterns in patterns_list
     ]
-    options = {
-        "lr": ("lrs", lrs),
-        "momentum": ("momentums", momentums),
-        "weight_decay": ("weight_decays", weight_decays),
-    }
-    for key, (argument, values) in options.items():
-        if values is None:
-            continue
-        if len(values) != len(groups):
+    options = {"lr": lrs, "momentum": momentums, "weight_decay": weight_decays}
+    for key, values in options.items():
+        if values is not None and len(values) != len(groups):
             raise LegacyTypeError(
-                f"len({argument}) must match len(patterns_list): got {len(values)}; "
+                f"len({key}s) must match len(patterns_list): got {len(values)}; "
                 f"expected {len(groups)}"
             )
-        for group, value in zip(groups, values, strict=True):
+        for group, value in zip(groups, values or (), strict=False):
             group[key] = value
     return groups
 

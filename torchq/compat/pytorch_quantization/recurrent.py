@@ -54,11 +54,8 @@ class QuantLSTM(_Recurrent, nn.LSTM):
         num_layers: int | None = None,
     ) -> None:
         """Create a pair of quantizers for each layer and direction."""
-        super().init_quantizer(
-            quant_desc_input,
-            quant_desc_weight,
-            num_layers or self.num_layers * (1 + self.bidirectional),
-        )
+        count = num_layers or self.num_layers * (1 + self.bidirectional)
+        super().init_quantizer(quant_desc_input, quant_desc_weight, count)
 
     def forward(self, input: Any, hx: tuple[Tensor, Tensor] | None = None) -> Any:
         """Return what :class:`torch.nn.LSTM` returns."""

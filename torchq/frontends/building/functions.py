@@ -46,10 +46,7 @@ def pool(
 
     Pads are numbers (all before, then all behind), or SAME_UPPER or SAME_LOWER. The convention
     ``"valid"`` rounds the number of windows down, ``"ceil"`` up but for a window that begins behind
-    the input, ``"full"`` always up. Means with ``include_pad`` count the padding, but not what lies
-    behind it.
-
-    It is no module and no function of torch, so that no quantizer is placed on its input.
+    the input, ``"full"`` always up. Means with ``include_pad`` count the padding.
     """
     if isinstance(pads, str):
         pads = same_pads(x, kernel, stride, dilation, pads == "SAME_UPPER")
@@ -197,8 +194,7 @@ def non_max_suppression(
     """Return (batch, class, box) of the boxes that no better box of a class overlaps too much.
 
     Boxes (batch, boxes, 4) are two opposite corners (y, x, y, x), or centre and size (x, y, w, h);
-    scores are (batch, classes, boxes). ``most`` counts those of each class and batch; boxes with a
-    score up to ``score_limit`` go.
+    scores are (batch, classes, boxes).
     """
     if torch.onnx.is_in_onnx_export():
         limits = [limit for limit in (iou_limit, score_limit) if limit is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import itertools
 import keyword
 import math
 import operator
@@ -31,13 +32,10 @@ class Constant:
 
 @dataclass(frozen=True)
 class Ints:
-    """A tensor that is computed from shapes, kept as its elements.
+    """A tensor of whole numbers that is computed from shapes, kept as its elements.
 
-    Keeping the elements apart keeps a dynamic size symbolic through chains such as Shape, Gather,
-    Concat, Reshape, and lets a condition on sizes be decided without a tensor.
-
-    The items are whole numbers in all types: int64 or int32, bool for comparisons of sizes, float32
-    or float64 for sizes that were cast and nothing else.
+    So a dynamic size stays symbolic through chains such as Shape, Gather, Concat, Reshape. The type
+    is bool for comparisons of sizes, float32 or float64 for sizes that were cast and nothing else.
     """
 
     items: tuple[int | fx.Node, ...]  # numbers, and nodes that compute one number or flag
@@ -75,14 +73,14 @@ def free_path(root: nn.Module, name: str, op_type: str = "") -> str:
     parts = parts[-_DEEPEST:] or ["node"]
     if _is_free(root, parts):
         return ".".join(parts)
-    flat, count = "_".join(parts), 0
-    if flat[0].isdigit():
-        flat = f"_{flat}"
-    candidate = flat
-    while not _is_free(root, [candidate]):
-        count += 1
-        candidate = f"{flat}_{count}"
-    return candidate
+    flat = "_".join(parts)
+    return _first_free(f"_{flat}" if flat[0].isdigit() else flat, 1, lambda n: _is_free(root, [n]))
+
+
+def _first_free(name: str, start: int, is_free: Callable[[str], bool]) -> str:
+    """Return a name, or the first free one of those with a number behind it."""
+    numbered = (f"{name}_{number}" for number in itertools.count(start))
+    return name if is_free(name) else next(filter(is_free, numbered))
 
 
 def _is_free(root: nn.Module, parts: list[str]) -> bool:
@@ -123,11 +121,7 @@ class Converters(Registry[str, Entry]):
     """From the operators of a format to their converters."""
 
     def converter(self, *kinds: str, about: Any = None) -> Callable[[F], F]:
-        """Enter the decorated function as the converter of operators.
-
-        Raises:
-            ConfigError: one of the operators has a converter already.
-        """
+        """Enter the decorated function as the converter of operators that have none yet."""
 
         def enter(function: F) -> F:
             for kind in kinds:
@@ -139,17 +133,10 @@ class Converters(Registry[str, Entry]):
     def row(
         self, kinds: str, function: Callable[..., Any], *, about: Any = None, **attributes: Any
     ) -> None:
-        """Enter operators that one function, or a module of one class, computes.
+        """Enter operators, with spaces between them, that one function or class computes.
 
-        Args:
-            kinds: the names of the operators, with spaces between them.
-            function: what takes all inputs and then the attributes; a module is made with the
-                attributes and takes the inputs.
-            about: what the format has to know beside.
-            attributes: in order, with defaults as for :meth:`FileNode.attr`.
-
-        Raises:
-            ConfigError: one of the operators has a converter already.
+        A function takes all inputs and then the attributes, which come in order and with defaults
+        as for :meth:`FileNode.attr`; a module is made with the attributes and takes the inputs.
         """
 
         @self.converter(*kinds.split(), about=about)
@@ -181,26 +168,16 @@ class GraphBuilder:
 
     def input(self, name: str) -> fx.Node:
         """Return a new argument of ``forward``, named after an input of the file."""
-        base = wanted = identifier(name)
-        taken = {str(node.target) for node in self.graph.nodes if node.op == "placeholder"}
-        count = 1
-        while wanted in taken or wanted == "self":
-            count += 1
-            wanted = f"{base}_{count}"
-        return self.graph.placeholder(wanted)
+        taken = {"self", *(str(n.target) for n in self.graph.nodes if n.op == "placeholder")}
+        return self.graph.placeholder(_first_free(identifier(name), 2, lambda n: n not in taken))
 
     def parameter(
         self, value: Constant, key: str = "", tensor: Tensor | None = None
     ) -> nn.Parameter:
         """Return a parameter with the values of a constant, the same one for the same name."""
         tensor = (value.tensor if tensor is None else tensor).contiguous()
-        if not value.name:
-            return nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
-        found = self.parameters.get(f"{value.name}\0{key}")
-        if found is None:
-            found = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
-            self.parameters[f"{value.name}\0{key}"] = found
-        return found
+        made = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+        return self.parameters.setdefault(f"{value.name}\0{key}", made) if value.name else made
 
     def stored(self, value: Constant) -> fx.Node:
         """Return a node that gives a constant: a parameter of the result, or a buffer."""
@@ -413,9 +390,7 @@ class FileNode(Attributes):
 
     def _folded(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Value:
         with torch.no_grad():
-            args, kwargs = _nested(
-                (args, kwargs), lambda value: value.tensor if isinstance(value, Constant) else value
-            )
+            args, kwargs = _nested((args, kwargs), lambda value: getattr(value, "tensor", value))
             result = function(*args, **kwargs)
         if isinstance(result, (tuple, list)):
             return tuple(Constant(part) for part in result)  # type: ignore[return-value]
@@ -427,10 +402,8 @@ class FileNode(Attributes):
         return Constant(result)
 
     def _as_arguments(self, arguments: Any) -> Any:
-        return _nested(
-            arguments,
-            lambda value: self.tensor(value) if isinstance(value, (Constant, Ints)) else value,
-        )
+        known = (Constant, Ints)
+        return _nested(arguments, lambda v: self.tensor(v) if isinstance(v, known) else v)
 
 
 def _nested(arguments: Any, function: Callable[[Any], Any]) -> Any:

@@ -45,10 +45,7 @@ def convolution(
     groups: int,
     extra: Sequence[int] | None = None,
 ) -> nn.Module:
-    """Return a convolution (stride, padding, dilation), a transposed one with ``extra`` sizes.
-
-    It stores a weight, and a bias if there are two constants.
-    """
+    """Return a convolution (stride, padding, dilation), a transposed one with ``extra`` sizes."""
     stride, padding, dilation = (tuple(part) for part in window)
     first, second, *kernel = stored[0].tensor.shape
     spatial, size = len(kernel), tuple(kernel)
@@ -90,15 +87,12 @@ def pooling(
     convention: str,
     include_pad: bool,
 ) -> Value:
-    """Call a pooling: torch's own where it has the windows of ``pool`` for inputs of any size.
-
-    Where sizes are rounded up, torch leaves out a last window that begins in the padding, the
-    convention "full" does not. None begins there if stride and padding fit into the window.
-    """
+    """Call a pooling: torch's own where it has the windows of ``pool`` for inputs of any size."""
     padding, table = symmetric(pads), POOLS.get(kind)
     parts = list(zip(kernel, stride, padding or (), strict=False))
     same = padding is not None and all(2 * p <= k for k, _, p in parts)
     same = same and (kind == "max" or set(dilation) <= {1})
+    # torch leaves out a last window that begins in the padding, the convention "full" does not.
     same = same and (convention != "full" or all(s + p <= k for k, s, p in parts))
     if table is None or not same:
         window = list(kernel), list(stride), list(dilation), pads

@@ -208,12 +208,8 @@ class NodeContext(FileNode):
 
 
 #: The element types that torch computes with on every device.
-NUMBERS = frozenset(
-    [
-        *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool),
-        *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    ]
-)
+_NAMES = "float32 float64 float16 bfloat16 bool uint8 int8 int16 int32 int64"
+NUMBERS = frozenset(getattr(torch, name) for name in _NAMES.split())
 #: From an operator, behind its domain and a dot if that is not ONNX's own, to its converter and the
 #: element types that this can handle, None for any that torch has.
 CONVERTERS = Converters("ONNX operator")
@@ -225,13 +221,10 @@ def converter(
     """Enter the decorated function as the converter of operators.
 
     Args:
-        op_types: names such as ``"Conv"``.
+        op_types: names such as ``"Conv"`` that have no converter yet.
         domain: of the operators, ``""`` for ONNX's own.
         dtypes: element types of inputs and outputs that the converter can handle; None for any that
             torch has.
-
-    Raises:
-        ConfigError: one of the operators has a converter already.
     """
     return CONVERTERS.converter(*(qualified(domain, name) for name in op_types), about=dtypes)
 

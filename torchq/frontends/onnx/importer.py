@@ -81,8 +81,8 @@ class Importer:
         for name, sizes in shapes.items():
             self.builder.shapes[name] = [n if isinstance(n, int) else None for n in sizes]
         for graph in graphs(self.model.graph, where):
-            read = [*(name for node in graph.node for name in node.input)]
-            self.builder.readers.update([*read, *(value.name for value in graph.output)])
+            self.builder.readers.update(name for node in graph.node for name in node.input)
+            self.builder.readers.update(value.name for value in graph.output)
 
     def run(self) -> fx.GraphModule:
         """Convert the whole model."""
@@ -98,9 +98,7 @@ class Importer:
         for info in graph.output:
             self._expect_tensor(info, "output")
             if builder.values[info.name] is None:
-                raise FrontendError(
-                    f"{self.where}: the output {info.name!r} is left out by its node"
-                )
+                raise FrontendError(f"{self.where}: its node leaves out the output {info.name!r}")
             outputs.append(node.tensor(builder.values[info.name]))
         names, found = ([info.name for info in infos] for infos in (inputs, graph.output))
         shapes = [builder.shapes.get(name) for name in names]
@@ -118,9 +116,7 @@ class Importer:
         name, builder = info.name, self.builder
         self._expect_tensor(info, "input")
         if builder.dtypes.get(name) is None:
-            raise FrontendError(
-                f"{self.where}: torch has no type for the elements of the input {name!r}"
-            )
+            raise FrontendError(f"{self.where}: torch has no type for elements of input {name!r}")
         node = builder.input(name)
         node.meta |= {"onnx_name": name, "onnx_tensors": (name,)}
         sizes = builder.shapes.get(name)
@@ -299,14 +295,12 @@ def with_sizes(x: Tensor, name: str, sizes: Sequence[int | None]) -> Tensor:
     with warnings.catch_warnings() if tracing else contextlib.nullcontext():
         if tracing:  # sizes are no numbers there
             warnings.simplefilter("ignore", torch.jit.TracerWarning)
-        wrong = x.dim() != len(sizes) or any(
-            size is not None and bool(size != own) for size, own in zip(sizes, x.shape, strict=True)
-        )
-    if wrong:
-        wanted = tuple("any" if size is None else size for size in sizes)
+        pairs = zip(sizes, x.shape, strict=False)
+        wrong = any(size is not None and bool(size != own) for size, own in pairs)
+    if wrong or x.dim() != len(sizes):
+        wanted = ", ".join("any" if size is None else str(size) for size in sizes)
         raise InputError(
-            f"{name}: got the shape {tuple(x.shape)}; expected "
-            f"({', '.join(map(str, wanted))}), which the ONNX file fixes. "
-            "from_onnx(path, free_batch=True) frees the first size"
+            f"{name}: got the shape {tuple(x.shape)}; expected ({wanted}), which the ONNX file "
+            "fixes. from_onnx(path, free_batch=True) frees the first size"
         )
     return x

@@ -18,26 +18,12 @@ from torchq.utils.optional import import_optional
 #: Types of four bits, two elements in a byte, and the torch types that their tensors get.
 _FOUR_BITS = {21: torch.uint8, 22: torch.int8}
 
-_DTYPES = {
-    1: torch.float32,
-    2: torch.uint8,
-    3: torch.int8,
-    4: torch.uint16,
-    5: torch.int16,
-    6: torch.int32,
-    7: torch.int64,
-    9: torch.bool,
-    10: torch.float16,
-    11: torch.float64,
-    12: torch.uint32,
-    13: torch.uint64,
-    16: torch.bfloat16,
-    17: torch.float8_e4m3fn,
-    18: torch.float8_e4m3fnuz,
-    19: torch.float8_e5m2,
-    20: torch.float8_e5m2fnuz,
-}
-
+#: By the number that stands for them in a file; text and complex numbers have no type here.
+_NAMES = (
+    "float32 uint8 int8 uint16 int16 int32 int64 - bool float16 float64 uint32 uint64 - - bfloat16 "
+    "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz"
+)
+_DTYPES = {n: getattr(torch, name) for n, name in enumerate(_NAMES.split(), 1) if name != "-"}
 
 #: How deeply sub-graphs and functions may be nested.
 DEEPEST = 32
@@ -71,13 +57,10 @@ def read_model(source: Any) -> tuple[Any, Path | None]:
     except FileNotFoundError:
         raise FrontendError(f"{where}: there is no such file") from None
     except Exception as error:  # protobuf and onnx raise many kinds of errors for broken files
-        raise FrontendError(
-            f"{where}: cannot be read as ONNX ({type(error).__name__}: {error})"
-        ) from None
+        reason = f"{type(error).__name__}: {error}"
+        raise FrontendError(f"{where}: cannot be read as ONNX ({reason})") from None
     if not model.graph.node and not model.graph.output:
-        raise FrontendError(
-            f"{where}: got a model without nodes and outputs; expected an ONNX model"
-        )
+        raise FrontendError(f"{where}: got a model without nodes and outputs; expected ONNX")
     return model, folder
 
 
@@ -101,15 +84,14 @@ def graphs(graph: Any, where: str, depth: int = 0) -> Iterator[Any]:
 
 def tensor_of(proto: Any, folder: Path | None, where: str) -> Tensor:
     """Return the tensor of a TensorProto; sizes are checked before memory is taken."""
+    where = f"{where}: tensor {proto.name!r}"
     dtype = dtype_of(proto.data_type) or _FOUR_BITS.get(proto.data_type)
     if dtype is None:
         name = import_optional("onnx", "from_onnx").TensorProto.DataType.Name(proto.data_type)
-        raise FrontendError(
-            f"{where}: tensor {proto.name!r} holds {name}, which torch has no type for"
-        )
+        raise FrontendError(f"{where} holds {name}, which torch has no type for")
     shape = tuple(proto.dims)
     if any(size < 0 for size in shape):
-        raise FrontendError(f"{where}: tensor {proto.name!r} has shape {shape}")
+        raise FrontendError(f"{where} has shape {shape}")
     count, data, is_outside = math.prod(shape), proto.raw_data, proto.data_location == 1
     is_narrow = is_four_bits(proto)
     if is_outside:
@@ -117,14 +99,14 @@ def tensor_of(proto: Any, folder: Path | None, where: str) -> Tensor:
         data = _external(proto, size, folder, where)
     if is_narrow:
         data = data or bytes(number & 255 for number in proto.int32_data)
-        return _four_bits(data, proto.name, dtype, shape, where)
+        return _four_bits(data, dtype, shape, where)
     raw, rest = is_outside or proto.HasField("raw_data"), len(data) % dtype.itemsize
     fields = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data")
     typed = max(len(getattr(proto, field)) for field in fields)
     stored = len(data) // dtype.itemsize if raw else typed
     if stored != count or rest:
         raise FrontendError(
-            f"{where}: tensor {proto.name!r} holds {stored} elements"
+            f"{where} holds {stored} elements"
             f"{f' and a rest of {rest} bytes' if rest else ''}; expected {count} for shape {shape}"
         )
     if raw:
@@ -135,16 +117,12 @@ def tensor_of(proto: Any, folder: Path | None, where: str) -> Tensor:
     return torch.from_numpy(np.array(array))
 
 
-def _four_bits(
-    data: bytes, name: str, dtype: torch.dtype, shape: tuple[int, ...], where: str
-) -> Tensor:
+def _four_bits(data: bytes, dtype: torch.dtype, shape: tuple[int, ...], where: str) -> Tensor:
     """Return codes of four bits, which lie two in a byte, the first one in the lower half."""
     count = math.prod(shape)
     if len(data) != (count + 1) // 2:
-        raise FrontendError(
-            f"{where}: tensor {name!r} holds {len(data)} bytes; "
-            f"expected {(count + 1) // 2} for {count} numbers of 4 bits"
-        )
+        expected = f"{(count + 1) // 2} for {count} numbers of 4 bits"
+        raise FrontendError(f"{where} holds {len(data)} bytes; expected {expected}")
     both = _from_bytes(data, torch.uint8, (len(data),))
     codes = torch.stack([both & 15, both >> 4], 1).reshape(-1)[:count].reshape(shape)
     if dtype is torch.uint8:
@@ -162,14 +140,12 @@ def _external(proto: Any, size: int, folder: Path | None, where: str) -> bytes:
     """Return the bytes of a tensor that lies in a file beside the model."""
     entries = {entry.key: entry.value for entry in proto.external_data}
     if folder is None or "location" not in entries:
-        raise FrontendError(
-            f"{where}: tensor {proto.name!r} lies in another file; pass the path of the model"
-        )
+        raise FrontendError(f"{where} lies in another file; pass the path of the model")
     try:
         path = (folder / entries["location"]).resolve()
         if not path.is_relative_to(folder):
             raise FrontendError(
-                f"{where}: tensor {proto.name!r} names the file {entries['location']!r}, "
+                f"{where} names the file {entries['location']!r}, "
                 "which is outside the folder of the model"
             )
         if not path.is_file():
@@ -177,19 +153,15 @@ def _external(proto: Any, size: int, folder: Path | None, where: str) -> bytes:
         offset, length = int(entries.get("offset", 0)), int(entries.get("length", size))
         available = path.stat().st_size
         if offset < 0 or length != size or offset + length > available:
-            raise FrontendError(
-                f"{where}: tensor {proto.name!r} needs {size} bytes from {offset}; "
-                f"{path.name} has {available}"
-            )
+            expected = f"{size} bytes from {offset}; {path.name} has {available}"
+            raise FrontendError(f"{where} needs {expected}")
         with path.open("rb") as file:
             file.seek(offset)
             return file.read(size)
     except FrontendError:
         raise
     except (OSError, ValueError, TypeError, RuntimeError) as error:  # of any name and number
-        raise FrontendError(
-            f"{where}: the data of tensor {proto.name!r} cannot be read ({error})"
-        ) from None
+        raise FrontendError(f"{where}: its data cannot be read ({error})") from None
 
 
 def attribute_values(node: Any, folder: Path | None, where: str) -> dict[str, Any]:

@@ -159,12 +159,10 @@ def conv_transpose(
     extra: Sequence[int],
 ) -> Tensor:
     """Return a transposed convolution, cropped by ``pads``, and grown by ``extra`` behind."""
-    function = _TRANSPOSED[weight.dim() - 2]
+    function, spatial = _TRANSPOSED[weight.dim() - 2], len(stride)
     y = function(x, weight, bias, list(stride), 0, 0, groups, list(dilation))
-    spatial = len(stride)
-    amounts: list[int] = []
-    for axis in range(spatial):
-        amounts = [-pads[axis], extra[axis] - pads[spatial + axis], *amounts]
+    grown = [0] * spatial + list(extra)
+    amounts = pad_amounts([more - less for more, less in zip(grown, pads, strict=True)])
     if bias is None or all(amount <= 0 for amount in amounts):
         return F.pad(y, amounts)
     shape = (1, -1, *[1] * spatial)

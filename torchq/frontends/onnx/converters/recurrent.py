@@ -23,7 +23,8 @@ _DEFAULTS = {"LSTM": ["Sigmoid", "Tanh", "Tanh"], "GRU": ["Sigmoid", "Tanh"], "R
 def _recurrent(node: NodeContext) -> list[Value]:
     kind, direction = node.op_type, node.attr("direction", "forward")
     directions = 2 if direction == "bidirectional" else 1
-    activations = _activations(node, directions)
+    default = _DEFAULTS[kind] * directions
+    activations = [name.lower() for name in node.attr("activations", default)]
     if not set(activations) <= set(_ACTIVATIONS) or node.attr("clip") or node.attr("input_forget"):
         node.refuse("its activations, its clipping or its coupled gates are not supported")
     batch_first = node.attr("layout", False)
@@ -48,32 +49,24 @@ def _recurrent(node: NodeContext) -> list[Value]:
     return [node.call(torch.permute, value, order) for value, order in orders]
 
 
-def _activations(node: NodeContext, directions: int) -> list[str]:
-    default = _DEFAULTS[node.op_type] * directions
-    return [name.lower() for name in node.attr("activations", default)]
-
-
 def _as_module(node: NodeContext, directions: int, activations: list[str]) -> nn.Module | None:
     """Return torch's layer with the weights of the node, None where torch has no such layer."""
     kind, weights = node.op_type, [node.input(index) for index in (1, 2, 3)]
     plain = [name.lower() for name in _DEFAULTS[kind]] * directions
     is_relu = kind == "RNN" and set(activations) == {"relu"}
+    w, r, b = ((part.tensor if isinstance(part, Constant) else None) for part in weights)
     if (
-        not all(isinstance(part, Constant) or part is None for part in weights)
+        (w is None or r is None or (b is None and weights[2] is not None))
         or (activations != plain and not is_relu)
         or (node.input(4), node.input(7)) != (None, None)
         or node.attr("direction", "forward") == "reverse"
         or (kind == "GRU" and not node.attr("linear_before_reset", 0))
     ):
         return None
-    w, r, b = ((part.tensor if isinstance(part, Constant) else None) for part in weights)
-    if w is None or r is None:
-        return None
-    options: dict[str, Any] = {"nonlinearity": "relu"} if is_relu else {}
-    cls: Any = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}[kind]
-    module = cls(
-        w.shape[2], r.shape[2], bias=b is not None, bidirectional=directions == 2, **options
-    )
+    options: dict[str, Any] = {"bias": b is not None, "bidirectional": directions == 2}
+    if is_relu:
+        options["nonlinearity"] = "relu"
+    module: nn.Module = getattr(nn, kind)(w.shape[2], r.shape[2], **options)
     parts = {"weight_ih": w, "weight_hh": r}
     if b is not None:
         parts["bias_ih"], parts["bias_hh"] = b.chunk(2, 1)
@@ -131,9 +124,8 @@ def run_layer(
 ) -> tuple[Tensor, ...]:
     """Run a recurrent layer of ONNX in all its directions, the second one backwards.
 
-    Weights are those of the input and of the state, biases and peepholes, each with a first
-    dimension of the directions. The results are all outputs (time, directions, batch, hidden), and
-    the last states (directions, batch, hidden).
+    The results are all outputs (time, directions, batch, hidden), and the last states (directions,
+    batch, hidden).
     """
     assert weights[1] is not None
     zeros = x.new_zeros(directions, x.shape[1], weights[1].shape[-1])
