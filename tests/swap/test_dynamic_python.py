@@ -117,9 +117,8 @@ def test_the_operators_of_functions_and_loops_are_found() -> None:
     assert model.quant_add_1.input_quantizer is not model.quant_add_2.input_quantizer
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*Function'> should not be instantiated:DeprecationWarning"  # torch 2.9
-)
+# torch 2.9 warns of itself.
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 def test_compiled_models_stay_dynamic() -> None:
     model = quantized()
     del model.__dict__["last"]
@@ -154,18 +153,18 @@ class Shuffle(nn.Module):
         return torch.cat([x, self.branch(x)], 1)
 
 
-class Choosing(nn.Module):
-    """A branch on the data, and an addition whose first operand comes from a convolution."""
-
+class OneConv(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(4, 4, 1)
 
+
+class Choosing(OneConv):
+    """A branch on the data, and an addition whose first operand comes from a convolution."""
+
     def forward(self, x: Tensor) -> Tensor:
         y = self.conv(x)
-        if x.sum() > 1e6:
-            return y
-        return y + x
+        return y if x.sum() > 1e6 else y + x
 
 
 def test_a_run_finds_what_a_trace_cannot() -> None:
@@ -188,11 +187,7 @@ def test_a_run_finds_what_a_trace_cannot() -> None:
 class Tree(nn.Module):
     """DLA: a parent gives its block a shortcut, which is None by default."""
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(4, 4, 1)
-
+    class Block(OneConv):
         def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
             if shortcut is None:
                 shortcut = x
@@ -219,12 +214,8 @@ def test_arguments_that_are_none_by_default_may_be_given(example: Any) -> None:
     assert found.amin.equal(low) and found.amax.equal(high)
 
 
-class Checkpointed(nn.Module):
+class Checkpointed(OneConv):
     """Activation checkpointing of a function inside the forward runs it a second time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(4, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         def inner(x: Tensor) -> Tensor:
@@ -304,10 +295,10 @@ def doubled(forward: Any) -> Any:
     return wrapper
 
 
-class Decorated(nn.Module):
+class Decorated(OneConv):
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.kernel = nn.Conv2d(4, 4, 1), nn.Parameter(torch.randn(4, 4, 1, 1))
+        self.kernel = nn.Parameter(torch.randn(4, 4, 1, 1))
 
     @torch.autocast("cpu", enabled=False)
     @doubled

@@ -47,7 +47,11 @@ def quantize(model: nn.Module, x: Tensor | None = X, **options: object) -> torch
 
 
 STEM = {"stem", "act", "wise", "wise_act"}
-RULE = torchq.Rule("stem", input=torchq.QuantDescriptor(), weight=torchq.QuantDescriptor())
+
+
+def rule(name: str) -> torchq.QuantConfig:
+    own = torchq.Rule(name, input=torchq.QuantDescriptor(), weight=torchq.QuantDescriptor())
+    return torchq.recipes.int8().with_rules(own)
 
 
 @pytest.mark.parametrize(
@@ -60,24 +64,9 @@ RULE = torchq.Rule("stem", input=torchq.QuantDescriptor(), weight=torchq.QuantDe
         pytest.param(Net(), {"x": X[..., :24, :24]}, set(), id="too few results"),
         pytest.param(Net(), {"x": None}, set(), id="no example"),
         pytest.param(Net(nn.ReLU), {"target": "openvino"}, set(), id="another target"),
-        pytest.param(
-            Net(),
-            {"config": torchq.recipes.int8().with_rules(RULE)},
-            STEM - {"stem"},
-            id="a rule names the stem",
-        ),
+        pytest.param(Net(), {"config": rule("stem")}, STEM - {"stem"}, id="a rule names the stem"),
         pytest.param(Net(channels=8), {"x": None}, {"wise"}, id="narrow depthwise layer"),
-        pytest.param(
-            Net(channels=8),
-            {
-                "x": None,
-                "config": torchq.recipes.int8().with_rules(
-                    torchq.Rule("wise", input=RULE.input, weight=RULE.weight)
-                ),
-            },
-            set(),
-            id="a rule names the narrow layer",
-        ),
+        pytest.param(Net(channels=8), {"x": None, "config": rule("wise")}, set(), id="its rule"),
     ],
 )
 def test_layers_that_are_faster_in_float_stay_float(

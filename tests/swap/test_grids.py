@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -110,21 +111,16 @@ def test_learned_ranges_train_both_ends_but_not_a_proved_one() -> None:
     assert {n for n in names if n.startswith("second")} == {"second.input_quantizer.amax"}
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        QuantDescriptor(unsigned="auto"),
-        QuantDescriptor(unsigned=True),
-        QuantDescriptor(unsigned=False, symmetric=False),
-        QuantDescriptor(narrow_range=True),
-        QuantDescriptor(amax=4.0),
-        QuantDescriptor(dynamic=True),
-        QuantDescriptor((4, 3)),
-        QuantDescriptor(16),
-    ],
-    ids=str,
-)
-def test_what_a_rule_fixes_stays(given: QuantDescriptor) -> None:
+FIXED: list[dict[str, Any]] = [
+    *({"unsigned": "auto"}, {"unsigned": True}, {"unsigned": False, "symmetric": False}),
+    *({"narrow_range": True}, {"amax": 4.0}, {"dynamic": True}),
+    *({"num_bits": (4, 3)}, {"num_bits": 16}),
+]
+
+
+@pytest.mark.parametrize("fields", FIXED, ids=str)
+def test_what_a_rule_fixes_stays(fields: dict[str, Any]) -> None:
+    given = QuantDescriptor(**fields)
     rule = torchq.Rule("first", input=given, weight=QuantDescriptor(axis=0))
     model = planned("onnxruntime", torchq.recipes.int8().with_rules(rule))
     assert quantizer(model, "first.input_quantizer").given_descriptor == given

@@ -95,11 +95,8 @@ class Computed(nn.Module):
 def test_a_product_with_a_computed_weight_is_one_of_a_layer_and_others_are_operators() -> None:
     torch.manual_seed(0)
     report = torchq.plan(Net(Computed()), target=TARGET, example=X)
-    reasons = {d.name: d.reason for d in report.skipped}
-    assert reasons == {
-        "block.quant_matmul": "its operand is a weight, and the call is quantized as that of a "
-        "layer"
-    }
+    reason = "its operand is a weight, and the call is quantized as that of a layer"
+    assert {d.name: d.reason for d in report.skipped} == {"block.quant_matmul": reason}
     block: Any = quantized(Computed()).block
     x = torch.randn(2, 5, 8)
     y = block.input_quantizer(x) @ block.weight_quantizer(2 * block.weight)

@@ -39,12 +39,12 @@ def quantized(model: nn.Module, x: Tensor, target: str = "onnxruntime") -> torch
 
 def outputs(model: nn.Module) -> dict[str, bool]:
     """Path of each layer with a quantizer of its result -> its codes begin at 0."""
-    return {
-        name.removesuffix(".output_quantizer"): module.descriptor.unsigned
-        and module.descriptor.symmetric
-        for name, module in model.named_modules()
-        if isinstance(module, TensorQuantizer) and name.endswith("output_quantizer")
-    }
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, TensorQuantizer) and name.endswith("output_quantizer"):
+            d = module.descriptor
+            found[name.removesuffix(".output_quantizer")] = d.unsigned and d.symmetric
+    return found
 
 
 def test_results_that_nothing_quantizes_get_a_quantizer() -> None:

@@ -75,20 +75,12 @@ def test_rules_see_the_names_as_they_grow() -> None:
             super().__init__()
             self.net = Net()
 
-    config = QuantConfig(
-        (
-            Rule("*", input=INT8, weight=INT8),
-            Rule("head.*", skip=True),
-            Rule("net.body.1", skip=True, optional=True),
-        )
-    )
+    skips = Rule("head.*", skip=True), Rule("net.body.1", skip=True, optional=True)
+    config = QuantConfig((Rule("*", input=INT8, weight=INT8), *skips))
     with torchq.patch(config):
         model = Wrapper()
-    assert [type(m) for m in (*model.net.body, *model.net.head)] == [
-        QuantLinear,
-        Linear,
-        QuantLinear,
-    ]
+    found = [type(m) for m in (*model.net.body, *model.net.head)]
+    assert found == [QuantLinear, Linear, QuantLinear]
     with torchq.patch(config):
         net = Net()
     assert [type(m) for m in (*net.body, *net.head)] == [QuantLinear, QuantLinear, Linear]

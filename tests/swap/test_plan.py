@@ -59,59 +59,40 @@ def test_include_and_exclude(options: dict[str, Any], expected: list[str]) -> No
 
 
 def test_the_last_rule_that_matches_decides() -> None:
-    config = QuantConfig(
-        (
-            Rule("*", input=INT8, weight=INT8),
-            Rule("type:Linear", input=INT4, weight=INT4),
-            Rule("head.1", skip=True),
-            Rule("re:^body", weight=INT4),
-        )
-    )
-    report = torchq.plan(Net(), config)
+    rules = Rule("*", input=INT8, weight=INT8), Rule("type:Linear", input=INT4, weight=INT4)
+    own = Rule("head.1", skip=True), Rule("re:^body", weight=INT4)
+    report = torchq.plan(Net(), QuantConfig((*rules, *own)))
     found = {d.name: (d.by, d.input, d.weight, d.reason) for d in report.decisions}
     assert found["stem"] == ("*", INT8, INT8, "")
     assert found["head.0"] == ("type:Linear", INT4, INT4, "")
     assert found["head.1"] == ("head.1", None, None, "excluded")
     assert found["body.0"] == ("re:^body", None, INT4, "")
-    assert found["body.3"] == (
-        "re:^body",
-        None,
-        None,
-        "the rule has no descriptor for it",
-    )  # a pool has no weight
+    without = "the rule has no descriptor for it"  # a pool has no weight
+    assert found["body.3"] == ("re:^body", None, None, without)
     assert [d.name for d in report.replaced] == ["stem", "body.0", "head.0"]
 
 
 def test_a_pool_is_quantized_where_a_rule_says_so() -> None:
     config = torchq.recipes.int8().with_rules(Rule("type:MaxPool2d", input=INT8, weight=INT8))
-    pool = next(d for d in torchq.plan(Net(), config).replaced if d.name == "body.3")
+    pool = torchq.plan(Net(), config).decision("body.3")
     assert (pool.input, pool.weight) == (INT8, None)
+
+
+BODY = QuantConfig((Rule("body.1", input=INT8),))
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (
-            {"exclude": "nope*"},
-            r"Net: pattern 'nope\*' matches no .* could .*; candidates are s",
-        ),
+        ({"exclude": "nope*"}, r"Net: pattern 'nope\*' matches no .* could .*; candidates are s"),
         ({"include": ["stem", "nope"]}, "pattern 'nope' matches no module"),
-        (
-            {"exclude": "head"},
-            r"pattern 'head' matches .* For everything below it write 'head.*'",
-        ),
+        ({"exclude": "head"}, r"pattern 'head' matches .* For everything below it write 'head.*'"),
         ({"exclude": ["a", "b"]}, "pattern 'a', 'b' matches no module"),
-        (
-            {"config": QuantConfig((Rule("body.1", input=INT8),))},
-            "pattern 'body.1' matches no module",
-        ),
+        ({"config": BODY}, "pattern 'body.1' matches no module"),
         ({"exclude": nn.Conv1d}, "pattern 'type:torch.nn.modules.conv.Conv1d' matches no module"),
         ({"exclude": ""}, "pattern: got an empty string"),
         ({"include": "re:("}, r"pattern 're:\(': not a regular expression"),
-        (
-            {"exclude": "*"},
-            r"nothing to quantize \(.*stem: excluded.*\); expected at least one m",
-        ),
+        ({"exclude": "*"}, r"nothing to quantize \(.*stem: excluded.*\); expected at least one m"),
         ({"config": QuantConfig(())}, r"nothing to quantize \(.*no rule matches"),
     ],
 )
@@ -155,6 +136,11 @@ class OwnAttention(nn.MultiheadAttention):
         return super().forward(*args, **kwargs)
 
 
+NO_TWIN = r"no quantized twin of .*Unused, which .*pass example= .*torchq.nn.register.*Unus"
+DIRECTLY = "its weight is read by nn.MultiheadAttention directly"
+SUBCLASS = r"a subclass of MultiheadAttention with code .*register a twin"
+
+
 @pytest.mark.parametrize(
     ("make", "name", "reason"),
     [
@@ -163,21 +149,9 @@ class OwnAttention(nn.MultiheadAttention):
         (lambda: nn.Conv2d(3, 4, 3, dtype=torch.complex64), "1", "complex dtype"),
         (lambda: nn.LazyLinear(3), "1", "not initialised yet; run one batch"),
         (lambda: nn.LSTM(3, 4), "1", "no rule matches"),
-        (
-            Unused,
-            "1",
-            r"no quantized twin of .*Unused, which .*pass example= .*torchq.nn.register.*Unus",
-        ),
-        (
-            lambda: OwnAttention(4, 2),
-            "1.out_proj",
-            "its weight is read by nn.MultiheadAttention directly",
-        ),
-        (
-            lambda: OwnAttention(4, 2),
-            "1",
-            r"a subclass of MultiheadAttention with code .*register a twin",
-        ),
+        (Unused, "1", NO_TWIN),
+        (lambda: OwnAttention(4, 2), "1.out_proj", DIRECTLY),
+        (lambda: OwnAttention(4, 2), "1", SUBCLASS),
         (lambda: torchq.nn.QuantLinear(2, 2), "1", "quantized already"),
         (lambda: nn.MaxPool2d(2), "1", "no rule matches"),
     ],
@@ -186,10 +160,7 @@ class OwnAttention(nn.MultiheadAttention):
 def test_every_candidate_that_stays_float_has_a_reason(make: Any, name: str, reason: str) -> None:
     report = torchq.quantize_(nn.Sequential(nn.Linear(2, 2), make()))
     assert [d.name for d in report.replaced] == ["0"]
-    skipped = {d.name: d.reason for d in report.skipped}
-    assert name in skipped
-    with pytest.raises(AssertionError, match=reason):
-        raise AssertionError(skipped[name])
+    assert re.search(reason, {d.name: d.reason for d in report.skipped}[name])
 
 
 def test_report_reads_well(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,20 +170,11 @@ def test_report_reads_well(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = report.table().splitlines()
     words = ("what", "input", "input", "SKIPPED")
     assert len({line.index(word) for line, word in zip(lines, words, strict=False)}) == 1  # aligned
+    what, by = "input int8 per-tensor max, weight int8 axis=0 max", "type:torch.nn.modules."
     assert [re.split(r"  +", line) for line in lines] == [
         ["module", "type", "what", "by"],
-        [
-            "0",
-            "Linear",
-            "input int8 per-tensor max, weight int8 axis=0 max",
-            "type:torch.nn.modules.linear.Linear",
-        ],
-        [
-            "1",
-            "SamePadConv2d",
-            "input int8 per-tensor max, weight int8 axis=0 max, at its call of conv2d",
-            "type:torch.nn.modules.conv.Conv[123]d",
-        ],
+        ["0", "Linear", what, f"{by}linear.Linear"],
+        ["1", "SamePadConv2d", f"{what}, at its call of conv2d", f"{by}conv.Conv[123]d"],
         ["2", "Linear", "SKIPPED: excluded", "2"],
         ["2 quantized, 1 skipped, recipe int8; 84.6% of the multiply-adds quantized"],
     ]
@@ -242,9 +204,7 @@ class Heads(nn.Module):
 
 def test_a_run_shows_what_is_not_called() -> None:
     plan = torchq.plan(Heads().eval(), example=torch.ones(2, 4))
-    assert {d.name: d.note for d in plan.decisions if d.note} == {
-        "aux": NOT_CALLED,
-        "forgotten": NOT_CALLED,
-    }
+    notes = {d.name: d.note for d in plan.decisions if d.note}
+    assert notes == {"aux": NOT_CALLED, "forgotten": NOT_CALLED}
     report = torchq.quantize_(Heads(), example=torch.ones(2, 4))
     assert "not called in" in str(report) and not report.skipped

@@ -13,14 +13,8 @@ EIGHT, FOUR = QuantDescriptor(8), QuantDescriptor(4)
 
 
 def net() -> nn.Module:
-    return nn.Sequential(
-        nn.AvgPool2d(2),
-        nn.Conv2d(3, 4, 3),
-        nn.ReLU(),
-        nn.Conv2d(4, 4, 3),
-        nn.Flatten(),
-        nn.Linear(4, 2),
-    )
+    convs = nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)
+    return nn.Sequential(nn.AvgPool2d(2), *convs, nn.Flatten(), nn.Linear(4, 2))
 
 
 def widths(report: torchq.swap.Plan) -> dict[str, tuple[int, str | None]]:
@@ -51,11 +45,8 @@ def test_names_with_wildcards_are_meant_literally() -> None:
     for name in ("a[b]", "ab", "c"):
         model.add_module(name, nn.Linear(2, 2))
     report = torchq.plan(model, recipes.integer(4, 4, first_last=8))
-    assert {name: bits for name, (bits, _) in widths(report).items()} == {
-        "a[b]": 8,
-        "ab": 4,
-        "c": 8,
-    }
+    found = {name: bits for name, (bits, _) in widths(report).items()}
+    assert found == {"a[b]": 8, "ab": 4, "c": 8}
 
 
 def test_a_rule_must_match_its_layer_unless_it_is_optional() -> None:
