@@ -1,7 +1,5 @@
 """Old names for a test, and everything that old scripts leave behind put back afterwards."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """Legacy calibrators: definitions, growth, edge cases."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Old state dicts and old pickles load, here and in torchq's own modules."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """Legacy models under torchq's own functions."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """ONNX export of legacy models: both exporters, with and without the old context and flag."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

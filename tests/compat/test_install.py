@@ -1,7 +1,5 @@
 """``import pytorch_quantization`` finds torchq's under every path, only while it is installed."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import re

@@ -1,7 +1,5 @@
 """Quantized layers: torch's own function on quantized input and weight."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

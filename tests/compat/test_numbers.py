@@ -1,7 +1,5 @@
 """Values against the exact oracle: the legacy scale in fp32, rounded to the tensor's dtype once."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

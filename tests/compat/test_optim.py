@@ -1,7 +1,5 @@
 """Parameter groups, freezing, and weights quantized in place."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Private names of the original that published scripts import, call or derive from."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

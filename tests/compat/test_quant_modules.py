@@ -1,7 +1,5 @@
 """Replacing classes in torch.nn, and getting them back."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """QuantLSTM and QuantLSTMCell against torch's own on tensors quantized by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

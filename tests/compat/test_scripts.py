@@ -1,7 +1,5 @@
 """Scripts written for pytorch-quantization run to the end and find what they should."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

@@ -1,7 +1,5 @@
 """Descriptors and the errors of the functions."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

@@ -1,7 +1,5 @@
 """The legacy quantizer: switches, ranges, scales, learned clipping."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

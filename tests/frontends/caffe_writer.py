@@ -1,7 +1,5 @@
 """Writing files of Caffe from the public schema: what tests need, and independent of torchq."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any

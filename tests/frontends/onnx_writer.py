@@ -1,7 +1,5 @@
 """Writing small ONNX files in tests, and running them with ONNX Runtime."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

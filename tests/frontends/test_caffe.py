@@ -1,7 +1,5 @@
 """Networks of Caffe: their files are in caffe_files, with what OpenCV computes for them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

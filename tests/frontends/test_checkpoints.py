@@ -4,8 +4,6 @@ What needs a maker's package is skipped without it. Graphs of PT2E and a stand-i
 quantizers are made by hand too, so that the shared code is tested everywhere.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The node cases and networks of the onnx package: what is converted computes what it should."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Detections of files that were read, in the ONNX files that are written of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

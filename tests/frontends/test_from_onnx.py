@@ -1,7 +1,5 @@
 """What becomes of a file: modules, names, shared weights, open sizes; and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import io

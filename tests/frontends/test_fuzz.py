@@ -1,7 +1,5 @@
 """Mutated files: a reader returns a model or raises one named error, whatever the bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from random import Random

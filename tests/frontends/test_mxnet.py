@@ -1,7 +1,5 @@
 """Networks of MXNet: their files are in mxnet_files, with what MXNet 1.9.1 computes for them."""
 
-from __future__ import annotations
-
 import json
 import re
 import struct

@@ -1,7 +1,5 @@
 """Files as old exporters wrote them, opset 7 to 13, against ONNX Runtime."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Quantized files: their ranges become quantizers, and the same codes come out again."""
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from pathlib import Path

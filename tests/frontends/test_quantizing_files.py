@@ -1,7 +1,5 @@
 """Files with what real exporters write, quantized for a runtime, written again and deployed."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One script for each of two files: read, fuse, quantize, calibrate, train, export, run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

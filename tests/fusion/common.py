@@ -1,7 +1,5 @@
 """Helpers of the tests of fusion."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

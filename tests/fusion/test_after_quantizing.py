@@ -1,7 +1,5 @@
 """Folding into calibrated layers: codes keep their magnitude, and ranges grow by the scale."""
 
-from __future__ import annotations
-
 import copy
 import re
 from typing import Any

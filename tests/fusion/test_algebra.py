@@ -1,7 +1,5 @@
 """The algebra against torch's own layers run one after the other, in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Each family of blocks: same function, deployed attribute, nothing left of the branches."""
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path

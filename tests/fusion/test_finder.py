@@ -1,7 +1,5 @@
 """How a BatchNorm and its layer are found: traced, recorded, in parts, through wrappers."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

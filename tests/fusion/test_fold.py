@@ -1,7 +1,5 @@
 """Folding BatchNorm into a layer is exact for every kind, and the layer stays the same object."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

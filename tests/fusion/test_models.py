@@ -1,7 +1,5 @@
 """Whole networks: every BatchNorm that follows a layer goes, and the function stays."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

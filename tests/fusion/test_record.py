@@ -1,7 +1,5 @@
 """What fuse_ did is kept with the model as data, and brings an unfused model into its structure."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

@@ -1,7 +1,5 @@
 """What must not be fused is refused by name and with its reason, and left as it was."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Teaching fuse_ a block, and the engines behind it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

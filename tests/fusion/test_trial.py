@@ -1,7 +1,5 @@
 """A call of fuse_ works on a copy first, shows progress, reports, and is undone where it fails."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable

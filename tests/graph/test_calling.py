@@ -1,7 +1,5 @@
 """One meaning of an example: every signature against every kind of batch."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import warnings

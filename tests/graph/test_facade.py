@@ -1,7 +1,5 @@
 """``Graph``: passes by name, their conditions, and the forms of text."""
 
-from __future__ import annotations
-
 import copy
 import json
 

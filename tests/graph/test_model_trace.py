@@ -1,7 +1,5 @@
 """Models are traced at module level where possible, else as operators, and are left alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, fx, nn

@@ -1,7 +1,5 @@
 """The rows of operators: each is found by its spellings, and routed wherever a target wants it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The runner of graphs: values of eager models, freed in time, with errors that name the place."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

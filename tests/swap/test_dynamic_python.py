@@ -1,7 +1,5 @@
 """Operators get quantizers while the forward around them stays Python that runs at each call."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle

@@ -1,7 +1,5 @@
 """Layers that ONNX Runtime runs faster in float stay float, and the report says why."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

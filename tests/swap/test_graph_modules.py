@@ -1,7 +1,5 @@
 """Models that are graphs of torch.fx: operators are placed in the graph itself."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings

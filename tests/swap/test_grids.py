@@ -1,7 +1,5 @@
 """The codes that a target has are in the plan, in the model, in files of `save`, and restored."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What makes boxes and scores of a detector's last maps stays float; others have no head."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

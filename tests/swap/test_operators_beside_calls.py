@@ -1,7 +1,5 @@
 """A target's operators in forwards whose function calls are quantized too."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

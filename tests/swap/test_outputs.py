@@ -1,7 +1,5 @@
 """Results of convolutions that only a quantizer of their own quantizes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

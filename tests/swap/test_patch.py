@@ -1,7 +1,5 @@
 """patch: whoever builds the model, nested, with exceptions, and nothing left behind."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

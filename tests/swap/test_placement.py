@@ -1,7 +1,5 @@
 """The quantizers that a runtime wants: operators, branches, shared ranges; and their removal."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """plan: which modules, by which rule, and every reason why not."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

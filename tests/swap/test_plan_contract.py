@@ -1,7 +1,5 @@
 """A plan is a value: what is planned, carried out, reported, stored and loaded is the same."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Rules with a position select the first or last layer with a quantized weight."""
 
-from __future__ import annotations
-
 import pytest
 from torch import nn
 

@@ -1,7 +1,5 @@
 """quantize_ and restore_: in place, all or none, once, and back."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Concatenated tensors with one range, or one for each."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

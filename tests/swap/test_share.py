@@ -1,7 +1,5 @@
 """Plans and reports say how much of a model is quantized, and warn where it is little."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -11,8 +11,6 @@
 else in torchq imports this package.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 

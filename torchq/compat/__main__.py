@@ -1,7 +1,5 @@
 """``python -m torchq.compat script.py args`` runs a pytorch-quantization script unchanged."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import runpy

@@ -1,7 +1,5 @@
 """Stand-in for the part of ``absl.logging`` that quantization scripts use."""
 
-from __future__ import annotations
-
 import logging
 from importlib.machinery import ModuleSpec
 from types import ModuleType

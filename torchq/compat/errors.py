@@ -1,7 +1,5 @@
 """Errors that old scripts catch by a builtin class, and that :mod:`torchq.errors` does not have."""
 
-from __future__ import annotations
-
 from torchq.errors import TorchqError
 
 

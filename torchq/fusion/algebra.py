@@ -5,8 +5,6 @@ counts as zero. Formulas: Ding et al., "RepVGG" (2101.03697) section 3.3, and "D
 (2103.13425) section 3.2, transforms I to VI.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple

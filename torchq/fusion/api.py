@@ -1,7 +1,5 @@
 """``fuse_``: plan on a copy, compare the copy with the model, then change the model."""
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The families of blocks that fuse_ knows by name."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Predicates on modules: which are layers and BatchNorms, and whether their tensors may change."""
 
-from __future__ import annotations
-
 from typing import Any, TypeGuard
 
 import torch

@@ -1,7 +1,5 @@
 """Which BatchNorm belongs to which layer, and why others belong to none."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ notes them as edits, and returns how many there were. Its docstring states what 
 (Before) and what it leaves (After). The real model is changed once, by the edits, at the end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

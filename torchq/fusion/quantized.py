@@ -4,8 +4,6 @@ Fusion imports no quantizer and no number format. A module counts as quantized i
 named ``*_quantizer``; a quantized layer takes part in fusion through :class:`RescalesOutput`.
 """
 
-from __future__ import annotations
-
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn

@@ -4,8 +4,6 @@ The entries lie with the modules that they concern, so a part of a fused model h
 that part: each entry is an attribute of the deepest module that holds all the modules it names.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence

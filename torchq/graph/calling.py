@@ -5,8 +5,6 @@ arguments, perhaps followed by labels, which the signature of ``forward`` tells 
 :func:`call_arguments`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Which calls of one forward pass read the results of which: from a trace, or from a real run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field

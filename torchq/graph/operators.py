@@ -6,8 +6,6 @@ operator that a runtime quantizes is one row, with a module in :mod:`torchq.nn.m
 if no module there computes it. Rows name modules of torchq as text: this package knows none.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The runner of traced models: any value, parts of the graph, hooks, and other arithmetic."""
 
-from __future__ import annotations
-
 import difflib
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

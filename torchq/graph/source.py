@@ -14,8 +14,6 @@ code alone, so that it can be found again in another process:
                                            return route.call("0", F.silu, y)
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import textwrap

@@ -1,7 +1,5 @@
 """Traces of models: at module level where torch.fx can follow the code, else of operators."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import logging

@@ -1,7 +1,5 @@
 """Carrying out a plan, reading it from a model, and undoing it. Nothing is decided here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace

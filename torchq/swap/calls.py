@@ -1,7 +1,5 @@
 """What happens to function calls with weights in the forwards of modules, as decisions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 

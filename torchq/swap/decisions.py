@@ -1,7 +1,5 @@
 """What the rules decide about each module."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A decision in the making, with its module at hand, and why some cannot be quantized at all."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Finding the operators in the forwards of modules, and putting quantizable modules there."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager

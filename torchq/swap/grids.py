@@ -1,7 +1,5 @@
 """The form of the codes of an activation, as a runtime has it."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 from torchq.descriptor import QuantDescriptor

@@ -1,7 +1,5 @@
 """The heads of detectors: what turns their last maps into boxes and scores stays float."""
 
-from __future__ import annotations
-
 import math
 
 from torch import nn

@@ -4,8 +4,6 @@ A step reads the plan so far and the facts of one float run, nothing else: no mo
 So a plan depends on no order in which things were tried, and nothing needs to be undone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property

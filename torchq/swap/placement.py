@@ -1,7 +1,5 @@
 """What a target adds to the rules: operators that become modules, and layers that stay float."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

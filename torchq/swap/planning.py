@@ -1,7 +1,5 @@
 """Planning and quantizing: rules, then what a target adds, then what one run in float shows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

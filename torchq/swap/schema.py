@@ -3,8 +3,6 @@
 Nothing in it is executed; every error says where the file is damaged.
 """
 
-from __future__ import annotations
-
 import keyword
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The part of a model's work that is quantized: its products on an example, or its weights."""
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping

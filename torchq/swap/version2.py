@@ -1,7 +1,5 @@
 """Reading what torchq 0.2.0 stored: the record of version 2 becomes a stored plan."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

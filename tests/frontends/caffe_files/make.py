@@ -6,8 +6,6 @@ repository. Tests read the files and do not need OpenCV. A further layer is writ
 and its weights below.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import cv2

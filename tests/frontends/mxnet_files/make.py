@@ -8,8 +8,6 @@ Tests read the files and do not need MXNet. A further operator is a further outp
     mx.sym.Group([*symbol, mx.sym.cbrt(symbol.get_internals()["data"])]).save("unary-symbol.json")
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -4,8 +4,6 @@ One file per repository or model family. A file's ``CASES`` are merged and compa
 tests/fusion/test_families.py and replayed by tests/fusion/test_record.py.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 

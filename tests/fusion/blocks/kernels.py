@@ -1,7 +1,5 @@
 """Blocks of many kernels: DBB, ACNet, RepLKNet, UniRepLKNet and VanillaNet."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from functools import partial
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Layers that blocks of several families are built of, and what a test of a family expects."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Mobile networks: MobileOne, FastViT, GhostNetV3, RepGhost, RepViT, LeViT, and timm's."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """RepVGG and its relatives in YOLO, PP-YOLOE, Ultralytics, mmpretrain and super-gradients."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -7,8 +7,6 @@ corrected: reading does not change the histogram, and a candidate without data b
 optimum. :mod:`torchq.calib.estimators` has torchq's own definitions.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Clipping with gradients to its bounds, as a function and as a module."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The functions of the original's compiled extension in plain torch, for any device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Quantized layers: torch's own, with quantizers of the original."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd

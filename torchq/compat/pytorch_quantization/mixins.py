@@ -1,7 +1,5 @@
 """Mixins, from which scripts derive too, that give quantizers; and the base of the layers."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from typing import Any

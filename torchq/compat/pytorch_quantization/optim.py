@@ -1,7 +1,5 @@
 """Parameter groups by name, and weights quantized in place."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Quantized LSTM with the parameters, names and arguments of torch's, and a loop of its own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

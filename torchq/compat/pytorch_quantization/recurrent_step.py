@@ -1,7 +1,5 @@
 """One step of an LSTM, and one direction of a layer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -13,8 +13,6 @@ Under ``torch.onnx.export`` the fake quantization functions become QuantizeLinea
 DequantizeLinear.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

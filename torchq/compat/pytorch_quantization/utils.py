@@ -1,7 +1,5 @@
 """The absolute maximum over given axes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -3,8 +3,6 @@
 Processes that were started with this folder on their search path import it by the old name.
 """
 
-from __future__ import annotations
-
 import torchq.compat
 
 STANDS_FOR = torchq.compat.pytorch_quantization.__name__

@@ -1,7 +1,5 @@
 """Functions that graphs of several formats call."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

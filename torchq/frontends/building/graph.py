@@ -1,7 +1,5 @@
 """The graph that a file is converted into, and one node of a file as converters see it."""
 
-from __future__ import annotations
-
 import abc
 import itertools
 import keyword

@@ -1,7 +1,5 @@
 """The loop over the nodes of a network, for formats whose nodes are numbered."""
 
-from __future__ import annotations
-
 import collections
 import os
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Layers of torch by the number of their dimensions, and their weights from a file."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """``from_caffe``: a network and its weights as a GraphModule of ordinary modules."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -4,8 +4,6 @@ The differences between generations of the format end here: inputs of five kinds
 1 with types in capitals, layers for one phase, and layers that overwrite what they read.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``adopt_``: from the quantized model of another maker to torchq's quantizers on a float model."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Brevitas: layers with proxies ``weight_quant``, ``input_quant``, and quantized activations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

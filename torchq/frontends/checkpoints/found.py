@@ -1,7 +1,5 @@
 """What a reader finds in the model of another maker."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any

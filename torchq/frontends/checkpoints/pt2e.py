@@ -1,7 +1,5 @@
 """PT2E of torch.ao and torchao: a graph with quantize and dequantize nodes around operators."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

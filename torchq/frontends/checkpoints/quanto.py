@@ -1,7 +1,5 @@
 """Hugging Face quanto: layers whose weight is a tensor of codes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

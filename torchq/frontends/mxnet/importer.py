@@ -1,7 +1,5 @@
 """``from_mxnet``: a symbol and its parameters as a GraphModule of ordinary modules."""
 
-from __future__ import annotations
-
 import collections
 import re
 from typing import Any

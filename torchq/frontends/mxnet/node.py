@@ -1,7 +1,5 @@
 """One node of a symbol as converters see it, and their registry."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

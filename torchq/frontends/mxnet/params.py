@@ -4,8 +4,6 @@ The layout is that of ``NDArray::Save`` in MXNet 1.9.1. Nothing in a file is tru
 compared with the bytes that are left before memory is taken.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The network of a symbol file, in the dialects of all versions."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Freeing the batch that a file fixes: in its inputs, and in the reshapes that repeat it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torchq.errors import FrontendError

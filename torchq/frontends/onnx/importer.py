@@ -1,7 +1,5 @@
 """``from_onnx``: an ONNX file as a GraphModule of ordinary modules."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """Shapes and element types of the tensors of a file, before and while it is converted."""
 
-from __future__ import annotations
-
 import logging
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Reading an ONNX file, its tensors, and files beside it. Nothing in a file is trusted."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The layers of SSD detectors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Convolutions, inner products, pooling and activations."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

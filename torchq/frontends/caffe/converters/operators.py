@@ -1,7 +1,5 @@
 """Arithmetic, norms, shapes, slices, joins and resizing."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Layers, pooling, norms, activations, and the ends of networks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Arithmetic, reductions, norms, shapes, slices and look-ups as MXNet defines them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import reduce as fold

@@ -1,7 +1,5 @@
 """Elementwise arithmetic, comparisons, logic, changes of type, and activations."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from functools import reduce

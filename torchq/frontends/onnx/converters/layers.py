@@ -1,7 +1,5 @@
 """Convolutions, matrix products, pooling and norms, with the options that modules of torch lack."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

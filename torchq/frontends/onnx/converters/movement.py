@@ -1,7 +1,5 @@
 """Sizes, constants, and operators that change shapes or move and pick elements."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise

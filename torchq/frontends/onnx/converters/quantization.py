@@ -1,7 +1,5 @@
 """Quantized files: pairs of QuantizeLinear and DequantizeLinear become quantizers."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

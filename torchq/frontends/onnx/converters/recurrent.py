@@ -1,7 +1,5 @@
 """LSTM, GRU and plain recurrent layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from operator import getitem
 from typing import Any

@@ -1,7 +1,5 @@
 """Reductions and cumulative sums."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import reduce as fold
 from operator import mul

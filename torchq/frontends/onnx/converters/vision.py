@@ -1,7 +1,5 @@
 """Resizing, sampling, and the boxes of detectors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
