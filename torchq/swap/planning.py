@@ -145,11 +145,8 @@ def _planned(
     wanted = patterns(include)
     config = config.with_rules(*(Rule(pattern, skip=True) for pattern in patterns(exclude)))
     operators: tuple[tuple[Operator, Draft], ...] = ()
-    calls = products = None
     with state_kept(model):
-        if example is not None:
-            with counting_products(model) as products:
-                calls = find_calls(model, example)
+        calls, products = _run(model, example)
         config = resolve_positions(model, config, calls)
         if runtime is None or placement is None:
             drafts = decide(model, config, wanted, found=calls)
@@ -172,6 +169,14 @@ def _planned(
     for step in PASSES if example is not None else (switches, choose_grids):
         found = step(found, facts)
     return found
+
+
+def _run(model: nn.Module, example: Any) -> tuple[Any, Any]:
+    """Return the calls and the products of one run in float; None for both without an example."""
+    if example is None:
+        return None, None
+    with counting_products(model) as products:
+        return find_calls(model, example), products
 
 
 def _sites_of(operators: Sequence[tuple[Operator, Draft]]) -> dict[str, Operators]:
