@@ -62,7 +62,7 @@ def results_may_overflow(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
         request.node.add_marker(MAY_OVERFLOW)
         return True
 
-    for module in ("lowering.api", "runtimes.graph_engine"):
+    for module in ("lowering.api", "runtimes.openvino"):
         monkeypatch.setattr(f"torchq.{module}.saturates", asked)
 
 

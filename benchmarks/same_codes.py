@@ -164,6 +164,7 @@ def main() -> None:
     command.add_argument("--images", type=int, default=64, help="images to compare on")
     command.add_argument("--networks", nargs="*", help="these alone; default all")
     command.add_argument("--recipes", nargs="*", default=list(RECIPES))
+    command.add_argument("--targets", nargs="*", default=TARGETS)
     options = parse(command)
     rows = []
     with Reporter("same_codes", options.out, ["onnx", "onnxruntime", "openvino"]) as report:
@@ -173,7 +174,7 @@ def main() -> None:
             data, model = images(options.data, size, options.images), make()
             torchq.fuse_(model, data[0][0][:2])
             for recipe in options.recipes:
-                for target in TARGETS:
+                for target in options.targets:
                     with warnings.catch_warnings():
                         warnings.simplefilter("ignore", UserWarning)
                         found = compared(copy.deepcopy(model), recipe, target, data)

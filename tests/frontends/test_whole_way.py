@@ -124,7 +124,6 @@ CASES: dict[str, tuple[Any, Any, type[nn.Module], int]] = {
 EXPORTERS = [pytest.param(True, id="export"), pytest.param(False, id="torchscript")]
 
 
-@pytest.mark.eight_bit_products
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dynamo", EXPORTERS)
 def test_the_whole_way(name: str, dynamo: bool, tmp_path: Path) -> None:

@@ -54,7 +54,6 @@ def test_deployed_models_simulate_it_and_say_so(model: Pairing, batch: dict[str,
     assert torch.allclose(deployed(**batch), model(**batch), rtol=0.05, atol=0.05)
 
 
-@pytest.mark.eight_bit_products
 def test_it_exports_as_composed_operators(
     model: Pairing, batch: dict[str, Tensor], tmp_path: Path
 ) -> None:

@@ -159,7 +159,6 @@ def test_names_ranges_and_modes(name: str) -> None:
     assert module.weight_quantizer.name == "weight_quantizer"
 
 
-@pytest.mark.eight_bit_products
 def test_exports_to_onnx(name: str, tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     session_of = pytest.importorskip("onnxruntime").InferenceSession

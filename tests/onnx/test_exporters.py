@@ -191,7 +191,6 @@ def exported(path: Path, dynamo: bool) -> tuple[nn.Module, Tensor]:
     return write(model, x, path, dynamo=dynamo), x
 
 
-@pytest.mark.eight_bit_products
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_a_table_of_positions_agrees_with_its_model(dynamo: bool, tmp_path: Path) -> None:

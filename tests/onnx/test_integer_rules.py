@@ -41,7 +41,6 @@ class Mobile(nn.Module):
         return self.last(self.first(self.project(x).mean((2, 3))).relu())
 
 
-@pytest.mark.eight_bit_products
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("network", [Residual, Mobile])
 def test_integer_operators_follow_the_rules(

@@ -56,7 +56,6 @@ def optimized(path: Path, open_dims: dict[str, int] | None = None) -> Counter[st
     return Counter(node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node)
 
 
-@pytest.mark.eight_bit_products
 @pytest.mark.parametrize("dynamo", EXPORTERS)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("bias", [True, False])
@@ -110,7 +109,6 @@ def test_opsets_and_activations(opset: int, tmp_path: Path) -> None:
     assert (found["MatMulIntegerToFloat"], found["Gemm"], found["DequantizeLinear"]) == (3, 0, 0)
 
 
-@pytest.mark.eight_bit_products
 def test_a_sum_that_is_quantized_at_once_stays_a_gemm(tmp_path: Path) -> None:
     x = torch.randn(2, 5, 16)
     model = calibrated(nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4)), x, target="onnxruntime")
@@ -165,7 +163,6 @@ class Attention(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-@pytest.mark.eight_bit_products
 @pytest.mark.parametrize("dynamo", EXPORTERS)
 def test_known_lengths_are_constants(dynamo: bool, tmp_path: Path) -> None:
     """Nothing is left to compute from shapes, and the batch stays open."""
@@ -179,7 +176,6 @@ def test_known_lengths_are_constants(dynamo: bool, tmp_path: Path) -> None:
         assert report.ok, str(report)
 
 
-@pytest.mark.eight_bit_products
 @pytest.mark.parametrize("dynamo", EXPORTERS)
 def test_open_lengths_stay_open(dynamo: bool, tmp_path: Path) -> None:
     x = torch.randn(2, 5, 16)
@@ -235,7 +231,6 @@ def test_shapes_without_copied_lengths_and_casts_to_bfloat16(tmp_path: Path) -> 
     assert [node.op_type for node in graph.graph] == ["Reshape", "Cast", "Cast"]
 
 
-@pytest.mark.eight_bit_products
 @pytest.mark.parametrize("dynamo", EXPORTERS)
 @pytest.mark.parametrize("target", [None, "onnxruntime", "openvino", "tensorrt"])
 def test_attention_exports(target: str | None, dynamo: bool, tmp_path: Path) -> None:
@@ -262,7 +257,6 @@ def test_attention_exports(target: str | None, dynamo: bool, tmp_path: Path) -> 
     assert sum(kind in ("MatMulIntegerToFloat", "QLinearMatMul") for kind in kinds) >= wanted
 
 
-@pytest.mark.eight_bit_products
 @pytest.mark.parametrize("dynamo", EXPORTERS)
 def test_separate_projections_and_extra_keys(dynamo: bool, tmp_path: Path) -> None:
     class Cross(nn.Module):
@@ -330,7 +324,6 @@ class Listener(nn.Module):
         return self.over_time(self.features(x))[0]
 
 
-@pytest.mark.eight_bit_products
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.filterwarnings("ignore:Exporting a model to ONNX with a batch_size")
 @pytest.mark.filterwarnings("ignore:.* only .* quantized")

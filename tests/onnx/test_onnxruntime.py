@@ -84,7 +84,6 @@ def test_kernels_strides_and_padding_are_kept(pool: nn.Module, tmp_path: Path) -
     assert torchq.verify_onnx(model, path, [IMAGES], progress=False).ok
 
 
-@pytest.mark.eight_bit_products
 @pytest.mark.parametrize(
     "pool",
     [
@@ -101,7 +100,6 @@ def test_what_weights_cannot_express_stays(pool: nn.Module, tmp_path: Path) -> N
     assert torchq.verify_onnx(model, path, [IMAGES], progress=False).ok
 
 
-@pytest.mark.eight_bit_products
 def test_a_kernel_that_computes_something_else_is_found(tmp_path: Path) -> None:
     """The kernel of ONNX Runtime divides by the area of a whole window."""
     path = tmp_path / "m.onnx"
@@ -195,7 +193,6 @@ def test_groups_get_at_least_32_channels(
     assert groups_of(path) == (merged, [groups * channels, width, 3, 3])
 
 
-@pytest.mark.eight_bit_products
 @pytest.mark.parametrize("per_output", [4, 6])
 def test_the_file_computes_the_same_codes(per_output: int, tmp_path: Path) -> None:
     path, plain = tmp_path / "m.onnx", tmp_path / "plain.onnx"

@@ -75,7 +75,6 @@ def test_convolutions_in_float_have_float_weights(tmp_path: Path) -> None:
     assert torchq.verify_onnx(model, tmp_path / "m.onnx", [x]).ok
 
 
-@pytest.mark.eight_bit_products
 def test_with_an_example_convolutions_return_codes(tmp_path: Path) -> None:
     """The last one returns its result to the caller; 8 depthwise channels are faster in float."""
     x = torch.randn(2, 3, 12, 12)
@@ -150,7 +149,6 @@ def test_a_right_file_of_a_model_that_is_half_inside_agrees(tmp_path: Path) -> N
     assert report.ok, str(report)
 
 
-@pytest.mark.eight_bit_products
 @pytest.mark.filterwarnings("ignore:export_onnx")  # the layers are no good for the target
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino", "tensorrt", "qnn"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -154,7 +154,6 @@ def test_programs_of_torch_export_are_named(options: dict[str, Any]) -> None:
         torchq.quantize_(program, **options)
 
 
-@pytest.mark.eight_bit_products
 def test_export_and_deploy_see_the_operators(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     model, x = quantized()

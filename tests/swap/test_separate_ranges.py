@@ -82,7 +82,6 @@ class Stem(nn.Module):
         return [near, self.activation(self.second(near))]
 
 
-@pytest.mark.eight_bit_products
 @pytest.mark.filterwarnings("ignore:export_onnx")
 @pytest.mark.parametrize(("activation", "ranges"), [(nn.Identity(), 2), (nn.ReLU(), 1)])
 def test_tensors_with_and_without_negative_values_are_separate(

@@ -25,8 +25,9 @@ def exact_sums(model: nn.Module) -> Iterator[None]:
     attention and matrix products, in quantized modules and in calls with a quantized weight,
     multiply and add the same dequantized numbers in float64, and round each result once to the
     type of the input. A layer whose bias the target rounds gives what the codes of its kernel stand
-    for: sums times one float32 number, rounded. What is not quantized computes as before, and so
-    does the model outside the block. Blocks may be nested, and gradients pass.
+    for: sums times one float32 number, rounded; so do its additions of codes. What is not quantized
+    computes as before, and so does the model outside the block. Blocks may be nested, and gradients
+    pass.
 
     Args:
         model: The quantized model.
@@ -83,23 +84,27 @@ class _Float64Products(TorchFunctionMode):
         super().__init__()
         self._layer, self._behind_it = layer, None
         if layer.rounded_by:
-            known = (layer.input_quantizer, layer.weight_quantizer, behind_it)
+            slots = (*layer.input_slots, *layer.weight_slots)
+            known = (behind_it, *(getattr(layer, f"{slot}_quantizer") for slot in slots))
             self._behind_it = behind_it if all(map(is_fixed, known)) else None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs, row = kwargs or {}, operator_of(func)
-        if row is None or not row.layer or row.kind == "attention":
+        rounds = self._behind_it is not None and not torch.is_grad_enabled()
+        if row is None or row.kind == "attention":
             return func(*args, **kwargs)
+        if not row.layer:
+            is_sum = rounds and row.name == "add" and "other" in self._layer.input_slots
+            alike = is_sum and _are_alike(*args, **kwargs)
+            return self._sum(*args) if alike else func(*args, **kwargs)
         tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
         if not tensors or any(t.dtype not in _SHORTER for t in tensors):
             return func(*args, **kwargs)
         doubled = {name: _double(value) for name, value in kwargs.items()}
         result = func(*map(_double, args), **doubled)
-        if self._behind_it is not None and not torch.is_grad_enabled():
-            return self._rounded(result)
-        return result.to(tensors[0].dtype)
+        return self._rounded(result) if rounds else result.to(tensors[0].dtype)
 
     def _rounded(self, result: Tensor) -> Tensor:
         """Return what the codes stand for that a kernel makes of its sums, with one product each.
@@ -114,6 +119,32 @@ class _Float64Products(TorchFunctionMode):
         step = (layer.input_quantizer.scale.reshape(()) * scale).view(shape)
         sums = (result / step.double()).round().float()
         return torch.round(sums * (step / to)) * to
+
+    def _sum(self, *operands: Tensor) -> Tensor:
+        """Return what the codes stand for that a kernel makes of two tensors of codes.
+
+        ``code = rint(fma(second, ratio, fma(first, ratio, offset)))`` in float32, with unsigned
+        codes and the ratios of their scales to that of the result. All is added in float64 and
+        rounded, so that a mode around this one takes none of it for the addition.
+        """
+        inputs: tuple[Any, ...] = (self._layer.input_quantizer, self._layer.other_quantizer)
+        first, second, to = (
+            quantizer.qparams().stored(signed=False) for quantizer in (*inputs, self._behind_it)
+        )
+        ratios = first.scale / to.scale, second.scale / to.scale
+        moved = (ratios[0] * first.zero_point).double() + (ratios[1] * second.zero_point).double()
+        total = to.zero_point - moved.float()
+        for x, own, ratio in zip(operands, (first, second), ratios, strict=True):
+            codes = (x / own.scale).round().double() + own.zero_point
+            total = (codes * ratio.double() + total.double()).float()
+        return (total.round() - to.zero_point) * to.scale
+
+
+def _are_alike(*operands: Any, **options: Any) -> bool:
+    """Return True for two float32 tensors of one shape."""
+    if options or not all(isinstance(x, Tensor) and x.dtype is torch.float32 for x in operands):
+        return False
+    return len({x.shape for x in operands}) == 1
 
 
 def _double(value: Any) -> Any:

@@ -20,18 +20,12 @@ from torch import Tensor, nn
 from torchq.errors import ExportError, MissingExtraError
 from torchq.graph import call_arguments, call_model, tensors_in
 from torchq.lowering.check import RESULT_TOLERANCE, distance, norm
-from torchq.lowering.kernel import saturates
 from torchq.onnx import verify_onnx
 from torchq.runtimes.engine import Engine, Task
 from torchq.runtimes.export import OpenLengths, tensor_shapes, with_rows
 from torchq.runtimes.interface import GraphInterface, ReadGraph, Run, Shapes, flatten
 from torchq.runtimes.session import Session
 from torchq.utils import progress_stages
-
-_EXCUSE = (
-    "This CPU has no VNNI instructions, so that products of 8-bit weights can overflow. Quantize "
-    "with torchq.recipes.int8(reduce_range=True)"
-)
 
 
 @contextmanager
@@ -102,10 +96,6 @@ class GraphEngine(Engine):
         Raises:
             ExportError: the engine cannot run the file.
         """
-
-    def excuse(self) -> str:
-        """See :meth:`torchq.runtimes.Runtime.excuse`."""
-        return _EXCUSE if saturates() else ""
 
     def opened(self, path: Path) -> Run | None:
         """See :meth:`torchq.runtimes.Runtime.opened`."""

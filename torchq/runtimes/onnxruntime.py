@@ -304,7 +304,8 @@ class OnnxRuntime(GraphEngine):
     limits: tuple[str, ...] = (
         "GELU, Hardswish, Hardsigmoid, LayerNorm and bilinear resizing have no integer kernel.",
         "Products of 8-bit weights and uint8 codes overflow 16 bits on x86 CPUs without VNNI or "
-        "AMX; use torchq.recipes.int8(reduce_range=True) there.",
+        "AMX. torchq's sessions set session.x64quantprecision='1' there; do so in yours, or use "
+        "torchq.recipes.int8(reduce_range=True).",
     )
     versions: str = "1.31 and 1.32"
     proved: str = "equal codes"

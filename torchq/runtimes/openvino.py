@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torchq.errors import ConfigError, ExportError
+from torchq.lowering.kernel import saturates
 from torchq.onnx.ir import (
     Model,
     Node,
@@ -398,6 +399,15 @@ class OpenVino(GraphEngine):
         """See :attr:`Engine.label`; precisions other than float32 are named."""
         precision = "" if self.precision == "f32" else f" {self.precision}"
         return f"{super().label}{precision}"
+
+    def excuse(self) -> str:
+        """See :meth:`torchq.runtimes.Runtime.excuse`."""
+        if not saturates():
+            return ""
+        return (
+            "This CPU has no VNNI instructions, so that products of 8-bit weights can overflow. "
+            "Quantize with torchq.recipes.int8(reduce_range=True)"
+        )
 
     def candidates(self) -> tuple[Engine, ...]:
         """See :meth:`Engine.candidates`; bfloat16 only where the CPU multiplies it."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchq.errors import ExportError
+from torchq.lowering.kernel import saturates
 from torchq.utils.optional import import_optional
 
 _DTYPES = {
@@ -25,6 +26,11 @@ _DTYPES = {
     "tensor(uint8)": torch.uint8,
     "tensor(bool)": torch.bool,
 }
+
+
+#: Makes weights that need 8 bits unsigned. Only CPUs without VNNI want it: kernels that multiply
+#: uint8 with int8 overflow there, and elsewhere they are the faster ones.
+_EXACT_PRODUCTS = ("session.x64quantprecision", "1")
 
 
 def _check_input(tensor: Tensor, value: Any) -> None:
@@ -49,7 +55,11 @@ def _check_input(tensor: Tensor, value: Any) -> None:
 
 
 class Session:
-    """A file in ONNX Runtime, by default on as many threads as torch uses. Threads may share it."""
+    """A file in ONNX Runtime, by default on as many threads as torch uses. Threads may share it.
+
+    Attributes:
+        settings: What differs from a session with default options, as words.
+    """
 
     def __init__(
         self,
@@ -59,6 +69,7 @@ class Session:
         save_optimized: Path | None = None,
         threads: int | None = None,
         provider: str = "CPUExecutionProvider",
+        exact_products: bool = True,
     ) -> None:
         runtime = import_optional("onnxruntime", "torchq")
         options, levels = runtime.SessionOptions(), runtime.GraphOptimizationLevel
@@ -71,6 +82,10 @@ class Session:
                 f"{save_optimized.name}.data",
             )
         options.graph_optimization_level = level
+        self.settings = ""
+        if exact_products and saturates():
+            options.add_session_config_entry(*_EXACT_PRODUCTS)
+            self.settings = f" with {'='.join(_EXACT_PRODUCTS)}, as this CPU has no VNNI"
         options.intra_op_num_threads = threads or torch.get_num_threads()
         options.log_severity_level = 4  # Errors are raised; the log would repeat them.
         try:

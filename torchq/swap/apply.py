@@ -294,7 +294,7 @@ def convert_as(
                 "quantizer there that may be. Load into the architecture that was saved"
             )
         quantizer.keep_unsigned()
-    if decision.bias and isinstance(module, QuantModule):
+    if isinstance(module, QuantModule):
         module.bias_format, module.rounded_by = decision.bias, decision.rounded_by
 
 

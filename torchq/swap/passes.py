@@ -14,7 +14,7 @@ from torch import nn
 from torchq.descriptor import QuantDescriptor
 from torchq.formats import PerTensor
 from torchq.graph import OPERATORS, Call, Flow, effects_of, operator_named
-from torchq.nn import InputQuantized, QuantModule, TensorQuantizer, quantized_class
+from torchq.nn import Add, InputQuantized, QuantModule, TensorQuantizer, quantized_class
 from torchq.swap.facts import Facts, Value, adds_zeros
 from torchq.swap.grids import has_choice, in_codes, in_file
 from torchq.swap.heads import behind_last_layers, heads_in_float
@@ -32,6 +32,7 @@ _ACTIVATIONS = frozenset(["silu", "hardswish", "leaky_relu", "elu", "mish"])
 #: Products with, and sums of, stored numbers: exporters fold them into the convolution.
 _AFFINE = frozenset(["mul", "add"])
 _BYTE = 8
+_UP_TO_A_BYTE = range(1, _BYTE + 1)
 _QUANTIZING = frozenset(["quantize", "observe+quantize"])
 _IMAGE_CHANNELS = 4
 #: Results of a stem below which there is no time to save.
@@ -547,8 +548,8 @@ def integer_biases(plan: Plan, facts: Facts) -> Plan:
         return plan
     view, results = View(plan, facts), _Results(plan, facts)
     calls: dict[str, list[Call]] = {}
-    for call in view.flow.calls:
-        if isinstance(call.module, _LAYERS) and not call.functional and view.is_quantized(call):
+    for call in filter(view.is_quantized, view.flow.calls):
+        if isinstance(call.module, (*_LAYERS, Add)) and not call.functional:
             calls.setdefault(call.name, []).append(call)
     rows = []
     for d in plan.decisions:
@@ -556,7 +557,7 @@ def integer_biases(plan: Plan, facts: Facts) -> Plan:
         if behind:
             # Of a layer that runs several times, each result may have a range of its own.
             one = behind[0] if results.have_one_range(behind) else ""
-            d = replace(d, bias="int32", rounded_by=one)
+            d = replace(d, bias="" if d.weight is None else "int32", rounded_by=one)
         rows.append(d)
     return replace(plan, decisions=tuple(rows))
 
@@ -576,11 +577,14 @@ class _Results:
     def quantizers(self, decision: Decision, calls: list[Call]) -> list[str]:
         """Return what quantizes a layer's results; nothing unless all calls run on integers."""
         d, w = decision.input, decision.weight
-        if decision.reason or decision.calls or d is None or w is None or not calls:
+        if decision.reason or decision.calls or d is None or not calls:
             return []
-        fits = isinstance(d.num_bits, int) and d.num_bits <= _BYTE and d.granularity == PerTensor()
-        fits &= isinstance(w.num_bits, int) and w.num_bits <= _BYTE and w.symmetric
-        if not fits or w.block_size is not None or not all(map(self._view.quantizes, calls)):
+        fits = d.num_bits in _UP_TO_A_BYTE and d.granularity == PerTensor()
+        if w is not None:
+            fits &= w.num_bits in _UP_TO_A_BYTE and w.symmetric and w.block_size is None
+        else:
+            fits &= isinstance(calls[0].module, Add)
+        if not fits or not all(map(self._view.quantizes, calls)):
             return []
         if decision.output is not None:
             own = [f"{decision.name}.output_quantizer"]

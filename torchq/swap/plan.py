@@ -50,7 +50,7 @@ class Decision:
             can be negative. Others with ``unsigned="auto"`` are settled by calibration.
         bias: "int32" if the target adds its bias as an integer, so that the forward rounds it.
         rounded_by: the path of the quantizer that its kernel rounds the result for, with such a
-            bias.
+            bias, or where it adds codes.
         reason: why it stays float; empty where it is quantized.
         by: the pattern of the rule, or the step of planning, that decided; empty for none.
         note: what else there is to know about it.

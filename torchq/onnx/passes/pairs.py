@@ -18,6 +18,7 @@ from torchq.onnx.ir import (
     add_node,
     are_constant,
     computed_by,
+    data_type,
     fresh_name,
     input_at,
     is_constant,
@@ -124,10 +125,15 @@ def _stored_type(model: Model, node: Node) -> DataType:
 def _retype_zero_points(node: Node, dtype: DataType) -> None:
     """Give the readers of the codes a zero point of the type that the codes are stored in."""
     for reader in readers(node.outputs[0]):
-        old = input_at(reader, 2)
-        if old is not None:
-            new = add_initializer(node.graph, str(old.name), value_of(old), dtype)
-            reader.replace_input_with(2, new)
+        _own_zero_point(reader, dtype)
+
+
+def _own_zero_point(reader: Node, dtype: DataType) -> None:
+    """Give a node a zero point of its own, of a type, where it has one."""
+    old = input_at(reader, 2)
+    if old is not None:
+        new = add_initializer(reader.graph, str(old.name), value_of(old), dtype)
+        reader.replace_input_with(2, new)
 
 
 #: The comparison keeps a copy of every tensor, so larger ones (in elements) are left alone.
@@ -139,9 +145,15 @@ def merge_duplicates(model: Model) -> None:
 
     Before: Each quantizer has a scale, a zero point and a Q/DQ pair of its own.
     After: A tensor is quantized once with one set of parameters. The record has under ``merged``
-    each quantizer that was removed, with the one that does its work.
+    each quantizer that was removed, with the one that does its work. Zero points of weights stay
+    apart: sessions with ``session.x64quantprecision`` refuse a file whose weights share one.
     """
     _passes.DeduplicateInitializersPass(size_limit=_LARGEST)(model)
+    for node in nodes_of(model, "DequantizeLinear"):
+        zero_point = input_at(node, 2)
+        is_shared = zero_point is not None and len(readers(zero_point)) > 1
+        if is_shared and is_constant(node.inputs[0]) and data_type(zero_point).name == "INT8":
+            _own_zero_point(node, data_type(zero_point))
     merged: dict[str, str] = {}
     kept: dict[tuple[Any, ...], Any] = {}
     for node in nodes_of(model, "QuantizeLinear", "DequantizeLinear"):

@@ -80,10 +80,11 @@ class ExposedFile:
             file, model = Path(folder, "exposed.onnx"), load_model(path)
             if runtime is reference and optimized:
                 # Level EXTENDED: ALL would add layouts of memory, for float kernels.
-                open_session(path, optimize=True, save_optimized=file)
+                session = open_session(path, optimize=True, save_optimized=file)
                 saved = load_model(file, check=False)
                 if set(wanted.values()) <= set(_values(saved)):
-                    self.session, model = f"the optimised file in {reference.name}", saved
+                    self.session = f"the optimised file in {reference.name}{session.settings}"
+                    model = saved
             self._count, self._names = len(model.graph.outputs), list(wanted)
             values = _values(model)
             for name in wanted.values():
