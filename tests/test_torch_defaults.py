@@ -89,6 +89,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     return results("", tmp_path_factory.mktemp("plain"))
 
 
+@pytest.mark.eight_bit_products
 @pytest.mark.parametrize(
     "setting",
     [

@@ -42,6 +42,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.eight_bit_products
 def test_photos_to_a_file(photos: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     arguments = ("--model", "squeezenet1_1", "--size", "64", "--export", "int8.onnx")
@@ -92,6 +93,7 @@ def test_two_processes_train_one_network(tmp_path: Path) -> None:
     assert all(int(right) >= 15 for _, right in found)
 
 
+@pytest.mark.eight_bit_products
 def test_onnx_in_onnx_out(photos: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     torch.manual_seed(0)

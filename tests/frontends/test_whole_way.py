@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.frontends.onnx_writer import Writer, assert_agrees, run_reference
+from tests.frontends.onnx_writer import Writer, assert_agrees
+from tests.onnx.exported import run_file
 
 
 def detector() -> Any:
@@ -146,7 +147,7 @@ def test_the_whole_way(name: str, dynamo: bool, tmp_path: Path) -> None:
     path = tmp_path / "quantized.onnx"
     torchq.export_onnx(read, tuple(feeds.values()), path, dynamo=dynamo)
     for count in (2, 3):  # the batch size stays open
-        found = run_reference(str(path), batch(count))
+        found = run_file(path, *batch(count).values(), optimize=True)
         with torch.no_grad():
             wanted = read(*batch(count).values())
         compare(found, wanted)

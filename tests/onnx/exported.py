@@ -14,6 +14,7 @@ import torchq
 from torchq.functional import QParams
 from torchq.onnx.ir import Model, onnx_ir
 from torchq.onnx.qdq import qparams_of, quantizer_nodes
+from torchq.runtime import open_session
 
 __all__ = [
     "Layers",
@@ -131,18 +132,8 @@ def graph_of(
 
 def run_file(path: Path, *inputs: Tensor, optimize: bool = False) -> list[Tensor]:
     """The outputs of a file in ONNX Runtime, by default without any optimisation of the graph."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    level = onnxruntime.GraphOptimizationLevel
-    options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    feeds = {
-        value.name: tensor.numpy()
-        for value, tensor in zip(session.get_inputs(), inputs, strict=True)
-    }
-    return [torch.from_numpy(array) for array in session.run(None, feeds)]
+    session = open_session(path, optimize=optimize)
+    return session.run(dict(zip(session.inputs, inputs, strict=True)))
 
 
 def ends(path: Path, kind: str) -> dict[str, Any]:

@@ -339,3 +339,49 @@ def test_damage_is_found_and_named(
         assert not report.ok, str(report)
         text = str(report)
     assert layer in text
+
+
+class Bounds(nn.Module):
+    """A network whose layers read values of each bound, through modules that a test can change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.exact, self.sums, self.means = (
+            nn.Conv2d(cin, 8, 3, padding=1) for cin in (3, 8, 8, 8)
+        )
+        self.shares, self.taps = nn.Linear(8, 4), nn.ModuleDict()
+        for name in ("exact", "sums", "means", "shares"):
+            self.taps[name] = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).relu()
+        x = self.taps["sums"](x + self.exact(self.taps["exact"](x)).relu())
+        x = self.taps["means"](F.avg_pool2d(self.sums(x).relu(), 2))
+        return self.shares(self.taps["shares"](self.means(x).mean((2, 3)).softmax(1)))
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino", "few bits", "half"])
+def test_every_bound_says_no_to_a_factor_of_less_than_a_code(target: str, tmp_path: Path) -> None:
+    """No parameter shows it: 1 % in half precision, 3 % for codes of 4 bits, or 3 per mille."""
+    runtime = target if target == "onnxruntime" else "openvino"
+    if runtime == "openvino" and target != "half":
+        pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    model, x = Bounds(), torch.rand(16, 3, 16, 16)
+    few, half = target == "few bits", target == "half"
+    config = torchq.recipes.integer(4, 4) if few else torchq.recipes.int8(reduce_range=True)
+    planned = None if half else runtime
+    calibrated(model, x, config=config, target=planned, example=x[:1])
+    if half:
+        model, x = model.half(), x.half()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        torchq.export_onnx(model, x[:1], tmp_path / "m.onnx", dynamo=False)
+    report = torchq.verify_onnx(model, tmp_path / "m.onnx", [x])
+    assert report.ok, report.table()
+    factor = 1.03 if few else 1.01 if half else 1.003
+    for name, tap in model.taps.items():
+        with tap.register_forward_hook(lambda _, inputs, out: out * factor):
+            report = torchq.verify_onnx(model, tmp_path / "m.onnx", [x])
+        assert report.first is not None, name
+        assert report.first.name == f"{name}.input_quantizer", report.table()

@@ -274,6 +274,7 @@ class Again(nn.Module):
         return self.last(self.between(self.own(cat(self.left(x), self.right(x)))))
 
 
+@pytest.mark.eight_bit_products
 @pytest.mark.parametrize("between", [torch.clone, torch.relu, lambda x: x[:, :16]])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_pairs_in_a_row_behind_a_concatenation_are_kept_apart(
@@ -342,6 +343,7 @@ class Rows(nn.Module):
 
 
 @pytest.mark.parametrize("head", [True, False], ids=["a layer", "the result"])
+@pytest.mark.eight_bit_products
 def test_norms_of_images_read_rows(head: bool, tmp_path: Path) -> None:
     """OpenVINO has one kernel for these."""
     torch.manual_seed(0)

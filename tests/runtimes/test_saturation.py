@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 import torchq
 
@@ -55,6 +57,29 @@ torchq.calibrate(model, [x], progress=False)
 with pytest.raises(torchq.errors.ExportError, match="recipes.int8.reduce_range=True") as caught:
     torchq.deploy(model, x, target="openvino")
 """
+
+
+@pytest.mark.filterwarnings("ignore:export_onnx")  # the last layer runs in float
+def test_onnxruntime_adds_exactly_on_every_cpu(tmp_path: Path) -> None:
+    """All products have one sign, so that all pairs of them would overflow."""
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    layers = [torch.nn.Conv2d(16, 16, 1) for _ in range(4)]
+    for layer in layers:
+        torch.nn.init.uniform_(layer.weight, 0.05, 0.1)
+    model, x = torch.nn.Sequential(*layers).eval(), torch.rand(4, 16, 8, 8)
+    torchq.quantize_(model, target="onnxruntime", example=x)
+    torchq.calibrate(model, [x], progress=False)
+    torchq.export_onnx(model, x, tmp_path / "m.onnx", progress=False)
+    report = torchq.verify_onnx(model, tmp_path / "m.onnx", [x], exact=True, progress=False)
+    assert report.ok and report.outputs[0].equal == 1, report.table()
+    assert ("x64quantprecision" in report.session) is torchq.lowering.kernel.saturates()
+    deployed, simulated = torchq.deploy(model, x, target="onnxruntime"), model(x)
+    assert (deployed(x) - simulated).abs().max() <= 1e-6 * simulated.abs().max()
+    file = torchq.onnx.ir.load_model(tmp_path / "m.onnx")
+    points = [n.inputs[2] for n in file.graph if n.op_type == "DequantizeLinear"]
+    shared = {p.name for p in points if p.shape == (16,) and len(p.uses()) > 1}
+    assert not shared, "that setting refuses weights that share their zero points"
 
 
 needs_kernels = pytest.mark.skipif(

@@ -110,7 +110,8 @@ class InspectReport:
         if self.wide:
             lines.append(
                 f"{len(self.wide)} of them have 8-bit weights, whose sums can overflow on x86 CPUs "
-                "without VNNI or AMX; for those use torchq.recipes.int8(reduce_range=True)"
+                "without VNNI or AMX; there set session.x64quantprecision to '1' in sessions, or "
+                "use torchq.recipes.int8(reduce_range=True)"
             )
         text = [wrap(line) for line in lines]
         if self.fallbacks:

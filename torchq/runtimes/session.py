@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from torch import Tensor
 from torchq.errors import ExportError
 from torchq.lowering.kernel import saturates
 from torchq.utils.optional import import_optional
+
+log = logging.getLogger(__name__)
 
 _DTYPES = {
     "tensor(float)": torch.float32,
@@ -30,7 +34,7 @@ _DTYPES = {
 
 #: Makes weights that need 8 bits unsigned. Only CPUs without VNNI want it: kernels that multiply
 #: uint8 with int8 overflow there, and elsewhere they are the faster ones.
-_EXACT_PRODUCTS = ("session.x64quantprecision", "1")
+EXACT_PRODUCTS = "session.x64quantprecision"
 
 
 def _check_input(tensor: Tensor, value: Any) -> None:
@@ -82,16 +86,15 @@ class Session:
                 f"{save_optimized.name}.data",
             )
         options.graph_optimization_level = level
-        self.settings = ""
-        if exact_products and saturates():
-            options.add_session_config_entry(*_EXACT_PRODUCTS)
-            self.settings = f" with {'='.join(_EXACT_PRODUCTS)}, as this CPU has no VNNI"
         options.intra_op_num_threads = threads or torch.get_num_threads()
         options.log_severity_level = 4  # Errors are raised; the log would repeat them.
+        open_file = partial(runtime.InferenceSession, os.fspath(source), options, [provider])
+        self.settings = ""
         try:
-            self._session = runtime.InferenceSession(
-                os.fspath(source), options, providers=[provider]
-            )
+            if exact_products and saturates():
+                self._session, self.settings = _with_exact_products(open_file, options)
+            else:
+                self._session = open_file()
         except Exception as error:  # The exception classes of ONNX Runtime are private.
             fix = ""
             if "output_dtype" in str(error):
@@ -132,3 +135,15 @@ class Session:
                 f"expected inputs like {wanted}"
             ) from error
         return [torch.from_numpy(array) for array in results]
+
+
+def _with_exact_products(open_file: Callable[[], Any], options: Any) -> tuple[Any, str]:
+    """Return a session for CPUs without VNNI, and what is special about it."""
+    options.add_session_config_entry(EXACT_PRODUCTS, "1")
+    try:
+        return open_file(), f" with {EXACT_PRODUCTS}=1, as this CPU has no VNNI"
+    except Exception as error:  # The exception classes of ONNX Runtime are private.
+        # It cannot do so where nodes share stored codes, as calls of one layer do.
+        options.add_session_config_entry(EXACT_PRODUCTS, "0")
+        log.debug("%s: %s", EXACT_PRODUCTS, error)
+    return open_file(), ", whose products of 8-bit weights can overflow: this CPU has no VNNI"

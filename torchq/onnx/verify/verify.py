@@ -80,6 +80,8 @@ def verify_onnx(
     layer. One code in 100,000, and three more, may be another one, by one: values beside a tie.
     Behind float kernels, averages and in another runtime it may be more: see ``allowed``.
 
+    On CPUs without VNNI a session sets ``session.x64quantprecision``, else it would overflow.
+
     *Outputs*: a session with default options, against the model. A deep network turns one code at a
     tie into other outputs for that image, so these are figures and no verdict.
 
