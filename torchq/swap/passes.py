@@ -580,10 +580,8 @@ class _Results:
         if decision.reason or decision.calls or d is None or not calls:
             return []
         fits = d.num_bits in _UP_TO_A_BYTE and d.granularity == PerTensor()
-        if w is not None:
-            fits &= w.num_bits in _UP_TO_A_BYTE and w.symmetric and w.block_size is None
-        else:
-            fits &= isinstance(calls[0].module, Add)
+        of_weight = w is None or (w.num_bits in _UP_TO_A_BYTE and w.symmetric and not w.block_size)
+        fits &= of_weight and (w is not None or isinstance(calls[0].module, Add))
         if not fits or not all(map(self._view.quantizes, calls)):
             return []
         if decision.output is not None:
