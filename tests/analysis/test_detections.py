@@ -60,6 +60,19 @@ def test_every_layout_gives_the_same_detections(layout: str) -> None:
     assert Detections().agreement(LAYOUTS[layout], image()).value == 1
 
 
+@pytest.mark.parametrize(("second", "agree"), [(0.59, True), (0.1, False)])
+def test_which_of_two_nearly_equal_labels_is_the_best_is_no_error(
+    second: float, agree: bool
+) -> None:
+    scores = class_scores()
+    scores[1, 0] = second
+    swapped = scores.clone()
+    swapped[1, :2] = scores[1, :2].flip(0)
+    found = Detections().agreement((BOXES[None], swapped[None]), (BOXES[None], scores[None]))
+    assert found.count == 4 + agree
+    assert (found.value == 1) is agree
+
+
 def test_a_callable_reads_any_other_layout() -> None:
     def layout(output: Tensor) -> list[Detected]:
         return [Detected(output[:, 1:], output[:, 0], torch.zeros(len(output)))]

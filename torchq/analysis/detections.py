@@ -19,7 +19,7 @@ from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import call_model, tensors_in
 from torchq.utils import device_of, short_repr, untouched
 
-#: Boxes of an image that are looked at, those with the largest scores.
+#: Boxes of an image that are looked at, each with a label: those with the largest scores.
 _MOST = 300
 #: Detections of all batches below which a figure says little.
 _FEW = 20
@@ -98,7 +98,8 @@ class Detections:
     """The metric "detections": boxes of a quantized model matched with those of the float model.
 
     Two boxes match where their labels are equal and they overlap by ``iou``; each is matched once,
-    those with the largest scores first.
+    those with the largest scores first. A box with scores for several labels is a detection of each
+    label whose score is large enough, as in evaluations of mean average precision.
 
     Args:
         layout: from an output to a :class:`Detected` for each image. None finds out: lists of
@@ -312,10 +313,13 @@ def _of_dict(image: Mapping[str, Any]) -> Detected:
 
 
 def _of_scores(boxes: Tensor, scores: Tensor) -> Detected:
-    """Return the boxes (A, 4) that no better one of their label overlaps, by scores (A, C)."""
-    best, labels = scores.max(1)
-    order = best.argsort(descending=True, stable=True)[:_MOST]
-    boxes, best, labels = boxes[order], best[order], labels[order]
+    """Return each box (A, 4) for each label, by scores (A, C), without a better one that covers it.
+
+    A box whose two best labels are nearly equal has both: which one is the best is then chance.
+    """
+    best, place = scores.flatten().sort(descending=True, stable=True)
+    best, place = best[:_MOST], place[:_MOST]
+    boxes, labels = boxes[place // scores.shape[1]], place % scores.shape[1]
     overlap = box_iou(boxes, boxes)
     covered = (overlap > 0.5) & (labels[:, None] == labels[None])
     keep = torch.ones(len(best), dtype=torch.bool)
