@@ -1,18 +1,14 @@
-"""Networks that are trained on CIFAR-10: deployed on engines, and in files.
+"""Networks that are trained on CIFAR-10, on every engine, beside their simulations.
 
-``engines`` compares a network in INT8 and W4A4 on every engine with its simulation, and with that
-of exact sums, which shows how far float32 alone moves the codes. ``files`` compares an ONNX file
-with the simulation, unoptimised, optimised, and layer by layer in codes.
+A network in INT8 and W4A4 is compared with its simulation, and with that of exact sums, which shows
+how far float32 alone moves the codes.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import tempfile
-import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -51,9 +47,6 @@ def _quantized(
     torchq.quantize_(quantized, config, target=target, example=example)
     torchq.calibrate(quantized, batches, progress=False)
     return quantized
-
-
-# --- engines --------------------------------------------------------------------------------------
 
 
 def engines(
@@ -109,61 +102,9 @@ def _same_class(found: Tensor, expected: Tensor) -> float:
     return float((found.argmax(1) == expected.argmax(1)).float().mean())
 
 
-# --- files ----------------------------------------------------------------------------------------
-
-
-def files(
-    options: argparse.Namespace, model: nn.Module, test: Images, batches: list[Tensor]
-) -> None:
-    """Report how a file agrees with the simulation, for no target and for ONNX Runtime."""
-    with Reporter("deploy_onnx", options.out, ["onnx", "onnxruntime"]) as report:
-        for target in (None, "onnxruntime"):
-            quantized = _quantized(model, target, batches)
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder, "int8.onnx")
-                _export(quantized, batches[0][:1], path, target, dynamic_batch=True)
-                found = torchq.verify_onnx(quantized, path, test.batches(250))
-            case = {"model": options.network, "target": target, "images": len(test.labels)}
-            (output,) = found.outputs
-            report.value(**case, runs="session", top1=output.top1, sqnr_db=output.sqnr_db)
-            plain = logits(quantized, test)
-            double = replace(test, images=test.images.double())
-            exact = logits(copy.deepcopy(quantized).double(), double)
-            figures = {"top1": _same_class(plain, exact), "sqnr_db": decibels(plain, exact)}
-            report.value(**case, runs="simulation in float64", **figures)
-            counts = {
-                "quantizers": len(found.layers),
-                "codes": sum(layer.elements for layer in found.layers),
-                "differ": sum(layer.differ for layer in found.layers),
-            }
-            report.value(**case, runs="layer by layer", **counts)
-
-
-def _export(
-    model: nn.Module, x: Tensor, path: Path, target: str | None, dynamic_batch: bool
-) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        torchq.export_onnx(
-            model,
-            x,
-            path,
-            target=target,
-            dynamo=False,
-            input_names=["x"],
-            dynamic_batch=dynamic_batch,
-        )
-
-
-# --- the program ----------------------------------------------------------------------------------
-
-_PARTS = {"engines": engines, "files": files}
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print one line for each configuration of a part."""
+    """Print one line for each recipe, runtime of the plan, and engine."""
     arguments = parser(__doc__)
-    arguments.add_argument("part", choices=_PARTS)
     arguments.add_argument("--network", choices=_NETWORKS, default="resnet20")
     arguments.add_argument(
         "--recipes", nargs="*", choices=("int8", "w4a4"), default=["int8", "w4a4"]
@@ -182,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     batches = read_split(options.data, "train", count).batches(_BATCH)
     model = _NETWORKS[options.network](options.data)
     torchq.fuse_(model, test.images[:4])
-    _PARTS[options.part](options, model, test, batches)
+    engines(options, model, test, batches)
 
 
 if __name__ == "__main__":

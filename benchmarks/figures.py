@@ -360,18 +360,27 @@ def agreement(measured: Measured) -> str:
 
 
 def codes(measured: Measured) -> str:
+    """Codes that differ, over three recipes, and images with equal results under exact sums."""
+    found: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
+    for row in measured.all("same_codes"):
+        found.setdefault(row["network"], {}).setdefault(row["target"], []).append(row)
     rows = []
-    for target in (None, "onnxruntime"):
-        lookup = {"bench": "deploy_onnx", "target": target}
-        counts = measured.all(runs="layer by layer", **lookup)[-1]
-        shares = [
-            f"{100 * measured.value('top1', runs=runs, **lookup):.2f} %"
-            for runs in ("unoptimised", "simulation in float64")
-        ]
-        figures = (f"{counts[name]:,}" for name in ("codes", "ties", "wrong"))
-        rows.append((target or "any", *figures, *shares))
-    head = ("target", "codes", "ties", "wrong", "same class", "simulation in float64")
-    return markdown(head, rows)
+    for network, runtimes in found.items():
+        cells = []
+        for runtime in ("onnxruntime", "openvino"):
+            cases = runtimes[runtime]
+            differ, of = (sum(row[name] for row in cases) for name in ("differ", "codes"))
+            cells += [
+                f"{differ:,} of {of / 1e6:.1f} M",
+                _percent(min(r["equal_exact"] for r in cases)),
+            ]
+        rows.append((network, *cells))
+    heads = (
+        f"{runtime}: {what}"
+        for runtime in ("onnxruntime", "openvino")
+        for what in ("codes", "images")
+    )
+    return markdown(("network", *heads), rows)
 
 
 TABLES: dict[str, Callable[[Measured], str]] = {
