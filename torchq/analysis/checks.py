@@ -18,6 +18,7 @@ from torchq.nn import QuantModule, TensorQuantizer, quantized_as
 from torchq.nn.calls.find import find_calls
 from torchq.utils import Registry, untouched, watching
 from torchq.workflow.layer_matrices import channel_ranges, spread
+from torchq.workflow.modes import quantized_weights
 
 Severity = Literal["error", "warning", "info"]
 #: From the gravest to the mildest.
@@ -125,7 +126,8 @@ def _follow(model: nn.Module, found: Observation, run: Callable[[Any], Any]) -> 
         quantized = [isinstance(m.module, TensorQuantizer) for m in makers]
         # An operand that no call made is one of the model's own.
         others = [m.module for m in makers if not isinstance(m.module, TensorQuantizer)]
-        if sum(quantized) == 1 and not (call.arguments or any(map(_is_linear, others))):
+        fuses = any(is_layer(m) or is_norm(m) for m in others)  # the addition, into itself
+        if sum(quantized) == 1 and not (call.arguments or fuses):
             found.one_sided.append(call.inside)
 
 
@@ -142,11 +144,6 @@ def _maker(flow: Flow, call: Call) -> Call:
         isinstance(module, TensorQuantizer) and not module.quantizing
     )
     return _maker(flow, flow.calls[call.inputs[0]]) if passes and call.inputs else call
-
-
-def _is_linear(module: nn.Module | None) -> bool:
-    """Return True for a layer or BatchNorm, into which an addition is fused."""
-    return is_layer(module) or is_norm(module)
 
 
 @dataclass(frozen=True)
@@ -241,24 +238,21 @@ def dynamic_range(patient: Patient) -> Found:
 def zero_range(patient: Patient) -> Found:
     """Yield ranges of 0, which turn everything into 0, and learned ones that became negative."""
     for path, quantizer, amax in _fixed(patient):
-        bad = quantizer.dead_ranges() | (amax < 0)
-        count, total = int(bad.sum()), amax.numel()
+        count = int((quantizer.dead_ranges() | (amax < 0)).sum())
         if not count:
             continue
+        share = f"{count} of {amax.numel()}"
         if quantizer.descriptor.learn_amax:
-            text = f"{count} of {total} learned ranges are 0 or negative"
-            text += f" (smallest {float(amax.min()):.3g})"
+            text = f"{share} learned ranges are 0 or negative (smallest {float(amax.min()):.3g})"
             remedy = f"{_CALIBRATE}, then train with a smaller learning rate: "
             remedy += "torchq.qat.param_groups(model, lr=...)"
             yield "error", path, text, remedy
         elif id(quantizer) in patient.weights:
-            text = f"{count} of {total} channels of the weight are 0"
             remedy = "nothing, if the channels are meant to be 0"
-            yield "info", path, text, remedy
+            yield "info", path, f"{share} channels of the weight are 0", remedy
         else:
-            text = f"{count} of {total} ranges are 0, so everything becomes 0"
-            remedy = f"{_CALIBRATE} with data that is not 0"
-            yield "error", path, text, remedy
+            text = f"{share} ranges are 0, so everything becomes 0"
+            yield "error", path, text, f"{_CALIBRATE} with data that is not 0"
 
 
 @check("nan_range")
@@ -323,12 +317,9 @@ def wrong_order(patient: Patient) -> Found:
             text = f"is in mode {quantizer.mode!r}: a calibration began and did not finish"
             yield "error", path, text, "torchq.calibrate(model, batches)"
     paths = {id(q): path for path, q in patient.quantizers.items()}
-    for module in patient.model.modules():
-        if not isinstance(module, QuantModule):
-            continue
-        for quantizer, weight in module.quantized_weights():
-            if quantizer.quantizing and id(quantizer) in paths:
-                yield from _stale(paths[id(quantizer)], quantizer, weight.detach())
+    for quantizer, weight in quantized_weights(patient.model):
+        if quantizer.quantizing and id(quantizer) in paths:
+            yield from _stale(paths[id(quantizer)], quantizer, weight.detach())
 
 
 def _stale(path: str, quantizer: TensorQuantizer, weight: Tensor) -> Found:
@@ -456,9 +447,8 @@ def range_spread(patient: Patient) -> Found:
             continue
         unequal = spread(channel_ranges(module).detach().double()) if weight.numel() else 1.0
         if unequal > _SPREAD:
-            text = (
-                f"its largest channel is {unequal:.0f} times the median one, with one scale for all"
-            )
+            times = f"{unequal:.0f} times the median one"
+            text = f"its largest channel is {times}, with one scale for all"
             axes = channel_axes(module).get(id(quantizer), (0,))
             remedy = f"weight=QuantDescriptor(axis={axes})"
             remedy += ", or torchq.ptq.equalize_(model, example) before calibration"

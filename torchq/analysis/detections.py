@@ -133,10 +133,9 @@ class Detections:
         iou: float = 0.5,
     ) -> None:
         if not (0 <= slack < threshold < 1 and 0 < iou < 1):
-            raise ConfigError(
-                f"Detections: got threshold={threshold}, slack={slack}, iou={iou}; expected "
-                "0 <= slack < threshold < 1 and 0 < iou < 1"
-            )
+            text = f"Detections: got threshold={threshold}, slack={slack}, iou={iou}; expected "
+            text += "0 <= slack < threshold < 1 and 0 < iou < 1"
+            raise ConfigError(text)
         self.layout, self.threshold, self.slack, self.iou = layout, threshold, slack, iou
 
     def sums(self, output: Any, reference: Any, batch: Any = None) -> list[float]:
@@ -144,10 +143,9 @@ class Detections:
         read = self.layout or detections_in
         found, expected = read(output), read(reference)
         if len(found) != len(expected):
-            raise ConfigError(
-                f"Detections: got {len(found)} images in the output and {len(expected)} in the "
-                "reference; expected the same batch"
-            )
+            text = f"Detections: got {len(found)} images in the output and {len(expected)} in the "
+            text += "reference; expected the same batch"
+            raise ConfigError(text)
         rows = [self._of_image(q, f) for q, f in zip(found, expected, strict=True)]
         return [sum(column) for column in zip(*rows, strict=True)] if rows else [0.0] * 9
 
@@ -161,17 +159,13 @@ class Detections:
         overlaps = []
         if q.masks is not None and f.masks is not None:
             overlaps = [_mask_iou(q.masks[i], f.masks[j]) for i, j in both]
-        return [
-            float(strong_q.sum()),
-            float(strong_f.sum()),
-            float(len(both)),
-            float(sum(bool(strong_q[i]) for i, _ in pairs)),
-            float(sum(bool(strong_f[j]) for _, j in pairs)),
-            sum(change),
-            float(len(change)),
-            sum(overlaps),
-            float(len(overlaps)),
-        ]
+        figures = (
+            *(strong_q.sum(), strong_f.sum(), len(both)),
+            sum(bool(strong_q[i]) for i, _ in pairs),
+            sum(bool(strong_f[j]) for _, j in pairs),
+            *(sum(change), len(change), sum(overlaps), len(overlaps)),
+        )
+        return list(map(float, figures))
 
     def of_sums(self, sums: Sequence[float]) -> DetectionAgreement:
         """Return the agreement for sums over all batches."""
@@ -198,11 +192,10 @@ class Detections:
         """
         count = self.of_sums(sums).count
         if not count:
-            raise CalibrationError(
-                "Detections: the float model detects nothing in these batches; expected "
-                f"{_FEW} objects or more. Pass images of the task, scaled as in training, or a "
-                "lower threshold"
-            )
+            text = "Detections: the float model detects nothing in these batches; expected "
+            text += f"{_FEW} objects or more. Pass images of the task, scaled as in training, or a "
+            text += "lower threshold"
+            raise CalibrationError(text)
         if count < _FEW:
             warnings.warn(
                 f"Detections: the float model detects {count} objects in these batches; expected "

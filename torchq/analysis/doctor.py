@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,14 +28,7 @@ from torchq.errors import ConfigError, QuantizationError
 from torchq.graph import Forward, call_model
 from torchq.nn import QuantModule
 from torchq.swap import plan_of
-from torchq.utils import (
-    device_of,
-    kept_batches,
-    progress_bar,
-    uncompiled,
-    unwrapped,
-    wrap,
-)
+from torchq.utils import device_of, kept_batches, progress_bar, uncompiled, unwrapped, wrap
 from torchq.workflow import quantizers, weight_quantizers
 from torchq.workflow.correction import uncorrected
 
@@ -78,35 +72,27 @@ class DoctorReport:
     def headline(self) -> str:
         """The counts, in one sentence."""
         counts = Counter(finding.severity for finding in self.findings)
-        found = [_counted(counts[s], s) for s in SEVERITIES if counts[s]]
-        text = ", ".join(found) if found else "nothing found"
-        text += f" in {len(self.checks)} checks"
-        if self.skipped:
-            text += f"; {len(self.skipped)} more checks need batches"
-        return text
+        found = [
+            f"{counts[s]} {s}{'s' if counts[s] != 1 and s != 'info' else ''}"
+            for s in SEVERITIES
+            if counts[s]
+        ]
+        text = f"{', '.join(found) or 'nothing found'} in {len(self.checks)} checks"
+        return text + (f"; {len(self.skipped)} more checks need batches" if self.skipped else "")
 
     def __str__(self) -> str:
         lines = []
-        kinds = dict.fromkeys((f.severity, f.kind, f.remedy) for f in self.findings)
-        for severity, kind, remedy in kinds:
-            alike = [
-                f
-                for f in self.findings
-                if (f.severity, f.kind, f.remedy) == (severity, kind, remedy)
-            ]
+        groups: dict[tuple[str, str, str], list[Finding]] = {}
+        for finding in self.findings:
+            groups.setdefault((finding.severity, finding.kind, finding.remedy), []).append(finding)
+        for (severity, kind, remedy), alike in groups.items():
             lines.append(f"{severity.upper()} {kind}")
-            lines += [
-                wrap(f"  {f.name or '(root)'}: {f.evidence}", indent="    ") for f in alike[:_SHOWN]
-            ]
+            for f in alike[:_SHOWN]:
+                lines.append(wrap(f"  {f.name or '(root)'}: {f.evidence}", indent="    "))
             if len(alike) > _SHOWN:
                 lines.append(f"  and {len(alike) - _SHOWN} more")
             lines.append(wrap(f"  -> {remedy}", indent="     "))
         return "\n".join([*lines, self.headline])
-
-
-def _counted(number: int, severity: str) -> str:
-    plural = "s" if number != 1 and severity != "info" else ""
-    return f"{number} {severity}{plural}"
 
 
 @uncompiled()
@@ -160,9 +146,8 @@ def doctor(
         **options,
     )
     if strict and not report.ok:
-        raise QuantizationError(
-            f"{_WHERE}: got {len(report.errors)} errors; expected none\n{report}"
-        )
+        found = f"got {len(report.errors)} errors; expected none"
+        raise QuantizationError(f"{_WHERE}: {found}\n{report}")
     return report
 
 
@@ -178,17 +163,14 @@ def examine(
     """Return the report of :func:`doctor`; ``outputs`` and ``ranking`` are called if needed."""
     known = quantizers(model)
     if not known:
-        raise ConfigError(
-            f"{_WHERE}: {type(model).__name__} has no quantizer; expected a quantized model. "
-            "Run torchq.quantize_(model) first"
-        )
+        text = f"{_WHERE}: {type(model).__name__} has no quantizer; expected a quantized model. "
+        text += "Run torchq.quantize_(model) first"
+        raise ConfigError(text)
     seen = None
     if batches is not None:
-        device = device_of(model)
+        run = partial(call_model, model, forward=forward, device=device_of(model))
         shown = progress_bar(batches, description=_WHERE, enabled=progress)
-        seen = observe(
-            model, known, shown, lambda b: call_model(model, b, forward=forward, device=device)
-        )
+        seen = observe(model, known, shown, run)
     patient = Patient(model, known, weight_quantizers(model), seen)
     chosen = [kind for kind in CHECKS if seen is not None or not CHECKS[kind].needs_batches]
     findings = [Finding(kind, *found) for kind in chosen for found in CHECKS[kind].find(patient)]

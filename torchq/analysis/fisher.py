@@ -90,9 +90,8 @@ def _class_scores(output: Any) -> Tensor:
 def _drawn_direction(scores: Tensor, generator: torch.Generator) -> Tensor:
     """Return a random direction of the scores whose second moment is the Fisher information.
 
-    With signs ``e`` it is ``(diag(r) - p r') e``, where ``r`` is the root of the probabilities
-    ``p``; its second moment is ``diag(p) - p p'``. Each draw weighs all classes, where a drawn
-    label is nearly always the likeliest one, and seldom one with a very large gradient.
+    Signs ``e`` give ``(diag(r) - p r') e``, where ``r`` is the root of the probabilities ``p``.
+    Each draw weighs all classes; a drawn label is nearly always the likeliest one.
     """
     axis = class_axis(scores)
     chances = scores.detach().float().softmax(axis)
@@ -138,11 +137,8 @@ class _Taps:
 
     @torch.no_grad()
     def squares(self, gradients: Sequence[Sequence[Tensor | None]], size: int) -> dict[Any, float]:
-        """Return for each key the sum of squared products with the gradients, over samples.
-
-        The disturbances are computed here, one at a time, so that they need not lie in memory
-        together.
-        """
+        """Return for each key the sum of squared products with the gradients, over samples."""
+        # One disturbance after the other, so that they need not lie in memory together.
         products: dict[Any, list[Tensor]] = {}
         for tap in self._taps:
             for disturbance in self._by_module[tap.module]:

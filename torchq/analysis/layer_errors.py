@@ -9,12 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.analysis.layers import (
-    QuantizedLayer,
-    active_quantizers,
-    channel_axes,
-    quantized_layers,
-)
+from torchq import utils
+from torchq.analysis.layers import QuantizedLayer, active_quantizers, channel_axes, quantized_layers
 from torchq.analysis.metrics import (
     Noise,
     bar,
@@ -28,16 +24,6 @@ from torchq.errors import CalibrationError
 from torchq.fusion.modules import is_layer
 from torchq.graph import Forward, call_model
 from torchq.nn import TensorQuantizer, quantizing_only
-from torchq.utils import (
-    check_batches,
-    device_of,
-    progress_bar,
-    table,
-    uncompiled,
-    untouched,
-    unwrapped,
-    watching,
-)
 
 #: Elements of one call whose codes are counted; more of them change little.
 _COUNTED = 1 << 16
@@ -110,13 +96,9 @@ class QuantizerStatistics:
                 self.silent = _both(self.silent, _only_zeros(x, axis))
 
     def _count_clipped(self, x: Tensor, quantized: Tensor, scale: Tensor) -> int:
-        """Return how many values lie beyond the grid.
-
-        Rounding moves a value by half a scale at most, on an even grid, so what moved further was
-        clipped.
-        """
+        """Return how many values lie beyond the grid."""
         format = self.quantizer.descriptor.format
-        if format.is_integer:
+        if format.is_integer:  # What moved by more than half a scale was clipped.
             return int(((x - quantized).abs_() > scale * 0.51).sum())
         return int((x.abs() > scale * format.qmax).sum())
 
@@ -255,10 +237,10 @@ class LayerErrors:
             figures = (decibel_text(row.local_sqnr), decibel_text(row.sqnr), f"{row.cosine:.5f}")
             rest = (bar(row.born, 10), percent_text(row.clipped), codes, str(row.dead_channels))
             rows.append((row.name or "(root)", row.kind, *figures, *rest))
-        return table(rows, self._ending())
+        return utils.table(rows, self._ending())
 
 
-@uncompiled()
+@utils.uncompiled()
 def layer_errors(
     model: nn.Module,
     batches: Iterable[Any],
@@ -295,24 +277,24 @@ def layer_errors(
         >>> [row.name for row in errors.rows]
         ['0', '1']
     """
-    model = unwrapped(model)
-    check_batches(_WHERE, batches, num_batches)
+    model = utils.unwrapped(model)
+    utils.check_batches(_WHERE, batches, num_batches)
     measurement = _Measurement(model)
-    device = device_of(model)
-    with untouched(model):
-        shown = progress_bar(batches, description=_WHERE, most=num_batches, enabled=progress)
+    device = utils.device_of(model)
+    with utils.untouched(model):
+        shown = utils.progress_bar(batches, description=_WHERE, most=num_batches, enabled=progress)
         for batch in shown:
             measurement.run(partial(call_model, model, batch, forward=forward, device=device))
     return measurement.report()
 
 
 class _Record:
-    """What is known about one layer; ``expected`` are the float outputs of the running batch."""
+    """What is known about one layer, which enters ``order`` when it is called first."""
 
-    def __init__(self, layer: QuantizedLayer) -> None:
-        self.layer, self.calls = layer, 0
+    def __init__(self, layer: QuantizedLayer, order: list["_Record"]) -> None:
+        self.layer, self.calls, self.order = layer, 0, order
         self.local, self.accumulated = Noise(), Noise()
-        self.expected: list[list[Tensor]] = []
+        self.expected: list[list[Tensor]] = []  # the float outputs of the running batch
         axes = channel_axes(layer.module)
         input_axis = -1 if isinstance(layer.module, nn.Linear) else 1
         self.statistics = {
@@ -327,11 +309,13 @@ class _Record:
         # Code behind the layer may change its output in place.
         expected = [tensor.clone() for tensor in _compared(output)]
         self.expected.append(expected)
+        if not self.calls:
+            self.order.append(self)
         self.calls += 1
         own = self.layer.quantizers.values()
         if not kwargs:
             args = _part_of_call(self.layer, args, output)
-        with quantizing_only(own, own), watching(self._watched()):
+        with quantizing_only(own, own), utils.watching(self._watched()):
             # The forward itself: hooks, such as this one, have run around it.
             alone = self.layer.module.forward(*args, **kwargs)
         for value, reference in zip(floats_in(alone), expected, strict=False):
@@ -375,18 +359,18 @@ class _Measurement:
 
     def __init__(self, model: nn.Module) -> None:
         self.known = active_quantizers(model)
-        self.records = [_Record(layer) for layer in quantized_layers(model, _WHERE)]
-        self.order: dict[int, _Record] = {}
+        self.order: list[_Record] = []
+        self.records = [_Record(layer, self.order) for layer in quantized_layers(model, _WHERE)]
         self.outputs: dict[int, Noise] = {}
         self.batches = 0
 
     def run(self, call: Callable[[], Any]) -> None:
         """Run one batch: float, with each layer alone beside it, and then quantized."""
-        watched = [(r.layer.module, partial(self._after_float, r)) for r in self.records]
-        with quantizing_only(self.known), watching(watched):
+        watched = [(r.layer.module, r.after_float) for r in self.records]
+        with quantizing_only(self.known), utils.watching(watched):
             expected = [tensor.clone() for tensor in results_in(call())]
         compared = [(r.layer.module, r.after_quantized) for r in self.records]
-        with quantizing_only(self.known, self.known), watching(compared):
+        with quantizing_only(self.known, self.known), utils.watching(compared):
             found = results_in(call())
         for place, (value, reference) in enumerate(zip(found, expected, strict=False)):
             self.outputs.setdefault(place, Noise()).add(value, reference)
@@ -394,20 +378,15 @@ class _Measurement:
             record.expected.clear()
         self.batches += 1
 
-    def _after_float(self, record: _Record, args: Any, kwargs: Any, output: Any) -> None:
-        record.after_float(args, kwargs, output)
-        self.order.setdefault(id(record), record)
-
     def report(self) -> LayerErrors:
         """Return the rows."""
         if not self.batches:
             raise CalibrationError(f"{_WHERE}: got no batch; expected at least one")
         if not self.order:
-            raise CalibrationError(
-                f"{_WHERE}: no quantized layer was called; expected batches that reach one"
-            )
-        unseen = tuple(r.layer.name for r in self.records if id(r) not in self.order)
-        rows = tuple(record.row() for record in self.order.values())
+            text = f"{_WHERE}: no quantized layer was called; expected batches that reach one"
+            raise CalibrationError(text)
+        unseen = tuple(r.layer.name for r in self.records if not r.calls)
+        rows = tuple(record.row() for record in self.order)
         output = mean_ratio([(noise.signal, noise.noise) for noise in self.outputs.values()])
         return LayerErrors(rows, output, self.batches, unseen)
 
@@ -427,12 +406,7 @@ def _leading(tensor: Tensor) -> int:
 
 
 def _part_of_call(layer: QuantizedLayer, args: Sequence[Any], output: Any) -> Sequence[Any]:
-    """Return arguments with which a layer computes the part of its output that is compared.
-
-    Convolutions and linear layers treat every image by itself, so the first images give the first
-    results. Other layers get all of their arguments, and so do those that take the range of each
-    call.
-    """
+    """Return the first images where a layer treats each by itself, else all arguments."""
     if not args or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
         return args
     if not _is_batched(layer.module, args[0]) or args[0].shape[0] != output.shape[0]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
@@ -61,18 +61,14 @@ def quantized_layers(model: nn.Module, where: str) -> list[QuantizedLayer]:
         found.append(_layer("", model, {"": model}, weights))
     found = [layer for layer in found if layer.quantizers]
     if not found:
-        raise ConfigError(
-            f"{where}: {type(model).__name__} has no quantizer that is on; expected a quantized "
-            "model. Run torchq.quantize_(model) and torchq.calibrate(model, batches) first"
-        )
+        text = f"{where}: {type(model).__name__} has no quantizer that is on; expected a quantized "
+        text += "model. Run torchq.quantize_(model) and torchq.calibrate(model, batches) first"
+        raise ConfigError(text)
     return found
 
 
 def _holders(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return what holds quantizers for calls of a forward, with its path below the module.
-
-    A layer with a weight of its own is called as a module, and is a layer for itself.
-    """
+    """Return what holds quantizers for calls of a forward, with its path; no layers themselves."""
     if not isinstance(module, RoutedModule):
         return []
     return [
@@ -96,12 +92,9 @@ def joined(parent: str, child: str) -> str:
 def _layer(
     name: str, module: nn.Module, found: dict[str, TensorQuantizer], weights: set[int]
 ) -> QuantizedLayer:
-    return QuantizedLayer(
-        name,
-        module,
-        {path: q for path, q in found.items() if id(q) not in weights},
-        {path: q for path, q in found.items() if id(q) in weights},
-    )
+    own = {path: q for path, q in found.items() if id(q) in weights}
+    inputs = {path: q for path, q in found.items() if path not in own}
+    return QuantizedLayer(name, module, inputs, own)
 
 
 def channel_axes(module: nn.Module) -> dict[int, tuple[int, ...]]:
@@ -144,7 +137,7 @@ def passing(model: nn.Module) -> Iterator[None]:
     before = [(quantizer, quantizer.delegate) for quantizer in active]
     try:
         for quantizer in active:
-            quantizer.delegate = _unchanged
+            quantizer.delegate = lambda x, quantizer: x
         with ExitStack() as stack:
             for layer in corrected_layers(model):
                 stack.enter_context(state_kept(layer))
@@ -154,7 +147,3 @@ def passing(model: nn.Module) -> Iterator[None]:
     finally:
         for quantizer, delegate in before:
             quantizer.delegate = delegate
-
-
-def _unchanged(x: Tensor, quantizer: TensorQuantizer) -> Tensor:
-    return x

@@ -9,12 +9,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import starmap
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchq import recipes
+from torchq import recipes, utils
 from torchq.analysis.fisher import Disturbance, fisher_costs
 from torchq.analysis.metrics import Evaluate, batch_size, plain
 from torchq.analysis.sensitivity import sensitivity
@@ -24,18 +25,6 @@ from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward, call_model
 from torchq.nn import shared_groups
 from torchq.swap import Decision, quantize_, restore_
-from torchq.utils import (
-    Pattern,
-    copy_module,
-    device_of,
-    kept_batches,
-    matches,
-    progress_bar,
-    table,
-    uncompiled,
-    unwrapped,
-    watching,
-)
 from torchq.workflow.calibrate import calibrate
 
 _WHERE = "mixed_precision"
@@ -120,23 +109,23 @@ class MixedPrecision(QuantConfig):
             "costs": dict(self.costs),
             "damage": plain(self.damage),
             "choices": [vars(choice) for choice in self.choices],
-            "front": [
-                {"costs": dict(p.costs), "damage": p.damage, "formats": dict(p.formats)}
-                for p in self.front
-            ],
+            "front": [vars(point) for point in self.front],
         }
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("layer", "format", "weights", f"damage ({self.metric})")]
-        for choice in self.choices:
-            figures = (f"{choice.weights:,}", f"{choice.damage:.2e}")
-            rows.append((choice.name or "(root)", choice.format, *figures))
-        costs = ", ".join(f"{kind} {value:.4g}" for kind, value in self.costs.items())
-        asked = ", ".join(f"{kind} {value:.4g}" for kind, value in self.budget.items())
-        return table(rows, f"budget {asked}; costs {costs}; predicted damage {self.damage:.2e}")
+        rows = [("layer", "format", "weights", f"damage ({self.metric})")]
+        for c in self.choices:
+            rows.append((c.name or "(root)", c.format, f"{c.weights:,}", f"{c.damage:.2e}"))
+        costs, asked = (
+            ", ".join(f"{kind} {value:.4g}" for kind, value in figures.items())
+            for figures in (self.costs, self.budget)
+        )
+        return utils.table(
+            rows, f"budget {asked}; costs {costs}; predicted damage {self.damage:.2e}"
+        )
 
 
-@uncompiled()
+@utils.uncompiled()
 def mixed_precision(
     model: nn.Module,
     batches: Iterable[Any],
@@ -144,9 +133,9 @@ def mixed_precision(
     budget: Mapping[str, float],
     formats: Sequence[FormatChoice] = ("w8a8", "w4a8", "w4a4"),
     metric: str | Evaluate = "auto",
-    groups: Sequence[Sequence[Pattern] | Pattern] = (),
+    groups: Sequence[Sequence[utils.Pattern] | utils.Pattern] = (),
     fixed: Mapping[str, FormatChoice] | None = None,
-    exclude: Sequence[Pattern] | Pattern | None = None,
+    exclude: Sequence[utils.Pattern] | utils.Pattern | None = None,
     forward: Forward | None = None,
     progress: bool = True,
 ) -> MixedPrecision:
@@ -194,8 +183,8 @@ def mixed_precision(
     """
     check_budget(budget)
     check_formats(formats)
-    kept = kept_batches(_WHERE, batches)
-    base = copy_module(unwrapped(model)).eval()
+    kept = utils.kept_batches(_WHERE, batches)
+    base = utils.copy_module(utils.unwrapped(model)).eval()
     restore_(base)
     chosen = dict(map(_named, (*formats, *(fixed or {}).values())))
     candidates = {
@@ -204,14 +193,15 @@ def mixed_precision(
         if name != FLOAT
     }
     names = list(dict.fromkeys(name for c in candidates.values() for name in c.decisions))
-    found, metric_name = _damages(base, candidates, names, kept, metric, (forward, progress))
+    options: dict[str, Any] = {"forward": forward, "progress": progress}
+    found, metric_name = _damages(base, candidates, kept, metric, options)
     broken = next((key for key, damage in found.items() if math.isnan(damage)), None)
     if broken is not None:
         raise CalibrationError(
             f"{_WHERE}: got a damage of NaN for {broken[0]} in {broken[1]}; expected a number. The "
             "output holds NaN or infinity: torchq.layer_errors names the layer it comes from"
         )
-    run = partial(call_model, base, kept[0], forward=forward, device=device_of(base))
+    run = partial(call_model, base, kept[0], forward=forward, device=utils.device_of(base))
     facts = gather_facts(base, names, run, batch_size(kept[0]))
     free = {_named(choice)[0] for choice in formats}
     search = _Search(base, candidates, list(chosen), free, found, facts)
@@ -222,22 +212,20 @@ def mixed_precision(
 def check_budget(budget: Mapping[str, float]) -> None:
     """Raise ConfigError unless every kind of budget is known and every bound is positive."""
     if not isinstance(budget, Mapping) or not budget:
-        raise ConfigError(
-            f"mixed_precision: got budget {budget!r}; expected a mapping such as {{'mean_bits': 5}}"
-        )
+        text = f"{_WHERE}: got budget {budget!r}; expected a mapping such as {{'mean_bits': 5}}"
+        raise ConfigError(text)
     for kind, bound in budget.items():
         if kind not in BUDGETS:
-            raise ConfigError(
-                f"mixed_precision: got budget {kind!r}; expected one of {', '.join(BUDGETS)}"
-            )
+            known = ", ".join(BUDGETS)
+            raise ConfigError(f"{_WHERE}: got budget {kind!r}; expected one of {known}")
         if not bound > 0:
-            raise ConfigError(f"mixed_precision: got {kind}={bound!r}; expected a positive number")
+            raise ConfigError(f"{_WHERE}: got {kind}={bound!r}; expected a positive number")
 
 
 def check_formats(choices: Sequence[FormatChoice]) -> None:
     """Raise ConfigError unless every choice is known, and one is a format of integers."""
     if not [name for name, _ in map(_named, choices) if name != FLOAT]:
-        raise ConfigError("mixed_precision: got no formats; expected one at least, such as [4, 8]")
+        raise ConfigError(f"{_WHERE}: got no formats; expected one at least, such as [4, 8]")
 
 
 def _named(choice: FormatChoice) -> tuple[str, QuantConfig | None]:
@@ -257,10 +245,9 @@ def _named(choice: FormatChoice) -> tuple[str, QuantConfig | None]:
     elif isinstance(choice, tuple) and len(choice) == 2:
         widths = choice  # type: ignore[assignment]
     else:
-        raise ConfigError(
-            f"mixed_precision: got format {choice!r}; expected a name such as 'w4a8', a recipe, a "
-            "width, a pair of widths or a QuantConfig"
-        )
+        text = f"{_WHERE}: got format {choice!r}; expected a name such as 'w4a8', a recipe, a "
+        text += "width, a pair of widths or a QuantConfig"
+        raise ConfigError(text)
     config = recipes.integer(*widths)
     return config.name, config
 
@@ -306,8 +293,10 @@ def gather_facts(
     with (
         torch.no_grad(),
         counter,
-        watching(((layer, partial(enter, name)) for name, layer in layers.items()), before=True),
-        watching((layer, partial(leave, name)) for name, layer in layers.items()),
+        utils.watching(
+            ((layer, partial(enter, name)) for name, layer in layers.items()), before=True
+        ),
+        utils.watching((layer, partial(leave, name)) for name, layer in layers.items()),
     ):
         run()
     return facts
@@ -320,12 +309,9 @@ def _weight_count(module: nn.Module) -> int:
 
 def _widths(decision: Decision | None) -> tuple[int, int]:
     """Return the bits of the weight and of the input of a layer; without a decision it is float."""
-    weight = None if decision is None else decision.weight
-    input = None if decision is None else decision.input
-    return (
-        _FLOAT_BITS if weight is None else weight.format.bits,
-        _FLOAT_BITS if input is None else input.format.bits,
-    )
+    slots = (None, None) if decision is None else (decision.weight, decision.input)
+    weight, input = (_FLOAT_BITS if slot is None else slot.format.bits for slot in slots)
+    return weight, input
 
 
 def _costs(facts: LayerFacts, decision: Decision | None, total_weights: int) -> dict[str, float]:
@@ -340,10 +326,7 @@ def _costs(facts: LayerFacts, decision: Decision | None, total_weights: int) -> 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A calibrated copy of the model in one format.
-
-    ``shared`` are groups of layers that share a quantizer.
-    """
+    """A calibrated copy of the model in one format; groups in ``shared`` share a quantizer."""
 
     model: nn.Module
     decisions: dict[str, Decision]
@@ -354,16 +337,15 @@ def _candidate(
     model: nn.Module,
     config: QuantConfig | None,
     batches: Sequence[Any],
-    exclude: Sequence[Pattern] | Pattern | None,
+    exclude: Sequence[utils.Pattern] | utils.Pattern | None,
     forward: Forward | None,
 ) -> _Candidate:
     """Return a calibrated copy of a float model in one format."""
-    quantized = copy_module(model)
+    quantized = utils.copy_module(model)
     example = None if forward is not None else batches[0]
     report = quantize_(quantized, config, exclude=exclude, example=example, progress=False)
-    calibrate(
-        quantized, batches, forward=forward, on_unseen="dynamic", correct=False, progress=False
-    )
+    options: dict[str, Any] = {"forward": forward, "correct": False, "progress": False}
+    calibrate(quantized, batches, on_unseen="dynamic", **options)
     decisions = {d.name: d for d in report.replaced if d.input or d.weight}
     shared = [[path.rpartition(".")[0] for path in g] for g in shared_groups(quantized)]
     return _Candidate(quantized, decisions, shared)
@@ -372,73 +354,54 @@ def _candidate(
 def _damages(
     base: nn.Module,
     candidates: dict[str, _Candidate],
-    names: list[str],
     batches: list[Any],
     metric: str | Evaluate,
-    options: tuple[Forward | None, bool],
+    options: dict[str, Any],
 ) -> tuple[Damages, str]:
-    """Return the damages, and the name of the metric; options are forward and progress."""
-    if metric in ("auto", "fisher"):
-        try:
-            return _estimated(base, candidates, names, batches, *options), "fisher"
-        except ConfigError:
-            if metric == "fisher":
-                raise
-            metric = "sqnr"
-    found = _measured(candidates, batches, metric, *options)
-    return found, metric if isinstance(metric, str) else getattr(metric, "__name__", "metric")
-
-
-def _estimated(
-    model: nn.Module,
-    candidates: dict[str, _Candidate],
-    names: Sequence[str],
-    batches: Sequence[Any],
-    forward: Forward | None,
-    progress: bool,
-) -> Damages:
-    """Return the estimates from gradients, for all layers of a float model and formats together."""
-
-    def alone(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return module.forward(*args, **kwargs)
-
-    disturbances = [
-        Disturbance(
-            (name, format),
-            model.get_submodule(name),
-            partial(alone, candidate.model.get_submodule(name)),
-        )
-        for name in names
-        for format, candidate in candidates.items()
-        if name in candidate.decisions
-    ]
-    call = partial(call_model, model, forward=forward, device=device_of(model))
-    shown = progress_bar(batches, description="estimate damage", enabled=progress)
-    return fisher_costs(call, shown, disturbances)
-
-
-def _measured(
-    candidates: dict[str, _Candidate],
-    batches: Iterable[Any],
-    metric: str | Evaluate,
-    forward: Forward | None,
-    progress: bool,
-) -> Damages:
-    """Return the damage that each layer does when it alone is quantized.
+    """Return the damage that each layer does when it alone is quantized, and the metric's name.
 
     Signal to noise ratios become shares of noise, which add up over layers, and the user's
     figures become losses.
     """
+    if metric in ("auto", "fisher"):
+        try:
+            return _estimated(base, candidates, batches, **options), "fisher"
+        except ConfigError:
+            if metric == "fisher":
+                raise
+            metric = "sqnr"
     found: Damages = {}
     for format, candidate in candidates.items():
-        report = sensitivity(candidate.model, batches, metric, forward=forward, progress=progress)
+        report = sensitivity(candidate.model, batches, metric, **options)
         for row in report.rows:
             if report.unit == "dB":
                 damage = 10 ** (-row.value / 10)
             else:
                 damage = max((report.reference or 0.0) - row.value, 0.0)
             found[row.name, format] = math.inf if math.isnan(damage) else damage
-    return found
+    return found, metric if isinstance(metric, str) else getattr(metric, "__name__", "metric")
+
+
+def _run_alone(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return module.forward(*args, **kwargs)
+
+
+def _estimated(
+    model: nn.Module,
+    candidates: dict[str, _Candidate],
+    batches: Sequence[Any],
+    forward: Forward | None,
+    progress: bool,
+) -> Damages:
+    """Return the estimates from gradients, for all layers of a float model and formats together."""
+    disturbances = []
+    for format, candidate in candidates.items():
+        for name in candidate.decisions:
+            run = partial(_run_alone, candidate.model.get_submodule(name))
+            disturbances.append(Disturbance((name, format), model.get_submodule(name), run))
+    call = partial(call_model, model, forward=forward, device=utils.device_of(model))
+    shown = utils.progress_bar(batches, description="estimate damage", enabled=progress)
+    return fisher_costs(call, shown, disturbances)
 
 
 @dataclass
@@ -456,11 +419,7 @@ class _Search:
     def __post_init__(self) -> None:
         self.group_of = {name: number for number, name in enumerate(self.facts)}
 
-    def join(
-        self,
-        groups: Sequence[Sequence[Pattern] | Pattern],
-        fixed: Mapping[str, FormatChoice],
-    ) -> None:
+    def join(self, groups: Sequence[Any], fixed: Mapping[str, FormatChoice]) -> None:
         """Join layers that must agree, and note those whose format is given."""
         for candidate in self.candidates.values():
             for shared in candidate.shared:
@@ -477,19 +436,18 @@ class _Search:
         for pattern, choice in fixed.items():
             self.forced |= dict.fromkeys(self._matching(pattern), _named(choice)[0])
 
-    def _matching(self, patterns: Sequence[Pattern] | Pattern) -> list[str]:
+    def _matching(self, patterns: Sequence[utils.Pattern] | utils.Pattern) -> list[str]:
         if isinstance(patterns, (str, type)) or callable(patterns):
             patterns = (patterns,)
         found = [
             name
             for name in self.facts
-            if any(matches(p, (name,), self.base.get_submodule(name)) for p in patterns)
+            if any(utils.matches(p, (name,), self.base.get_submodule(name)) for p in patterns)
         ]
         if not found:
-            raise ConfigError(
-                f"{_WHERE}: the patterns {patterns!r} select no layer; expected one of "
-                f"{', '.join(list(self.facts)[:8])}, ..."
-            )
+            text = f"{_WHERE}: the patterns {patterns!r} select no layer; expected one of "
+            text += f"{', '.join(list(self.facts)[:8])}, ..."
+            raise ConfigError(text)
         return found
 
     def _unite(self, names: Sequence[str]) -> None:
@@ -527,7 +485,7 @@ class _Search:
         return MixedPrecision(
             rules=tuple(_exact_rule(n, self._decision(n, f)) for n, f in best.formats.items()),
             name="mixed",
-            choices=tuple(self._choice(n, f) for n, f in best.formats.items()),
+            choices=tuple(starmap(self._choice, best.formats.items())),
             front=tuple(front),
             budget=dict(budget),
             costs=best.costs,
@@ -574,16 +532,9 @@ class _Search:
         return FrontPoint(costs, damage, {name: chosen[name] for name in self.facts})
 
     def _choice(self, name: str, format: str) -> LayerChoice:
-        weight_bits, input_bits = _widths(self._decision(name, format))
-        return LayerChoice(
-            name=name,
-            format=format,
-            damage=self._damage(name, format),
-            weights=self.facts[name].weights,
-            weight_bits=weight_bits,
-            input_bits=input_bits,
-            group=self.group_of[name],
-        )
+        weights, widths = self.facts[name].weights, _widths(self._decision(name, format))
+        figures = (self._damage(name, format), weights, *widths, self.group_of[name])
+        return LayerChoice(name, format, *figures)
 
 
 def _exact_rule(name: str, decision: Decision | None) -> Rule:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from torchq.analysis.detections import Detections
@@ -84,9 +83,9 @@ class Outputs:
             return f"{self.metric} {self.float_score:.4g} becomes {self.score:.4g}"
         if not self.comparable:
             return (
-                'outputs have other shapes than those of the float model; metric="detections" and'
+                'outputs have other shapes than those of the float model; metric="detections" and '
+                "functions compare them"
             )
-            " functions compare them"
         if self.agreement is None:
             return f"signal to noise at its output is {ratio}"
         count = f"{self.predictions:,} predictions"
@@ -166,28 +165,20 @@ def user_metric(where: str, metric: Any) -> Score | Evaluation | Detections | No
     except ConfigError:
         chosen = None
     if not isinstance(chosen, (Score, Evaluation, Detections)):
-        raise ConfigError(
-            f"{where}: got metric {metric!r}; expected a function metric(output, batch) or "
-            'metric(model), "detections", or None'
-        )
+        text = f"{where}: got metric {metric!r}; expected a function metric(output, batch) or "
+        text += 'metric(model), "detections", or None'
+        raise ConfigError(text)
     return chosen
 
 
-def _shapes(output: Any) -> list[torch.Size]:
-    return [tensor.shape for tensor in results_in(output)]
-
-
 def _agreement(found: Any, expected: Any) -> list[float]:
-    """Return how many predictions of one batch are those of the float model, and how many it has.
-
-    The third number is 1 where outputs have other shapes. Outputs without classes have no
-    predictions; NaN never agrees.
-    """
-    differ = float(_shapes(found) != _shapes(expected))
+    """Return for one batch: equal predictions, all predictions, 1 where shapes differ."""
+    shapes = [[tensor.shape for tensor in results_in(output)] for output in (found, expected)]
+    differ = float(shapes[0] != shapes[1])
     ours, theirs = only_scores(found), only_scores(expected)
     if ours is None or theirs is None or ours.shape != theirs.shape:
         return [0.0, 0.0, differ]
     axis = class_axis(theirs)
-    known = ~(ours.isnan() | theirs.isnan()).any(axis)
+    known = ~(ours.isnan() | theirs.isnan()).any(axis)  # NaN never agrees.
     same = known & (ours.argmax(axis) == theirs.argmax(axis))
     return [float(same.sum()), float(same.numel()), differ]

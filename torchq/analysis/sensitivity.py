@@ -12,11 +12,7 @@ from torch import nn
 
 from torchq.analysis.detections import Detections
 from torchq.analysis.fisher import Disturbance, fisher_costs
-from torchq.analysis.layers import (
-    QuantizedLayer,
-    active_quantizers,
-    quantized_layers,
-)
+from torchq.analysis.layers import QuantizedLayer, active_quantizers, quantized_layers
 from torchq.analysis.metrics import (
     Evaluate,
     Evaluation,
@@ -125,10 +121,10 @@ class SensitivityReport:
         return [(v - start) / width if width and math.isfinite(v) else 0.0 for v in values]
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("rank", "layer", f"{self.metric}, only this quantized", "")]
+        rows = [("rank", "layer", f"{self.metric}, only this quantized", "")]
         for number, (row, share) in enumerate(zip(self.rows, self._shares(), strict=True), 1):
-            name = row.name or "(root)"
-            rows.append((str(number), name, self._value_text(row.value), bar(share)))
+            figures = (self._value_text(row.value), bar(share))
+            rows.append((str(number), row.name or "(root)", *figures))
         parts = [f"everything quantized: {self._value_text(self.baseline)}"]
         if self.reference is not None:
             parts.append(f"nothing quantized: {self._value_text(self.reference)}")
@@ -220,10 +216,9 @@ def _find_groups(model: nn.Module, layers: list[QuantizedLayer], scope: Scope) -
     if isinstance(scope, str):
         chosen = {"layer": "quantizers", "input": "inputs", "weight": "weights"}.get(scope)
         if chosen is None:
-            raise ConfigError(
-                f"{_WHERE}: got scope {scope!r}; expected 'layer', 'input', 'weight', a mapping "
-                "of names to patterns, or a list of patterns"
-            )
+            text = f"{_WHERE}: got scope {scope!r}; expected 'layer', 'input', 'weight', a mapping "
+            text += "of names to patterns, or a list of patterns"
+            raise ConfigError(text)
         found = [_Group(a.name, (a.name,), getattr(a, chosen)) for a in layers]
         return [group for group in found if group.quantizers]
     if isinstance(scope, Mapping):
@@ -247,11 +242,7 @@ def _selected(model: nn.Module, layers: list[QuantizedLayer], name: str, pattern
 
 @dataclass(frozen=True)
 class _Run:
-    """One ranking of one model, which is in eval mode; ``call`` runs it on a batch.
-
-    Each way of measuring returns the values of the groups that were reached, and those of
-    everything and nothing quantized.
-    """
+    """One ranking of one model, which is in eval mode; ``call`` runs it on a batch."""
 
     model: nn.Module
     layers: list[QuantizedLayer]

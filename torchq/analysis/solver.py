@@ -82,10 +82,7 @@ class Problem:
 
 
 def _least(first: Tensor, second: Tensor) -> list[int]:
-    """Return for each row the place of the least ``first``, and among equals of the least second.
-
-    Both have the shape (groups, formats).
-    """
+    """Return for each row the place of the least ``first``, of equals that of the least second."""
     tied = first == first.amin(1, keepdim=True)
     return second.where(tied, math.inf).argmin(1).tolist()
 

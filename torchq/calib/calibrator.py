@@ -103,10 +103,9 @@ class Calibrator(ABC):
             CalibrationError: ``x`` is not floating point, or its amax has another shape.
         """
         if not x.is_floating_point():
-            raise CalibrationError(
-                f"{type(self).__name__}.collect: got a tensor of {x.dtype}; "
-                "expected floating point. Convert it with x.float()"
-            )
+            text = f"{type(self).__name__}.collect: got a tensor of {x.dtype}; "
+            text += "expected floating point. Convert it with x.float()"
+            raise CalibrationError(text)
         if x.numel():
             x = gather_full_tensor(x.detach())
             self.observers[0].observe(x)
@@ -143,17 +142,15 @@ class Calibrator(ABC):
         """Raise an error unless there is finite data."""
         where, observer = type(self).__name__, self.observers[0]
         if observer.nonfinite is None:
-            raise CalibrationError(
-                f"{where}: got no data; expected at least one collected tensor. "
-                "Run a batch that reaches this quantizer, or disable it"
-            )
+            text = f"{where}: got no data; expected at least one collected tensor. "
+            text += "Run a batch that reaches this quantizer, or disable it"
+            raise CalibrationError(text)
         bad = int(observer.nonfinite)
         if bad:
-            raise CalibrationError(
-                f"{where}: got NaN or infinite values in {bad} of {observer.batches} batches; "
-                "expected finite data. "
-                "Check the input and the layers before, and start again"
-            )
+            text = f"{where}: got NaN or infinite values in {bad} of {observer.batches} batches; "
+            text += "expected finite data. "
+            text += "Check the input and the layers before, and start again"
+            raise CalibrationError(text)
 
     @abstractmethod
     def _compute(self, method: str | None, options: dict[str, Any]) -> Range:
@@ -211,11 +208,10 @@ class MaxCalibrator(Calibrator):
 
     def _compute(self, method: str | None, options: dict[str, Any]) -> Range:
         if method not in (None, self.method) or options:
-            raise ConfigError(
-                f"MaxCalibrator.range: got method={method!r} with options {options}; "
-                f"expected method={self.method!r} without options. "
-                "Collect with a HistogramCalibrator for other methods"
-            )
+            text = f"MaxCalibrator.range: got method={method!r} with options {options}; "
+            text += f"expected method={self.method!r} without options. "
+            text += "Collect with a HistogramCalibrator for other methods"
+            raise ConfigError(text)
         return _two_sided(*(observer.result() for observer in self.observers))
 
 
@@ -328,10 +324,9 @@ def check_options(method: str, options: dict[str, Any], format: Format) -> None:
     known = ESTIMATORS[method].__kwdefaults__ or {}
     unknown = sorted(options.keys() - known.keys())
     if unknown:
-        raise ConfigError(
-            f"calibration method {method!r}: got options {unknown}; "
-            f"expected {sorted(known) or 'none'}"
-        )
+        text = f"calibration method {method!r}: got options {unknown}; "
+        text += f"expected {sorted(known) or 'none'}"
+        raise ConfigError(text)
     for name, value in options.items():
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if isinstance(known[name], float) and not is_number:
@@ -408,14 +403,12 @@ def make_calibrator(
         'percentile'
     """
     if method not in methods():
-        raise ConfigError(
-            f"unknown calibration method {method!r}; expected one of: {', '.join(methods())}"
-        )
+        text = f"unknown calibration method {method!r}; expected one of: {', '.join(methods())}"
+        raise ConfigError(text)
     factory = CALIBRATORS.get(method) or partial(HistogramCalibrator, method=method)
     factory = factory if symmetric else partial(factory, symmetric=False)
     try:
         return factory(format=format, granularity=granularity, **options)
     except TypeError as error:
-        raise ConfigError(
-            f"calibration method {method!r}: got options {sorted(options)}; {error}"
-        ) from None
+        text = f"calibration method {method!r}: got options {sorted(options)}; {error}"
+        raise ConfigError(text) from None

@@ -76,16 +76,14 @@ class _Link:
         self, group: dist.ProcessGroup | None, device: torch.device | str | None, timeout: float
     ) -> None:
         if not (dist.is_available() and dist.is_initialized()):
-            raise CalibrationError(
-                "sync: got no process group; expected one. "
-                "Start with torchrun and call init_process_group()"
-            )
+            text = "sync: got no process group; expected one. "
+            text += "Start with torchrun and call init_process_group()"
+            raise CalibrationError(text)
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
-            raise CalibrationError(
-                "sync: this process is not in the group; "
-                "expected a call from the group's ranks only"
-            )
+            text = "sync: this process is not in the group; "
+            text += "expected a call from the group's ranks only"
+            raise CalibrationError(text)
         if device is None and dist.get_backend(group) == "nccl":
             device = torch.device("cuda", torch.cuda.current_device())
         self.group, self.device, self.timeout = group, device or torch.device("cpu"), timeout
@@ -105,11 +103,10 @@ class _Link:
             assert work is not None
             work.wait(timedelta(seconds=self.timeout))
         except RuntimeError as error:
-            raise CalibrationError(
-                f"sync: rank {self.rank} of {self.world_size} got no answer from the others "
-                f"within the timeout of {self.timeout:g} s ({error}); expected every rank to "
-                "take part. Look for the rank that failed first, or raise the timeout"
-            ) from error
+            text = f"sync: rank {self.rank} of {self.world_size} got no answer from the others "
+            text += f"within the timeout of {self.timeout:g} s ({error}); expected every rank to "
+            text += "take part. Look for the rank that failed first, or raise the timeout"
+            raise CalibrationError(text) from error
         return sent.to(tensor.device)
 
 
@@ -138,11 +135,10 @@ def _prepare(link: _Link, observers: list[Observer], names: Sequence[str]) -> li
     for i, observer in enumerate(observers):
         shapes = {tuple(rank[i][2 : 2 + rank[i][1]]) for rank in by_rank if rank[i][0]}
         if len(shapes) > 1:
-            raise CalibrationError(
-                f"sync: {names[i]} has amax shapes that differ between ranks "
-                f"({observer.shape} on rank {link.rank}); expected one shape. "
-                "Choose an axis whose size is the same in every batch"
-            )
+            text = f"sync: {names[i]} has amax shapes that differ between ranks "
+            text += f"({observer.shape} on rank {link.rank}); expected one shape. "
+            text += "Choose an axis whose size is the same in every batch"
+            raise CalibrationError(text)
         if shapes and observer.shape is None:
             observer.prepare(shapes.pop(), torch.device(link.device))
     return [[rank[i][0] for rank in by_rank] for i in range(len(observers))]

@@ -40,9 +40,8 @@ def percentile(histogram: Histogram, format: Format, *, percentile: float = 99.9
     The value is interpolated within its bin; 0 < percentile <= 100.
     """
     if not 0.0 < percentile <= 100.0:
-        raise ConfigError(
-            f"percentile: got {percentile}; expected 0 < percentile <= 100, for example 99.99"
-        )
+        text = f"percentile: got {percentile}; expected 0 < percentile <= 100, for example 99.99"
+        raise ConfigError(text)
     cumulative = histogram.counts.cumsum(1).double()
     wanted = cumulative[:, -1:] * (percentile / 100.0)
     index = torch.searchsorted(cumulative, wanted).clamp_(max=cumulative.shape[1] - 1)
@@ -184,10 +183,7 @@ def _non_negative_values(format: Format, histogram: Histogram) -> Tensor | None:
 
 
 def _best_edge(scores: Tensor, candidates: Tensor, histogram: Histogram) -> Tensor:
-    """Return the largest candidate edge of least score within the data of each group.
-
-    ``scores`` is (groups, candidates); infinity for a group without a candidate within its data.
-    """
+    """Return each group's largest candidate of least score; infinity without one in its data."""
     counts = histogram.counts
     edges = torch.arange(1, counts.shape[1] + 1, device=counts.device)
     last_edge = torch.where(counts > 0, edges, 0).amax(1, keepdim=True)

@@ -130,11 +130,10 @@ class Observer(ABC):
             self.nonfinite = torch.zeros((), dtype=torch.int64, device=device)
             self._allocate(self.shape, device)
         elif tuple(shape) != self.shape:
-            raise CalibrationError(
-                f"{type(self).__name__}: got a tensor whose amax has shape {tuple(shape)}; "
-                f"expected {self.shape} as before. Give the axis of the channels, not of the "
-                "batch, or use one calibrator per shape"
-            )
+            text = f"{type(self).__name__}: got a tensor whose amax has shape {tuple(shape)}; "
+            text += f"expected {self.shape} as before. Give the axis of the channels, not of the "
+            text += "batch, or use one calibrator per shape"
+            raise CalibrationError(text)
         elif self.nonfinite is not None and self.nonfinite.device != device:
             self.nonfinite = self.nonfinite.to(device)
             self._move(device)
@@ -197,9 +196,8 @@ class MovingAverageObserver(Observer):
         self, granularity: Granularity, *, signed: bool = True, momentum: float = 0.9
     ) -> None:
         if not 0.0 <= momentum < 1.0:
-            raise ConfigError(
-                f"momentum: got {momentum}; expected 0 <= momentum < 1, the weight of the past"
-            )
+            text = f"momentum: got {momentum}; expected 0 <= momentum < 1, the weight of the past"
+            raise ConfigError(text)
         self.momentum = momentum
         self.window = 1 if momentum == 0 else max(1, math.ceil(-25 / math.log2(momentum)))
         super().__init__(granularity, signed=signed)

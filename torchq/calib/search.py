@@ -67,42 +67,30 @@ def search_range(
         whole = Range.of(x, granularity, symmetric=symmetric)
         length = whole.high if whole.low is None else whole.high - whole.low
         if not torch.isfinite(length).all():
-            raise CalibrationError(
-                "search_range: got NaN or infinite values; expected a finite tensor"
-            )
-        if not x.numel():
-            return whole
-        if not symmetric:
-            return _search_ends(x, whole, format, granularity, scale_format)
+            text = "search_range: got NaN or infinite values; expected a finite tensor"
+            raise CalibrationError(text)
+        if not (x.numel() and symmetric):
+            ends = (x, whole, format, granularity, scale_format)
+            return _search_ends(*ends) if x.numel() else whole
+
+        def best(x: Tensor, largest: Tensor) -> Tensor:
+            def error(amax: Tensor) -> Tensor:
+                codes = quantize(x, amax, format, granularity, scale_format)
+                values = dequantize(codes, amax, format, granularity, scale_format)
+                return _squared_error(x, values, granularity, largest.shape)
+
+            steps = ((1.0 - _SMALLEST_FRACTION) * i / (candidates - 1) for i in range(candidates))
+            (found,) = least_error([(largest * (1.0 - step),) for step in steps], error)
+            return found
+
         rows_are_independent = x.dim() > 0 and whole.high.shape[:1] == x.shape[:1]
         joins_rows = scale_format is not None and not isinstance(scale_format, ScaleType)
         if joins_rows or not rows_are_independent:
-            return Range(_search(x, whole.high, format, granularity, scale_format, candidates))
+            return Range(best(x, whole.high))
         # Rows do not share an amax, so each piece stays in the cache through all candidates.
         rows = max(1, _PIECE * x.shape[0] // x.numel())
         parts = zip(x.split(rows), whole.high.split(rows), strict=True)
-        found = [_search(*part, format, granularity, scale_format, candidates) for part in parts]
-        return Range(torch.cat(found))
-
-
-def _search(
-    x: Tensor,
-    largest: Tensor,
-    format: Format,
-    granularity: Granularity,
-    scale_format: Format | None,
-    candidates: int,
-) -> Tensor:
-    """Try all candidates on ``x`` and return the best amax of each group."""
-
-    def error(amax: Tensor) -> Tensor:
-        codes = quantize(x, amax, format, granularity, scale_format)
-        values = dequantize(codes, amax, format, granularity, scale_format)
-        return _squared_error(x, values, granularity, largest.shape)
-
-    fractions = (1.0 - (1.0 - _SMALLEST_FRACTION) * i / (candidates - 1) for i in range(candidates))
-    (best,) = least_error([(largest * fraction,) for fraction in fractions], error)
-    return best
+        return Range(torch.cat([best(*part) for part in parts]))
 
 
 def _search_ends(

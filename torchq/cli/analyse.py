@@ -61,10 +61,9 @@ def run_inspect(args: argparse.Namespace) -> int:
         _show(args, report, lambda: dataclasses.asdict(report))
         return 0
     if args.model.endswith((".pt", ".pth")):
-        raise ConfigError(
-            f"inspect {args.model}: holds ranges and weights without a model; pass --model "
-            f"package.module:name --data ... --load {args.model}"
-        )
+        text = f"inspect {args.model}: holds ranges and weights without a model; pass --model "
+        text += f"package.module:name --data ... --load {args.model}"
+        raise ConfigError(text)
     if args.load is not None or args.data is not None:
         summary = torchq.summary(prepare(args, say=quiet, held_out=0).model)
     else:
@@ -84,7 +83,10 @@ def run_plan(args: argparse.Namespace) -> int:
     if not args.budget:
         found = torchq.plan(model, named_config(args.recipe), target=args.target, **selection(args))
         fields = ("name", "input", "weight", "reason")
-        rows = [{key: _text(getattr(d, key)) for key in fields} for d in found.decisions]
+        rows = [
+            {k: None if (v := getattr(d, k)) is None else str(v) for k in fields}
+            for d in found.decisions
+        ]
         shown = found.table() if args.rows else found
         _show(args, shown, lambda: {"decisions": rows, "config": found.recipe})
         return 0
@@ -115,10 +117,6 @@ def _formats(args: argparse.Namespace) -> list[int | str]:
     return [int(name) if name.isdigit() else name for name in args.formats]
 
 
-def _text(value: Any) -> str | None:
-    return None if value is None else str(value)
-
-
 def _budget(texts: list[str]) -> dict[str, float]:
     found = {}
     for text in texts:
@@ -126,7 +124,6 @@ def _budget(texts: list[str]) -> dict[str, float]:
         try:
             found[kind] = float(number)
         except ValueError:
-            raise ConfigError(
-                f"--budget {text}: expected KIND=NUMBER, such as mean_bits=5"
-            ) from None
+            problem = f"--budget {text}: expected KIND=NUMBER, such as mean_bits=5"
+            raise ConfigError(problem) from None
     return found

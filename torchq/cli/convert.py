@@ -17,9 +17,8 @@ from torchq.utils import replacing
 def run_convert(options: argparse.Namespace) -> int:
     """Read the file, export the model, and write it."""
     if not is_network_file(options.file):
-        raise ConfigError(
-            f"got {options.file!r}; expected a name that ends in {', '.join(ENDINGS)}"
-        )
+        problem = f"got {options.file!r}; expected a name that ends in {', '.join(ENDINGS)}"
+        raise ConfigError(problem)
     target = Path(options.to)
     shapes = [_sizes(text) for text in options.shape]
     model: Any = load_model(options.file, options.weights)
@@ -44,9 +43,8 @@ def example_of(model: Any, shapes: list[list[int]]) -> tuple[Tensor, ...]:
     names: Any = model.input_names
     known: Any = model.input_shapes
     if shapes and len(shapes) != len(names):
-        raise ConfigError(
-            f"--shape: got {len(shapes)}; expected one for each of {', '.join(names)}"
-        )
+        text = f"--shape: got {len(shapes)}; expected one for each of {', '.join(names)}"
+        raise ConfigError(text)
     result = []
     for number, name in enumerate(names):
         sizes = [size or 1 for size in known[number] or ()]
@@ -64,7 +62,6 @@ def _export(model: nn.Module, example: tuple[Tensor, ...]) -> torch.export.Expor
         return torch.export.export(model, example)
     except Exception as error:  # torch.export raises many kinds of errors
         line = str(error).strip().partition("\n")[0]
-        raise ExportError(
-            f"convert: torch.export cannot follow the network ({type(error).__name__}: {line}). "
-            "Layers that choose detections are such; cut them off, or use the model in Python"
-        ) from error
+        text = f"convert: torch.export cannot follow the network ({type(error).__name__}: {line}). "
+        text += "Layers that choose detections are such; cut them off, or use the model in Python"
+        raise ExportError(text) from error

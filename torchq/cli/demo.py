@@ -234,9 +234,7 @@ class _Demo:
         w4a4 = self.quantized(net, _w4a4())
         try:
             torchq.report(w4a4, self.test.batches(200), self.out / "report.html", accuracy)
-            print(
-                "report on the W4A4 network as calibrated: which layers hurt, and what helps first"
-            )
+            print("report on the W4A4 network as calibrated: which layers hurt, what helps first")
         except MissingExtraError as error:
             print(f"no report.html: {error}")
 

@@ -117,8 +117,7 @@ def _weights_beside(name: str) -> str:
     numbered = r"-\d+\.params|\.caffemodel"
     found = [path for path in glob.glob(pattern) if re.fullmatch(numbered, path[len(stem) :])]
     if not found:
-        raise ConfigError(
-            f"{name}: got no .{kind} beside it; expected {Path(pattern).name}. "
-            "Name the file with --weights"
-        )
+        text = f"{name}: got no .{kind} beside it; expected {Path(pattern).name}. "
+        text += "Name the file with --weights"
+        raise ConfigError(text)
     return max(found)

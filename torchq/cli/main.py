@@ -1,6 +1,5 @@
 """The program: arguments, errors and exit codes."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -21,7 +20,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        return _run(args)
+        check_paths(args)
+        if hasattr(args, "model"):
+            args.model = args.model or args.file
+        return _RUN[args.command](args)
     except (TorchqError, OSError) as error:
         print(f"torchq {args.command}: error: {error}", file=sys.stderr)
         return 2
@@ -40,10 +42,3 @@ _RUN = {
     "inspect": run_inspect,
     "plan": run_plan,
 }
-
-
-def _run(args: argparse.Namespace) -> int:
-    check_paths(args)
-    if hasattr(args, "model"):
-        args.model = args.model or args.file
-    return _RUN[args.command](args)

@@ -83,9 +83,8 @@ def number(*, above: float = -math.inf) -> Callable[[str], float]:
 def image_size(text: str) -> tuple[int, int]:
     """Return height and width, from ``224`` or ``HEIGHTxWIDTH``."""
     if not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3})?", text, re.ASCII):
-        raise argparse.ArgumentTypeError(
-            f"got {text!r}; expected pixels such as 224, or HEIGHTxWIDTH such as 480x640"
-        )
+        problem = f"got {text!r}; expected pixels such as 224, or HEIGHTxWIDTH such as 480x640"
+        raise argparse.ArgumentTypeError(problem)
     height, _, width = text.partition("x")
     return int(height), int(width or height)
 

@@ -121,7 +121,9 @@ def read_batches(
     source: Iterable[Any] = load_batches(args.data, images, labelled=labelled)
     with explained(f"--data {args.data}"):
         found = list(islice(source, args.num_batches + held_out))
-    count = _calibration_count(len(found), args.num_batches, held_out)
+    # Of short data a quarter stays for the comparison.
+    kept = min(held_out, max(1, len(found) // 4)) if len(found) > 1 else 0
+    count = min(args.num_batches, len(found) - kept)
     calibration, rest = _pieces(found[:count], fixed), _pieces(found[count:], fixed)
     if not calibration:
         wanted = "at least one" if fixed is None else f"at least {fixed} images, as the file fixes"
@@ -176,18 +178,16 @@ def _image_size(model: nn.Module, args: argparse.Namespace) -> tuple[int, int]:
     shapes: Any = model.input_shapes
     stated = shapes[0] or [None, 3, None, None]
     if len(shapes) != 1 or len(stated) != 4 or stated[1] not in (3, None):
-        raise ConfigError(
-            f"{_source(args)}: {args.model} takes inputs of shapes {shapes}; a folder gives "
-            "images (N, 3, height, width). Pass package.module:loader, or call "
-            "torchq.onnx.apply_calibration_cache from Python for a cache"
-        )
+        text = f"{_source(args)}: {args.model} takes inputs of shapes {shapes}; a folder gives "
+        text += "images (N, 3, height, width). Pass package.module:loader, or call "
+        text += "torchq.onnx.apply_calibration_cache from Python for a cache"
+        raise ConfigError(text)
     wanted = args.image_size or (_SIZE, _SIZE)
     height, width = (fixed or side for fixed, side in zip(stated[2:], wanted, strict=True))
     if args.image_size not in (None, (height, width)):
-        raise ConfigError(
-            f"--image-size {wanted[0]}x{wanted[1]}: {args.model} fixes {height}x{width}; "
-            "leave the option out"
-        )
+        text = f"--image-size {wanted[0]}x{wanted[1]}: {args.model} fixes {height}x{width}; "
+        text += "leave the option out"
+        raise ConfigError(text)
     return height, width
 
 
@@ -195,9 +195,8 @@ def example_of(batch: Any) -> Tensor:
     """Return the input tensor of a batch; the export traces with it."""
     first = batch[0] if isinstance(batch, (tuple, list)) else batch
     if not isinstance(first, Tensor):
-        raise ConfigError(
-            f"--data: got batches of {type(batch).__name__}; expected a tensor or (tensor, ...)"
-        )
+        text = f"--data: got batches of {type(batch).__name__}; expected a tensor or (tensor, ...)"
+        raise ConfigError(text)
     return first
 
 
@@ -239,18 +238,9 @@ def prepare(
         return Prepared(model, example, fixed is not None, calibration, calibration)
     started = time.perf_counter()
     torchq.calibrate(model, calibration, method=args.calib, on_unseen=args.on_unseen)
-    say(f"calibrated on {_counted(calibration)} in {time.perf_counter() - started:.1f} s")
+    batches = "1 batch" if len(calibration) == 1 else f"{len(calibration)} batches"
+    say(f"calibrated on {batches} in {time.perf_counter() - started:.1f} s")
     return Prepared(model, example, fixed is not None, calibration, rest or calibration)
-
-
-def _calibration_count(batches: int, wanted: int, held_out: int) -> int:
-    """Return how many batches to calibrate on: of short data a quarter stays for the comparison."""
-    kept = min(held_out, max(1, batches // 4)) if batches > 1 else 0
-    return min(wanted, batches - kept)
-
-
-def _counted(batches: list[Any]) -> str:
-    return "1 batch" if len(batches) == 1 else f"{len(batches)} batches"
 
 
 @contextmanager
@@ -261,10 +251,9 @@ def _wrong_size(images: Tensor, args: argparse.Namespace) -> Iterator[None]:
     except Exception as error:  # whatever the model's code raises
         folder = args.data is None or Path(args.data).is_dir()
         advice = "; pass another --image-size" if folder else ""
-        raise ConfigError(
-            f"{_source(args)}: the model fails on a batch of shape {tuple(images.shape)} "
-            f"({type(error).__name__}: {_first_line(error)}){advice}"
-        ) from None
+        text = f"{_source(args)}: the model fails on a batch of shape {tuple(images.shape)} "
+        text += f"({type(error).__name__}: {_first_line(error)}){advice}"
+        raise ConfigError(text) from None
 
 
 def _first_line(error: BaseException) -> str:

@@ -125,10 +125,9 @@ class IntFormat(Format):
         low = 2 if self.signed else 1
         if not low <= self.width <= 16:
             kind = "signed" if self.signed else "unsigned"
-            raise ConfigError(
-                f"format {self.name}: got {self.width} bits; expected {low} to 16 for {kind} "
-                "integers"
-            )
+            text = f"format {self.name}: got {self.width} bits; expected {low} to 16 for {kind} "
+            text += "integers"
+            raise ConfigError(text)
 
     @property
     def bits(self) -> int:
@@ -410,10 +409,9 @@ def by_bits(
     if isinstance(num_bits, int):
         return integer_format(num_bits, unsigned=unsigned, narrow=narrow, rounding=rounding)
     if unsigned or narrow:
-        raise ConfigError(
-            f"num_bits={num_bits}: got unsigned={unsigned}, narrow_range={narrow}; "
-            "expected neither for a floating-point format"
-        )
+        text = f"num_bits={num_bits}: got unsigned={unsigned}, narrow_range={narrow}; "
+        text += "expected neither for a floating-point format"
+        raise ConfigError(text)
     format = format_by_name("e{}m{}".format(*num_bits))
     assert isinstance(format, FloatFormat)
     return dataclasses.replace(format, rounding=rounding)

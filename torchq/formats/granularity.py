@@ -124,10 +124,9 @@ class PerAxis(Granularity):
             return amax.view(())
         if amax.dim() == 1 and len(self.axes) == 1 and amax.numel() == max(expected, default=1):
             return amax.view(expected)
-        raise ConfigError(
-            f"amax has shape {tuple(amax.shape)}; expected {expected} for axis {self.axes} "
-            f"of a tensor of shape {tuple(shape)}"
-        )
+        text = f"amax has shape {tuple(amax.shape)}; expected {expected} for axis {self.axes} "
+        text += f"of a tensor of shape {tuple(shape)}"
+        raise ConfigError(text)
 
 
 @dataclass(frozen=True)
@@ -148,10 +147,9 @@ class PerBlock(Granularity):
 
     def _axis(self, ndim: int) -> int:
         if not -ndim <= self.axis < ndim:
-            raise ConfigError(
-                f"block axis {self.axis}: the tensor has {ndim} dimensions; "
-                f"expected {-ndim} to {ndim - 1}"
-            )
+            text = f"block axis {self.axis}: the tensor has {ndim} dimensions; "
+            text += f"expected {-ndim} to {ndim - 1}"
+            raise ConfigError(text)
         return self.axis % ndim
 
     def split(self, x: Tensor) -> Tensor:
@@ -187,8 +185,7 @@ class PerBlock(Granularity):
         if amax.numel() == 1 and amax.dim() <= 1:
             return amax.view(())
         if amax.shape != expected:
-            raise ConfigError(
-                f"amax has shape {tuple(amax.shape)}; "
-                f"expected {expected}: blocks of {self.size} on axis {self.axis}"
-            )
+            text = f"amax has shape {tuple(amax.shape)}; "
+            text += f"expected {expected}: blocks of {self.size} on axis {self.axis}"
+            raise ConfigError(text)
         return amax.unsqueeze(self._axis(len(shape)) + 1)

@@ -196,15 +196,11 @@ def affine_bounds(
 
 
 def _aligned(name: str, x: Tensor, value: Tensor | float, granularity: Granularity) -> Tensor:
-    """Return ``value`` in the compute dtype, so that it broadcasts against the split tensor.
-
-    ``name`` is that of the function that was called with ``x``, which must be floating point.
-    """
+    """Return ``value`` in the compute dtype, aligned with the split ``x``; ``name`` is called."""
     if not x.is_floating_point():
-        raise TypeError(
-            f"{name}: got a tensor of {x.dtype}; expected a floating-point tensor. "
-            "Convert it with x.float()"
-        )
+        text = f"{name}: got a tensor of {x.dtype}; expected a floating-point tensor. "
+        text += "Convert it with x.float()"
+        raise TypeError(text)
     dtype = compute_dtype(x.dtype)
     if not isinstance(value, Tensor):
         # The device fills it: there is no copy from the host.
@@ -221,10 +217,9 @@ def _fake_quantize_affine(
 ) -> Tensor:
     """Quantize and dequantize ``x``; ``grid`` is scale, zero point and the bounds of codes."""
     if not format.is_integer:
-        raise ConfigError(
-            f"fake_quantize: got a zero point for {format}; expected an integer format. "
-            "Codes of a float format have none"
-        )
+        text = f"fake_quantize: got a zero point for {format}; expected an integer format. "
+        text += "Codes of a float format have none"
+        raise ConfigError(text)
     scale, zero_point, low, high = grid
     if torch.onnx.is_in_onnx_export():
         return onnx_ops.quantize_dequantize_affine(x, scale, zero_point, format, granularity)

@@ -66,10 +66,9 @@ def onnx_type(format: Format) -> tuple[Format, OnnxType]:
         width = next(w for w in (4, 8, 16) if w >= format.width)
         wider = format_by_name(f"{'' if format.signed else 'u'}int{width}")
         return wider, _TYPES[wider.name]
-    raise ExportError(
-        f"format {format}: ONNX QuantizeLinear has no such type; "
-        f"expected one of {', '.join(_TYPES)} or another integer width"
-    )
+    text = f"format {format}: ONNX QuantizeLinear has no such type; "
+    text += f"expected one of {', '.join(_TYPES)} or another integer width"
+    raise ExportError(text)
 
 
 def stored_type(format: Format, axis: int | None, wide: bool) -> tuple[Format, OnnxType]:
@@ -196,10 +195,9 @@ def onnx_axis(granularity: Granularity, ndim: int) -> tuple[int | None, int]:
         return granularity.axis % ndim, granularity.size
     if isinstance(granularity, PerAxis):
         if len(granularity.axes) != 1:
-            raise ExportError(
-                f"axis {granularity.axes}: ONNX QuantizeLinear has one axis; "
-                "expected a single axis, a block size or per tensor"
-            )
+            text = f"axis {granularity.axes}: ONNX QuantizeLinear has one axis; "
+            text += "expected a single axis, a block size or per tensor"
+            raise ExportError(text)
         return granularity.axes[0] % ndim, 0
     return None, 0
 
@@ -219,22 +217,11 @@ def _modern(
         typed = {**attributes, "output_dtype": data_type[kind.name].value}
     else:
         zero_points = (point.to(dtype=kind.dtype, device=x.device),)
-    codes = torch.onnx.ops.symbolic(
-        "QuantizeLinear",
-        (x, scale, *zero_points),
-        typed,
-        dtype=kind.dtype,
-        shape=x.shape,
-        version=version,
-    )
-    return torch.onnx.ops.symbolic(
-        "DequantizeLinear",
-        (codes, scale, *zero_points),
-        attributes,
-        dtype=x.dtype,
-        shape=x.shape,
-        version=version,
-    )
+    options: dict[str, Any] = {"shape": x.shape, "version": version}
+    inputs = (x, scale, *zero_points)
+    codes = torch.onnx.ops.symbolic("QuantizeLinear", inputs, typed, dtype=kind.dtype, **options)
+    pair = (codes, scale, *zero_points)
+    return torch.onnx.ops.symbolic("DequantizeLinear", pair, attributes, dtype=x.dtype, **options)
 
 
 def _legacy(
@@ -261,10 +248,9 @@ class _LegacyQuantizeDequantize(torch.autograd.Function):
         if g.opset < needed:
             what = "this type" if axis is None else "per-channel ranges"
             what = "blocks" if block else what
-            raise ExportError(
-                f"opset {g.opset}: QuantizeLinear has no {what} there; "
-                f"expected opset_version >= {needed}"
-            )
+            text = f"opset {g.opset}: QuantizeLinear has no {what} there; "
+            text += f"expected opset_version >= {needed}"
+            raise ExportError(text)
         scale = g.op("Constant", value_t=torch.tensor(grid[0], dtype=torch.float32, device="cpu"))
         zero_point = g.op("Constant", value_t=torch.tensor(grid[1], device="cpu").to(kind.dtype))
         attributes = {} if axis is None else {"axis_i": axis}

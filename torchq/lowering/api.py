@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune, remove_spectral_norm, remove_weight_norm
 
+from torchq import utils
 from torchq.errors import ExportError
 from torchq.graph import call_arguments, forward_hook_kind, is_torch_leaf, trace_or_none
 from torchq.lowering.attention import DeployedMultiheadAttention
@@ -25,13 +26,6 @@ from torchq.nn import QuantModule, TensorQuantizer
 from torchq.nn.calls.modules import RoutedModule
 from torchq.nn.correction import fold_corrections_
 from torchq.swap import restore_
-from torchq.utils import (
-    copy_module,
-    modules_with_names,
-    progress_stages,
-    set_submodule,
-    unwrapped,
-)
 from torchq.workflow import freeze_, quantizers
 
 log = logging.getLogger(__name__)
@@ -54,8 +48,8 @@ def lower_model(
     progress: bool = False,
 ) -> nn.Module:
     """Return a model on integer kernels that computes what ``simulated`` does."""
-    with progress_stages("deploy", _STAGES, enabled=progress) as next_stage:
-        result = _replace_layers(fold_corrections_(copy_module(simulated)), example)
+    with utils.progress_stages("deploy", _STAGES, enabled=progress) as next_stage:
+        result = _replace_layers(fold_corrections_(utils.copy_module(simulated)), example)
         next_stage()
         if fuse:
             result = fuse_layers(result, example is None or not _gives_options(result, example))
@@ -79,18 +73,18 @@ def simulated_copy(model: nn.Module) -> nn.Module:
     Wrappers of torch, such as those of data parallelism and ``torch.compile``, are left out.
     """
     _require_calibrated(model)
-    simulated = _copy(unwrapped(model))
+    simulated = _copy(utils.unwrapped(model))
     # From the inside out, as one wrapper may hold another.
     for path, module in reversed(list(simulated.named_modules(remove_duplicate=False))):
-        if (inside := unwrapped(module)) is not module:
-            set_submodule(simulated, path, inside)
+        if (inside := utils.unwrapped(module)) is not module:
+            utils.set_submodule(simulated, path, inside)
     freeze_(simulated)
     return simulated.eval().requires_grad_(False)
 
 
 def float_copy(simulated: nn.Module) -> nn.Module:
     """Return a copy of a model as it was before it was quantized."""
-    result = copy_module(simulated)
+    result = utils.copy_module(simulated)
     restore_(result)
     for quantizer in quantizers(result).values():  # that the author of the model placed
         quantizer.mode = "off"
@@ -105,11 +99,9 @@ def _report(problem: str, note: str, fuse: bool, overflow: bool) -> None:
             advice = f". The likely reason is that {_OVERFLOW}"
         raise ExportError(f"deploy: {problem}{advice}")
     if note:
-        warnings.warn(
-            f"deploy: {note}: the model amplifies values that are rounded the other way "
-            "at a tie. Its quantized results depend on the machine that computes them",
-            stacklevel=5,
-        )
+        text = f"deploy: {note}: the model amplifies values that are rounded the other way "
+        text += "at a tie. Its quantized results depend on the machine that computes them"
+        warnings.warn(text, stacklevel=5)
 
 
 def _require_calibrated(model: nn.Module) -> None:
@@ -129,7 +121,7 @@ def _require_calibrated(model: nn.Module) -> None:
 
 def _copy(model: nn.Module) -> nn.Module:
     try:
-        return copy_module(model)
+        return utils.copy_module(model)
     except Exception as error:  # classes copy themselves in any way they like
         reason = str(error).partition("\n")[0]
         raise ExportError(
@@ -140,7 +132,7 @@ def _copy(model: nn.Module) -> nn.Module:
 
 def _replace_layers(model: nn.Module, example: Any) -> nn.Module:
     """Replace every quantized layer that has an integer kernel, and round the weights of others."""
-    named = list(modules_with_names(model))
+    named = list(utils.modules_with_names(model))
     calls = lower_calls_(model, example)
     float_inputs: list[str] = []
     for names, module in named:
@@ -163,7 +155,7 @@ def _replace_layers(model: nn.Module, example: Any) -> nn.Module:
         copy_plain_attributes(module, new)
         for name in names:
             if name:
-                set_submodule(model, name, new)
+                utils.set_submodule(model, name, new)
             else:
                 model = new
     if float_inputs:
@@ -177,10 +169,7 @@ def _replace_layers(model: nn.Module, example: Any) -> nn.Module:
 
 
 def _remove_weight_hooks(module: nn.Module) -> None:
-    """Replace what weight_norm, spectral_norm or pruning computes by a parameter, in place.
-
-    In eval mode they compute the same weight at every call. Other hooks stay.
-    """
+    """Replace what weight_norm, spectral_norm or pruning computes by a parameter, in place."""
     for remove in (remove_weight_norm, remove_spectral_norm):
         with suppress(ValueError):  # the layer has no such hook
             remove(module)
@@ -191,10 +180,7 @@ def _remove_weight_hooks(module: nn.Module) -> None:
 
 
 def _round_weights(module: QuantModule, reason: str) -> None:
-    """Round the weights once instead of at every call, and leave a note for the summary.
-
-    A weight that a hook or a parametrization computes is still rounded at every call.
-    """
+    """Round stored weights once instead of at every call, and leave a note for the summary."""
     module.deploy_note = reason  # type: ignore[assignment]
     if forward_hook_kind(module):
         return

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchq.errors import ExportError
 from torchq.graph import call_model, tensors_in
 from torchq.lowering.layer import Int8Layer
+from torchq.utils import watching
 from torchq.workflow import disabled
 
 #: The relative error of a result that is always allowed: -20 dB.
@@ -112,14 +113,11 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def _allowed_error(expected: Tensor, exact: Tensor) -> float:
-    """Return the norm of the error that a deployed model may have without a closer look.
-
-    Every tie that falls the other way makes another sample of the quantization noise; two samples
-    differ by sqrt(2) times either.
-    """
+    """Return the norm of the error that a deployed model may have without a closer look."""
     usual = RESULT_TOLERANCE * norm(expected)
     if exact.shape != expected.shape:  # a selection, whose size depends on the values
         return usual
+    # Ties that fall the other way are another sample of the noise: sqrt(2) of it apart.
     return max(usual, 2**0.5 * distance(expected, exact))
 
 
@@ -136,7 +134,7 @@ def forced_pairs(
     inputs: dict[str, list[Tensor]] = {}
     pairs: list[tuple[str, Tensor, Tensor]] = []
 
-    def record(path: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def record(path: str, args: tuple[Any, ...], *_: Any) -> None:
         inputs.setdefault(path, []).extend(x.detach().clone() for x in args[:1])
 
     def force(path: str, layer: Int8Layer, args: tuple[Any, ...]) -> Any:
@@ -149,11 +147,8 @@ def forced_pairs(
         return (want, *args[1:])
 
     paths = {_original(path) for path in layers}
-    with ExitStack() as stack:
-        for path, module in simulated.named_modules():
-            if path in paths:
-                hook = partial(record, path)
-                stack.callback(module.register_forward_pre_hook(hook).remove)
+    read = [(m, partial(record, path)) for path, m in simulated.named_modules() if path in paths]
+    with watching(read, before=True):
         expected = _results(simulated, example)
     with ExitStack() as stack:
         for path, layer in layers.items():

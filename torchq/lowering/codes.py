@@ -41,10 +41,9 @@ def require_dtype(x: Tensor, dtype: torch.dtype | None, where: str) -> None:
     if x.dtype in _AUTOCAST_DTYPES and torch.is_autocast_enabled(x.device.type):
         return
     wanted = dtype or "a floating-point tensor"
-    raise TypeError(
-        f"{where}: got a tensor of {x.dtype}; expected {wanted}. Convert it with "
-        f"x.to({dtype or torch.float32})"
-    )
+    text = f"{where}: got a tensor of {x.dtype}; expected {wanted}. Convert it with "
+    text += f"x.to({dtype or torch.float32})"
+    raise TypeError(text)
 
 
 def require_numbers(x: Tensor, dtype: torch.dtype | None, where: str) -> None:
@@ -55,10 +54,9 @@ def require_numbers(x: Tensor, dtype: torch.dtype | None, where: str) -> None:
     """
     require_dtype(x, dtype, where)
     if eager(x) and x.numel() and math.isnan(float(x.detach().amin())):
-        raise QuantizationError(
-            f"{where}: got NaN; expected numbers, as no uint8 code stands for NaN. "
-            "Look for the operation that makes it"
-        )
+        text = f"{where}: got NaN; expected numbers, as no uint8 code stands for NaN. "
+        text += "Look for the operation that makes it"
+        raise QuantizationError(text)
 
 
 class CodesModule(nn.Module):

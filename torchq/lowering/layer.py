@@ -75,11 +75,8 @@ class DeployedLayer(CodesModule):
         raise NotImplementedError
 
     def _product(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return the product for codes, by a kernel that is bound once for their shape.
-
-        Programs record torch's own operators in float32.
-        """
-        if not eager(x):
+        """Return the product for codes, by a kernel that is bound once for their shape."""
+        if not eager(x):  # Programs record torch's own operators in float32.
             self.kernel.keep_plain()
             assert self.kernel.plain is not None
             weights = Int8Weights(self.kernel.plain, self.weight_scale, *self._grid())
@@ -320,10 +317,9 @@ class DynamicInt8Linear(DeployedLayer):
         """Return the range of each token of ``x``, (..., 1), or of all of it; float32."""
         amax = reduce_amax(x, self.descriptor.granularity).to(torch.float32)
         if amax.dim() and amax.shape[-1] != 1:
-            raise ExportError(
-                f"DynamicInt8Linear: got ranges along the features of {tuple(x.shape)}; "
-                "expected one per token or tensor"
-            )
+            text = f"DynamicInt8Linear: got ranges along the features of {tuple(x.shape)}; "
+            text += "expected one per token or tensor"
+            raise ExportError(text)
         factor = self.descriptor.scale_amax
         return amax if factor is None else amax * factor
 

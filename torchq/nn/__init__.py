@@ -53,12 +53,7 @@ from torchq.nn.modules.input_quantized import (
     QuantSigmoid,
     QuantSiLU,
 )
-from torchq.nn.modules.linear import (
-    QuantBilinear,
-    QuantEmbedding,
-    QuantEmbeddingBag,
-    QuantLinear,
-)
+from torchq.nn.modules.linear import QuantBilinear, QuantEmbedding, QuantEmbeddingBag, QuantLinear
 from torchq.nn.modules.operators import (
     Add,
     Cat,
@@ -74,12 +69,7 @@ from torchq.nn.modules.operators import (
     ScaledDotProductAttention,
     Tap,
 )
-from torchq.nn.modules.recurrent import (
-    QuantGRU,
-    QuantLSTM,
-    QuantRecurrent,
-    QuantRNN,
-)
+from torchq.nn.modules.recurrent import QuantGRU, QuantLSTM, QuantRecurrent, QuantRNN
 from torchq.nn.shared_quantizers import share_quantizers_, shared_groups
 from torchq.nn.switches import quantizing_only
 from torchq.nn.tensor_quantizer import TensorQuantizer

@@ -257,10 +257,9 @@ def register(float_class: type[nn.Module]) -> Callable[[Q], Q]:
 
     def decorator(cls: Q) -> Q:
         if not (issubclass(cls, QuantModule) and issubclass(cls, float_class)):
-            raise ConfigError(
-                f"register({qualified_name(float_class)}): got {qualified_name(cls)}; "
-                "expected a subclass of QuantModule and of it"
-            )
+            text = f"register({qualified_name(float_class)}): got {qualified_name(cls)}; "
+            text += "expected a subclass of QuantModule and of it"
+            raise ConfigError(text)
         cls.float_class = float_class
         QUANTIZED.add(float_class, cls)
         return cls
@@ -322,9 +321,8 @@ def _derived_twin(cls: type[Any], twin: type[Any]) -> type[QuantModule]:
 def _blank_twin(cls: type[nn.Module]) -> QuantModule:
     twin = quantized_class(cls)
     if twin is None:
-        raise QuantizationError(
-            f"{qualified_name(cls)}: has no quantized twin; expected the code that was pickled"
-        )
+        text = f"{qualified_name(cls)}: has no quantized twin; expected the code that was pickled"
+        raise QuantizationError(text)
     return twin.__new__(twin)
 
 
@@ -362,14 +360,12 @@ def convert_(
     name = qualified_name(type(module))
     twin = quantized_class(type(module))
     if twin is None:
-        raise QuantizationError(
-            f"{name}: has no quantized twin; expected one of the registered classes. "
-            "See torchq.nn.register"
-        )
+        text = f"{name}: has no quantized twin; expected one of the registered classes. "
+        text += "See torchq.nn.register"
+        raise QuantizationError(text)
     if "forward" in vars(module):
-        raise QuantizationError(
-            f"{name}: forward was replaced on the instance; expected the class's own"
-        )
+        text = f"{name}: forward was replaced on the instance; expected the class's own"
+        raise QuantizationError(text)
     taken = [f"{slot}_quantizer" for slot in twin.slots() if hasattr(module, f"{slot}_quantizer")]
     if taken:
         raise QuantizationError(f"{name}: has {taken[0]} already; expected a float module")

@@ -51,10 +51,7 @@ def exact_sums(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _adds_exactly(module: QuantModule, behind_it: nn.Module | None) -> Iterator[None]:
-    """Let the calls of one module run inside the mode, also those that fail.
-
-    ``behind_it`` is the quantizer that a kernel rounds its result for, as far as that is known.
-    """
+    """Let the calls of one module run inside the mode, also those that fail."""
     running: list[_Float64Products] = []
 
     def start(*_: Any) -> None:

@@ -42,10 +42,9 @@ def checked_qparams(
     given, point = checked_numbers(where, "scale", scale, device), as_tensor(zero_point).to(device)
     point = point.expand(given.shape) if point.numel() == 1 else point
     if point.shape != given.shape or (d.granularity == PerTensor() and given.numel() != 1):
-        raise ConfigError(
-            f"{where}: got a scale of shape {tuple(given.shape)} and a zero point of shape "
-            f"{tuple(point.shape)} for {d}; expected equal shapes, with one element per tensor"
-        )
+        text = f"{where}: got a scale of shape {tuple(given.shape)} and a zero point of shape "
+        text += f"{tuple(point.shape)} for {d}; expected equal shapes, with one element per tensor"
+        raise ConfigError(text)
     low, high = (0, 0) if d.symmetric else (int(d.format.quant_min), int(d.format.quant_max))
     is_code = (point >= low) & (point <= high) & (point == point.to(torch.int32))
     if not point.is_meta and not bool(is_code.all()):
@@ -56,15 +55,13 @@ def checked_qparams(
     smallest = torch.finfo(torch.float32).tiny
     is_scale = (given >= smallest) & (given * d.format.qmax < torch.inf)
     if typed is not None and not given.is_meta and not given.equal(typed.snap_(given.clone())):
-        raise ConfigError(
-            f"{where}: got scales up to {float(given.max()):.9g} for {d}; expected numbers that "
-            f"{typed} holds. Use set_amax, whose scales are rounded"
-        )
+        text = f"{where}: got scales up to {float(given.max()):.9g} for {d}; expected numbers that "
+        text += f"{typed} holds. Use set_amax, whose scales are rounded"
+        raise ConfigError(text)
     if not given.is_meta and not bool(is_scale.all()):
-        raise ConfigError(
-            f"{where}: got scales from {float(given.min()):.3g} to {float(given.max()):.3g}; "
-            "expected normal numbers > 0 whose range fits float32"
-        )
+        text = f"{where}: got scales from {float(given.min()):.3g} to {float(given.max()):.3g}; "
+        text += "expected normal numbers > 0 whose range fits float32"
+        raise ConfigError(text)
     return QParams(given, point.to(torch.int32, copy=True), d.format)
 
 

@@ -40,24 +40,21 @@ def share_quantizers_(model: nn.Module, paths: Sequence[str]) -> TensorQuantizer
     chosen = [found.get(path) for path in paths]
     for path, quantizer in zip(paths, chosen, strict=True):
         if not isinstance(quantizer, TensorQuantizer):
-            raise QuantizationError(
-                f"share: {path} is {type(quantizer).__name__}; expected the path of a quantizer"
-            )
+            text = f"share: {path} is {type(quantizer).__name__}; expected the path of a quantizer"
+            raise QuantizationError(text)
     quantizers = [q for q in chosen if isinstance(q, TensorQuantizer)]
     first = quantizers[0]
     if all(quantizer is first for quantizer in quantizers):
         return first
     for path, quantizer in zip(paths, quantizers, strict=True):
         if quantizer.descriptor.replace(name=None) != first.descriptor.replace(name=None):
-            raise ConfigError(
-                f"share: {path} is {quantizer.descriptor}; expected {first.descriptor}, "
-                f"as {paths[0]}"
-            )
+            text = f"share: {path} is {quantizer.descriptor}; expected {first.descriptor}, "
+            text += f"as {paths[0]}"
+            raise ConfigError(text)
         if quantizer.descriptor.granularity != PerTensor():
-            raise ConfigError(
-                f"share: {path} is {quantizer.descriptor}; expected a range per tensor, "
-                "tensors differ in their axes"
-            )
+            text = f"share: {path} is {quantizer.descriptor}; expected a range per tensor, "
+            text += "tensors differ in their axes"
+            raise ConfigError(text)
     known = [q for q in quantizers if q.calibrated and not q.amax.is_meta]
     if known:
         widest = reduce(Range.joined, (q.range.map(torch.Tensor.detach) for q in known))

@@ -149,9 +149,8 @@ class TensorQuantizer(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a switch or an end of the range is checked, as by :meth:`set_amax`."""
         if name in ("observing", "quantizing") and not isinstance(value, bool):
-            raise ConfigError(
-                f"{self._label}: got {name}={short_repr(value)}; expected True or False"
-            )
+            text = f"{self._label}: got {name}={short_repr(value)}; expected True or False"
+            raise ConfigError(text)
         if name in ("amax", "amin") and name in self._buffers and isinstance(value, Tensor):
             if value.numel():
                 checked_numbers(self._label, name, value, self.amax.device)
@@ -215,10 +214,9 @@ class TensorQuantizer(nn.Module):
     @delegate.setter
     def delegate(self, function: Delegate | None) -> None:
         if function is not None and not callable(function):
-            raise ConfigError(
-                f"{self._label}: got the delegate {function!r}; expected a function of a tensor "
-                "and the quantizer, or None"
-            )
+            text = f"{self._label}: got the delegate {function!r}; expected a function of a tensor "
+            text += "and the quantizer, or None"
+            raise ConfigError(text)
         self._delegate = function
 
     @property
@@ -230,9 +228,8 @@ class TensorQuantizer(nn.Module):
     @mode.setter
     def mode(self, mode: str) -> None:
         if not isinstance(mode, str) or mode not in _MODES:
-            raise ConfigError(
-                f"{self._label}: got mode {mode!r}; expected one of {', '.join(_MODES)}"
-            )
+            text = f"{self._label}: got mode {mode!r}; expected one of {', '.join(_MODES)}"
+            raise ConfigError(text)
         self.observing, self.quantizing = _MODES[mode]
 
     @property
@@ -259,10 +256,9 @@ class TensorQuantizer(nn.Module):
         if self.calibrated and not d.dynamic:
             found = self.range.map(lambda end: self._with_scaled_gradient(end, x))
         elif torch.onnx.is_in_onnx_export():
-            raise ExportError(
-                f"{self._label}: has no calibrated range to export; expected a fixed amax. "
-                f"{_CALIBRATE}"
-            )
+            text = f"{self._label}: has no calibrated range to export; expected a fixed amax. "
+            text += f"{_CALIBRATE}"
+            raise ExportError(text)
         else:
             found = Range.of(x, d.granularity, symmetric=d.symmetric)
         factor = d.scale_amax
@@ -357,10 +353,9 @@ class TensorQuantizer(nn.Module):
                 asymmetric. The range stays as it was.
         """
         if not self.descriptor.symmetric:
-            raise ConfigError(
-                f"{self._label}: got set_amax for {self.descriptor}; expected both ends. "
-                "Use set_range(amin, amax)"
-            )
+            text = f"{self._label}: got set_amax for {self.descriptor}; expected both ends. "
+            text += "Use set_range(amin, amax)"
+            raise ConfigError(text)
         self._set_checked(amax=value)
 
     def set_range(self, amin: Any, amax: Any) -> None:
@@ -386,20 +381,17 @@ class TensorQuantizer(nn.Module):
             device = self.amax.device
             numbers = [checked_numbers(self._label, *pair, device) for pair in ends.items()]
             if numbers[0].shape != numbers[-1].shape:
-                raise ConfigError(
-                    f"{self._label}: got amin of shape {tuple(numbers[-1].shape)} and amax of "
-                    f"shape {tuple(numbers[0].shape)}; expected equal shapes"
-                )
+                text = f"{self._label}: got amin of shape {tuple(numbers[-1].shape)} and amax of "
+                text += f"shape {tuple(numbers[0].shape)}; expected equal shapes"
+                raise ConfigError(text)
             found = Range(*numbers)
             length = found.high if found.low is None else found.high - found.low
             dead = found.dead(self.descriptor.format) & (length > 0)
             lost = 0 if length.is_meta else int(dead.sum())
             if lost:
-                warnings.warn(
-                    f"{self._label}: got {lost} ranges as small as {float(length.min()):.3g}; "
-                    "their scales are no normal float32 numbers, so their values become 0",
-                    stacklevel=3,
-                )
+                text = f"{self._label}: got {lost} ranges as small as {float(length.min()):.3g}; "
+                text += "their scales are no normal float32 numbers, so their values become 0"
+                warnings.warn(text, stacklevel=3)
             self.range = found
 
     def set_qparams(self, scale: Any, zero_point: Any = None) -> None:
@@ -533,12 +525,10 @@ class TensorQuantizer(nn.Module):
 
     def _warn_of_negatives(self, calibrator: Calibrator) -> None:
         if seen := calibrator.negative_batches:
-            warnings.warn(
-                f"{self._label}: got negative values in {seen} of {calibrator.batches} batches; "
-                f"{self.descriptor.format} makes them 0. "
-                "Use unsigned=False or 'auto', or leave it if that is meant",
-                stacklevel=3,
-            )
+            text = f"{self._label}: got negative values in {seen} of {calibrator.batches} batches; "
+            text += f"{self.descriptor.format} makes them 0. "
+            text += "Use unsigned=False or 'auto', or leave it if that is meant"
+            warnings.warn(text, stacklevel=3)
 
     def calibrate_on(self, x: Tensor, method: str | None = None) -> None:
         """Set the range from one tensor, such as a weight, which a method may search.
@@ -594,10 +584,9 @@ class TensorQuantizer(nn.Module):
             ConfigError: the descriptor fixes the sign.
         """
         if not self._chooses_sign:
-            raise ConfigError(
-                f"{self._label}: got set_unsigned for {self.descriptor}; "
-                "expected a descriptor with unsigned='auto'"
-            )
+            text = f"{self._label}: got set_unsigned for {self.descriptor}; "
+            text += "expected a descriptor with unsigned='auto'"
+            raise ConfigError(text)
         value = _UNDECIDED if unsigned == "auto" else int(unsigned)
         with torch.inference_mode(False), torch.no_grad():
             buffer = torch.full_like(self.get_buffer("unsigned"), value)

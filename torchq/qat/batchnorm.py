@@ -106,10 +106,9 @@ def reestimate_bn_(
     check_batches("reestimate_bn_", batches, num_batches)
     norms = [m for m in model.modules() if isinstance(m, _NORMS) and m.running_mean is not None]
     if not norms:
-        raise ConfigError(
-            f"reestimate_bn_: {type(model).__name__} has no BatchNorm with running statistics; "
-            "expected at least one"
-        )
+        text = f"reestimate_bn_: {type(model).__name__} has no BatchNorm with running statistics; "
+        text += "expected at least one"
+        raise ConfigError(text)
     statistics = [b for m in norms for n, b in m.named_buffers(recurse=False) if n in _STATISTICS]
     momenta, count = [m.momentum for m in norms], 0
     try:

@@ -73,19 +73,11 @@ def param_groups(
     }
     members: dict[str, list[nn.Parameter]] = {name: [] for name in groups}
     for parameter in model.parameters():
-        if not parameter.requires_grad:
-            continue
-        if id(parameter) in names:
-            members[names[id(parameter)]].append(parameter)
-        elif parameter.dim() > 1:
-            members["weights"].append(parameter)
-        else:
-            members["biases_and_norms"].append(parameter)
-    return [
-        {"name": name, "params": params, **groups[name]}
-        for name, params in members.items()
-        if params
-    ]
+        kind = "weights" if parameter.dim() > 1 else "biases_and_norms"
+        if parameter.requires_grad:
+            members[names.get(id(parameter), kind)].append(parameter)
+    found = {name: params for name, params in members.items() if params}
+    return [{"name": name, "params": params, **groups[name]} for name, params in found.items()]
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from torchq.errors import ConfigError
 from torchq.functional import compute_dtype, scale_from_amax, straight_through
 from torchq.functional.fake_quant import living_ends
 from torchq.functional.scale import scale_and_zero_point
-from torchq.nn import QuantModule, TensorQuantizer, share_quantizers_
+from torchq.nn import TensorQuantizer, share_quantizers_
 from torchq.utils import Pattern
 from torchq.workflow import select_quantizers, weight_quantizers
+from torchq.workflow.modes import quantized_weights
 
 _METHODS = ("lsq", "lsq+", "pact")
 
@@ -62,18 +63,12 @@ def learn_ranges_(
         ('0.input_quantizer',)
     """
     if method not in _METHODS or start not in ("calibrated", "lsq"):
-        raise ConfigError(
-            f"learn_ranges_: got method {method!r} and start {start!r}; expected one of "
-            f"{', '.join(_METHODS)}, and 'calibrated' or 'lsq'"
-        )
+        text = f"learn_ranges_: got method {method!r} and start {start!r}; expected one of "
+        text += f"{', '.join(_METHODS)}, and 'calibrated' or 'lsq'"
+        raise ConfigError(text)
     chosen = select_quantizers(model, patterns)
     descriptors = {path: _learned(path, q, method) for path, q in chosen.items()}
-    weights = {
-        id(quantizer): weight.detach()
-        for module in model.modules()
-        if isinstance(module, QuantModule)
-        for quantizer, weight in module.quantized_weights()
-    }
+    weights = {id(q): weight.detach() for q, weight in quantized_weights(model)}
     for path, quantizer in chosen.items():
         first = weights.get(id(quantizer)) if start == "lsq" else None
         _make_parameters(quantizer, descriptors[path], first)
@@ -110,9 +105,8 @@ def _learned(path: str, quantizer: TensorQuantizer, method: str) -> QuantDescrip
             "Run torchq.calibrate first"
         )
     if method == "pact" and quantizer.delegate is not None:
-        raise ConfigError(
-            f"{path}: got method 'pact' for a quantizer with a delegate; expected one without"
-        )
+        text = f"{path}: got method 'pact' for a quantizer with a delegate; expected one without"
+        raise ConfigError(text)
     changes: dict[str, Any] = {"symmetric": False} if method == "lsq+" else {}
     try:
         return quantizer.descriptor.replace(learn_amax=True, scale_range_grad=True, **changes)
@@ -181,10 +175,9 @@ def share_range_(model: nn.Module, patterns: Sequence[Pattern] | Pattern) -> Ten
     selected = select_quantizers(model, patterns)
     chosen = [path for path, quantizer in selected.items() if id(quantizer) not in weights]
     if len(chosen) < 2:
-        raise ConfigError(
-            f"share_range_: {patterns!r} selects {chosen or 'no quantizer of activations'}; "
-            "expected at least two"
-        )
+        text = f"share_range_: {patterns!r} selects {chosen or 'no quantizer of activations'}; "
+        text += "expected at least two"
+        raise ConfigError(text)
     return share_quantizers_(model, chosen)
 
 

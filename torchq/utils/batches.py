@@ -14,10 +14,9 @@ def check_batches(where: str, batches: Any, num_batches: Any = None) -> None:
     """Raise an error unless ``batches`` holds batches and ``num_batches`` is a number of them."""
     is_count = isinstance(num_batches, Integral) and not isinstance(num_batches, bool)
     if num_batches is not None and not (is_count and num_batches > 0):
-        raise ConfigError(
-            f"{where}: got num_batches={num_batches!r}; expected an integer of at least 1, or "
-            "None for all batches"
-        )
+        text = f"{where}: got num_batches={num_batches!r}; expected an integer of at least 1, or "
+        text += "None for all batches"
+        raise ConfigError(text)
     is_one = isinstance(batches, (Tensor, Mapping, str)) or hasattr(batches, "__array__")
     is_many = any(hasattr(batches, name) for name in ("__iter__", "__getitem__"))
     if is_one or not is_many:

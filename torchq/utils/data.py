@@ -57,14 +57,12 @@ def check_fields(
     """Return ``data`` after checking that it is a mapping with the right keys."""
     allowed = sorted(known)
     if not isinstance(data, Mapping):
-        raise ConfigError(
-            f"{where}: got a {type(data).__name__}; expected a mapping with some of {allowed}"
-        )
+        text = f"{where}: got a {type(data).__name__}; expected a mapping with some of {allowed}"
+        raise ConfigError(text)
     unknown = sorted(short_repr(key) for key in data if key not in allowed)
     if unknown:
-        raise ConfigError(
-            f"{where}: got unknown keys [{', '.join(unknown)}]; expected some of {allowed}"
-        )
+        text = f"{where}: got unknown keys [{', '.join(unknown)}]; expected some of {allowed}"
+        raise ConfigError(text)
     for key in required:
         if key not in data:
             raise ConfigError(f"{where}: got {short_repr(dict(data))}; expected a {key!r}")

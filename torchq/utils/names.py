@@ -32,9 +32,8 @@ def check_pattern(pattern: Pattern) -> Pattern:
     """Return ``pattern``; a ConfigError says that it is none, whatever the model."""
     if not (pattern if isinstance(pattern, str) else callable(pattern)):
         got = "an empty string" if pattern == "" else f"{pattern!r} ({type(pattern).__name__})"
-        raise ConfigError(
-            f"pattern: got {got}; expected a glob, 're:...', 'type:...', a class or a callable"
-        )
+        text = f"pattern: got {got}; expected a glob, 're:...', 'type:...', a class or a callable"
+        raise ConfigError(text)
     if isinstance(pattern, str) and pattern.startswith("re:"):
         try:
             re.compile(pattern[3:])

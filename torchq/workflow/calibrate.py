@@ -12,20 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchq import utils
 from torchq.calib import methods, sync
 from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward, call_model
 from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
 from torchq.nn.correction import corrected_layers, forget_corrections
-from torchq.utils import (
-    check_batches,
-    device_of,
-    evaluating,
-    progress_bar,
-    table,
-    undone_on_error,
-    unwrapped,
-)
 from torchq.workflow.correction import Correction, needs_gains
 from torchq.workflow.correction import correct as correct_results
 from torchq.workflow.modes import quantizers, weight_quantizers
@@ -81,7 +73,7 @@ class CalibrationReport:
             end += f", {len(self.kept)} kept from before"
         if self.correction is not None:
             end += f"; {self.correction.line}"
-        return table(rows, end)
+        return utils.table(rows, end)
 
 
 def calibrate(
@@ -152,7 +144,7 @@ def calibrate(
     """
     _check_arguments(batches, forward, on_unseen, method, num_batches)
     # Wrappers would exchange buffers in their first forward, and wait for a rank without a batch.
-    todo, kept = _pending(model := unwrapped(model), force)
+    todo, kept = _pending(model := utils.unwrapped(model), force)
     _warn_of_other_ranks(batches, group)
     of_weights, pending = weight_quantizers(model), {id(q) for q in todo.values()}
     activations = {name: q for name, q in todo.items() if id(q) not in of_weights}
@@ -161,11 +153,11 @@ def calibrate(
     count, unseen, shows = 0, list[str](), progress and _is_first(group)
     buffers = [b for quantizer in todo.values() for b in quantizer.buffers()]
     parts = (*todo.values(), *corrected_layers(model))
-    with undone_on_error(*parts, written=buffers, but=CalibrationError), torch.no_grad():
+    with utils.undone_on_error(*parts, written=buffers, but=CalibrationError), torch.no_grad():
         with _weights_after_errors(model, pending):
             if batches is not None and (activations or group or samples):
                 observing = _observing(model, activations, method, options)
-                with evaluating(model), observing, samples or nullcontext():
+                with observing, samples.recording() if samples else nullcontext():
                     if activations or samples:
                         count = _run(model, batches, forward, num_batches, shows)
                     _join(activations, group, count)
@@ -188,16 +180,6 @@ def _weights_after_errors(model: nn.Module, pending: set[int]) -> Iterator[None]
         raise
 
 
-def _is_first(group: dist.ProcessGroup | None) -> bool:
-    return group is None or dist.get_rank(group) == 0
-
-
-def _check_readable(model: nn.Module, batches: Iterable[Any] | None) -> None:
-    """Raise ConfigError for batches that are read once, where 4 bits want them twice."""
-    if isinstance(batches, Iterator) and needs_gains(model):
-        raise ConfigError(f"calibrate: {_READ_ONCE}")
-
-
 def _corrected(
     model: nn.Module,
     batches: Iterable[Any] | None,
@@ -214,6 +196,22 @@ def _corrected(
         return None
     few, some = needs_gains(model), islice(batches, max(1, most))
     return correct_results(model, some, gains=few, in_order=few, forward=forward, group=group)
+
+
+def _is_first(group: dist.ProcessGroup | None) -> bool:
+    return group is None or dist.get_rank(group) == 0
+
+
+def _check_readable(model: nn.Module, batches: Iterable[Any] | None) -> None:
+    """Raise ConfigError for batches that are read once, where 4 bits want them twice."""
+    if isinstance(batches, Iterator) and needs_gains(model):
+        raise ConfigError(f"calibrate: {_READ_ONCE}")
+
+
+def _samples(model: nn.Module, chosen: Mapping[str, TensorQuantizer]) -> OutputSamples | None:
+    """Return what keeps inputs of layers, or None if no method of weights needs them."""
+    needed = any(q.descriptor.calib_method == _BY_OUTPUT for q in chosen.values())
+    return OutputSamples(model) if needed else None
 
 
 def _signs(chosen: Mapping[str, TensorQuantizer]) -> dict[str, str]:
@@ -266,25 +264,18 @@ def calibrate_weights(
 
 
 def _check_arguments(
-    batches: Iterable[Any] | None,
-    forward: Forward | None,
-    on_unseen: str,
-    method: str | None,
-    num_batches: int | None,
+    batches: Any, forward: Any, on_unseen: Any, method: Any, num_batches: Any
 ) -> None:
     if forward is not None and not callable(forward):
-        raise ConfigError(
-            f"calibrate: got forward={forward!r}; expected a function of the model and a batch"
-        )
+        text = f"calibrate: got forward={forward!r}; expected a function of the model and a batch"
+        raise ConfigError(text)
     if method is not None and method not in methods():
-        raise ConfigError(
-            f"calibrate: got method={method!r}; expected one of: {', '.join(methods())}"
-        )
+        text = f"calibrate: got method={method!r}; expected one of: {', '.join(methods())}"
+        raise ConfigError(text)
     if on_unseen not in ("error", "disable", "dynamic"):
-        raise ConfigError(
-            f"calibrate: got on_unseen={on_unseen!r}; expected 'error', 'disable' or 'dynamic'"
-        )
-    check_batches("calibrate", () if batches is None else batches, num_batches)
+        text = f"calibrate: got on_unseen={on_unseen!r}; expected 'error', 'disable' or 'dynamic'"
+        raise ConfigError(text)
+    utils.check_batches("calibrate", () if batches is None else batches, num_batches)
 
 
 def _warn_of_other_ranks(batches: Any, group: dist.ProcessGroup | None) -> None:
@@ -304,10 +295,9 @@ def _pending(model: nn.Module, force: bool) -> tuple[dict[str, TensorQuantizer],
     """Name all quantizers; return those to calibrate, and the paths of those that keep a range."""
     known = quantizers(model)
     if not known:
-        raise ConfigError(
-            f"calibrate: {type(model).__name__} has no quantizer; expected a quantized model. "
-            "Run torchq.quantize_(model) first"
-        )
+        text = f"calibrate: {type(model).__name__} has no quantizer; expected a quantized model. "
+        text += "Run torchq.quantize_(model) first"
+        raise ConfigError(text)
     for name, quantizer in known.items():
         quantizer.name = name
         if isinstance(quantizer.amax, Tensor) and quantizer.amax.is_meta:
@@ -323,19 +313,11 @@ def _pending(model: nn.Module, force: bool) -> tuple[dict[str, TensorQuantizer],
     # Where weights and no inputs have ranges, :func:`calibrate_weights` has set them.
     if done and not force and not (of_inputs and done.isdisjoint(of_inputs)):
         names = ", ".join(sorted(done)[:4]) + (", ..." if len(done) > 4 else "")
-        warnings.warn(
-            f"calibrate: {len(done)} quantizers are calibrated already and keep their ranges "
-            f"({names}); force=True replaces them",
-            stacklevel=3,
-        )
+        text = f"calibrate: {len(done)} quantizers are calibrated already and keep their ranges "
+        text += f"({names}); force=True replaces them"
+        warnings.warn(text, stacklevel=3)
     keep = fixed | (set() if force else done)
     return {n: q for n, q in live.items() if n not in keep}, tuple(n for n in live if n in keep)
-
-
-def _samples(model: nn.Module, chosen: Mapping[str, TensorQuantizer]) -> OutputSamples | None:
-    """Return what keeps inputs of layers, or None if no method of weights needs them."""
-    needed = any(q.descriptor.calib_method == _BY_OUTPUT for q in chosen.values())
-    return OutputSamples(model) if needed else None
 
 
 def _run(
@@ -348,13 +330,13 @@ def _run(
     """Run ``model`` on the batches, perhaps with a bar, and return how many there were."""
     few = isinstance(batches, Sized) and len(batches) <= _MANY
     unbounded = num_batches is None and not few
-    shown = progress_bar(
+    shown = utils.progress_bar(
         batches,
         description=f"calibrate{_ALL if unbounded else ''}",
         most=num_batches,
         enabled=show,
     )
-    device, count = device_of(model), 0
+    device, count = utils.device_of(model), 0
     for batch in shown:
         call_model(model, batch, forward=forward, device=device)
         count += 1
@@ -369,10 +351,9 @@ def _join(
         named = {name: q.calibrator for name, q in activations.items() if q.calibrator is not None}
         sync(list(named.values()), group, names=list(named))
     elif not count:
-        raise CalibrationError(
-            "calibrate: got no batch; expected at least one. A generator runs only once: "
-            "make a new one"
-        )
+        text = "calibrate: got no batch; expected at least one. A generator runs only once: "
+        text += "make a new one"
+        raise CalibrationError(text)
 
 
 @contextmanager
@@ -382,8 +363,8 @@ def _observing(
     method: str | None,
     options: Mapping[str, Any],
 ) -> Iterator[None]:
-    """Let the chosen quantizers observe and none of the model quantize, inside the block."""
-    with quantizing_only(quantizers(model).values()):
+    """Let the chosen quantizers observe and none of the model quantize, in eval mode."""
+    with utils.evaluating(model), quantizing_only(quantizers(model).values()):
         try:
             for quantizer in chosen.values():
                 quantizer.start_calibration(method, **options)

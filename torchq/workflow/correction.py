@@ -8,8 +8,9 @@ those before it. Shifts alone would be wrong there: the mean error is that of fe
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torchq.formats import PerAxis
 from torchq.graph import Forward, call_model
 from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
 from torchq.nn.correction import Corrected, forget_corrections
-from torchq.utils import device_of, evaluating, table, undone_on_error
+from torchq.utils import device_of, evaluating, table, undone_on_error, watching
 from torchq.workflow.modes import quantizers
 
 #: Widths up to which gains are fitted.
@@ -36,6 +37,9 @@ _FEW_RESULTS = 4
 _GAINS = (0.5, 2.0)
 #: The error beside the deviation of results from which on better rounding is advised.
 _LARGE = 0.5
+
+#: Runs the model on a batch, or does so and adds what it shows.
+Run = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -138,20 +142,21 @@ def correct(
     if not layers:
         return Correction({}, skipped, gains)
     fits = {name: _Fit(layer, gains) for name, layer in layers.items()}
-    run = _correct_in_order if in_order else _correct_own_errors
-    with (
-        torch.no_grad(),
-        undone_on_error(*layers.values()),
-        evaluating(model),
-        _results_shown(fits.values()),
-    ):
+    undone = undone_on_error(*layers.values())
+    with torch.no_grad(), undone, evaluating(model), _results_shown(fits.values()):
         forget_corrections(model)
-        device = device_of(model)
-
-        def call(batch: Any) -> None:
-            call_model(model, batch, forward=forward, device=device)
-
-        count = run(model, fits, _batches_of_ranks(batches, group, device), call, group)
+        forget_corrections(model)
+        device, count = device_of(model), 0
+        call = partial(call_model, model, forward=forward, device=device)
+        step = (_step_in_order if in_order else _step_of_own_errors)(model, fits, call)
+        for batch in _batches_of_ranks(batches, group, device):
+            if batch is not _NONE:
+                count += 1
+                step(batch)
+            if in_order:
+                _join(fits, group)
+        if not in_order:
+            _join(fits, group)
         for name, fit in fits.items():
             fit.check(name)
         skipped |= {name: fit.obstacle for name, fit in fits.items() if fit.obstacle}
@@ -278,10 +283,7 @@ class _Fit:
 
 
 def _rows(layer: Any, out: Tensor, most: int | None = None) -> Tensor:
-    """Return results as (channels, positions), evenly spread ones if there are more than ``most``.
-
-    They are copies: what comes after a layer may write into its result.
-    """
+    """Return copies of results as (channels, positions), evenly spread if more than ``most``."""
     axis = -1 if isinstance(layer, nn.Linear) else out.dim() - layer.weight.dim() + 1
     rows = out.detach().movedim(axis, 0).flatten(1)
     step = 1 if most is None else max(1, -(-rows.shape[1] // most))
@@ -302,66 +304,43 @@ def _results_shown(fits: Iterable[_Fit]) -> Iterator[None]:
             fit.layer.output_quantizer = fit.of_results
 
 
-@contextmanager
-def _hooks(
+def _first_calls(
     fits: Mapping[str, _Fit], see: Callable[[_Fit, Any, Any, Tensor], Any]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Show the first call of each layer in a run; what ``see`` returns replaces the result."""
     seen: set[int] = set()
 
-    def hook_of(fit: _Fit) -> Any:
-        def hook(layer: nn.Module, args: Any, kwargs: Any, out: Tensor) -> Any:
-            if id(layer) in seen:
-                fit.repeated = True
-                return None
-            seen.add(id(layer))
-            return see(fit, args, kwargs, out)
+    def hook(fit: _Fit, args: Any, kwargs: Any, out: Tensor) -> Any:
+        if id(fit) in seen:
+            fit.repeated = True
+            return None
+        seen.add(id(fit))
+        return see(fit, args, kwargs, out)
 
-        return hook
-
-    with ExitStack() as stack:
-        for fit in fits.values():
-            handle = fit.layer.register_forward_hook(hook_of(fit), with_kwargs=True)
-            stack.callback(handle.remove)
-        yield
+    return watching((fit.layer, partial(hook, fit)) for fit in fits.values())
 
 
-def _correct_own_errors(
-    model: nn.Module,
-    fits: Mapping[str, _Fit],
-    batches: Iterator[Any],
-    call: Callable[[Any], None],
-    group: dist.ProcessGroup | None,
-) -> int:
-    """Fit the shift of each layer from its own error, on what it reads in float."""
+def _step_of_own_errors(model: nn.Module, fits: Mapping[str, _Fit], call: Run) -> Run:
+    """Return what adds a batch: each layer's own error, on what it reads in float."""
     known = list(quantizers(model).values())
+    own = {id(fit): _quantizers_of(fit.layer) for fit in fits.values()}
 
     def see(fit: _Fit, args: Any, kwargs: Any, out: Tensor) -> None:
         layer = fit.layer
-        with quantizing_only(known, _on[id(layer)]):
+        with quantizing_only(known, own[id(fit)]):
             quantized = type(layer).forward(layer, *args, **kwargs)
         fit.add(_rows(layer, out), _rows(layer, quantized))
 
-    _on = {id(fit.layer): _quantizers_of(fit.layer) for fit in fits.values()}
-    count = 0
-    with quantizing_only(known):
-        for batch in batches:
-            if batch is not _NONE:
-                count += 1
-                with _hooks(fits, see):
-                    call(batch)
-    _join(fits, group)
-    return count
+    def step(batch: Any) -> None:
+        with quantizing_only(known), _first_calls(fits, see):
+            call(batch)
+
+    return step
 
 
-def _correct_in_order(
-    model: nn.Module,
-    fits: Mapping[str, _Fit],
-    batches: Iterator[Any],
-    call: Callable[[Any], None],
-    group: dist.ProcessGroup | None,
-) -> int:
-    """Fit gains and shifts, each layer behind the corrected ones before it; two runs a batch."""
+def _step_in_order(model: nn.Module, fits: Mapping[str, _Fit], call: Run) -> Run:
+    """Return what adds a batch in two runs: each layer is behind the corrected ones before it."""
+    known = list(quantizers(model).values())
 
     def keep(fit: _Fit, args: Any, kwargs: Any, out: Tensor) -> None:
         fit.rows = _rows(fit.layer, out, _POSITIONS)
@@ -380,16 +359,13 @@ def _correct_in_order(
         out = out + shift.to(out).view(shape)
         return layer.quantized_result(out, fit.of_results)
 
-    known, count = quantizers(model), 0
-    for batch in batches:
-        if batch is not _NONE:
-            count += 1
-            with quantizing_only(known.values()), _hooks(fits, keep):
-                call(batch)
-            with _hooks(fits, correct_result):
-                call(batch)
-        _join(fits, group)
-    return count
+    def step(batch: Any) -> None:
+        with quantizing_only(known), _first_calls(fits, keep):
+            call(batch)
+        with _first_calls(fits, correct_result):
+            call(batch)
+
+    return step
 
 
 #: What stands for a batch on a rank that has none left, while others do.

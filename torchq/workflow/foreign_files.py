@@ -105,10 +105,9 @@ def read_file(path: str | os.PathLike[str], map_location: Any) -> Any:
             return torch.load(file, map_location=map_location, weights_only=True)
         except Exception as error:  # a damaged archive or pickle fails in many ways
             reason = next(iter(str(error).splitlines()), "")[:200]
-            raise ConfigError(
-                f"load: {path}: cannot be read ({type(error).__name__}: {reason}); "
-                "expected a file that torchq.save wrote, or weights"
-            ) from None
+            text = f"load: {path}: cannot be read ({type(error).__name__}: {reason}); "
+            text += "expected a file that torchq.save wrote, or weights"
+            raise ConfigError(text) from None
 
 
 def _check_archive(file: BinaryIO) -> None:
@@ -152,10 +151,7 @@ def _read_parts(folder: Path, index: Path, map_location: Any) -> dict[str, Any]:
 
 
 def _read_safetensors(data: bytes, map_location: Any) -> dict[str, Tensor]:
-    """Return the tensors of a file in the safetensors format, version 0.
-
-    Source: https://github.com/huggingface/safetensors, section "Format" of its README.
-    """
+    """Return tensors of safetensors, version 0: github.com/huggingface/safetensors, "Format"."""
     size = int.from_bytes(data[:8], "little")
     header: Mapping[str, Any] = json.loads(data[8 : 8 + size])
     body = memoryview(data)[8 + size :]

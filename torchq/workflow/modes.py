@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 
 from torchq.errors import ConfigError
 from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
@@ -31,14 +31,16 @@ def quantizers(model: nn.Module) -> dict[str, TensorQuantizer]:
     }
 
 
+def quantized_weights(model: nn.Module) -> Iterator[tuple[TensorQuantizer, Tensor]]:
+    """Yield the weight quantizers of all modules, each with its weight."""
+    for module in model.modules():
+        if isinstance(module, QuantModule):
+            yield from module.quantized_weights()
+
+
 def weight_quantizers(model: nn.Module) -> set[int]:
     """Return the ids of the quantizers that quantize weights; these need no data."""
-    return {
-        id(quantizer)
-        for module in model.modules()
-        if isinstance(module, QuantModule)
-        for quantizer, _ in module.quantized_weights()
-    }
+    return {id(quantizer) for quantizer, _ in quantized_weights(model)}
 
 
 def select_quantizers(
@@ -68,9 +70,8 @@ def select_quantizers(
             expected = f"one of {', '.join(list(known)[:8])}{more}"
             if not known:
                 expected = "a model that has some. Run torchq.quantize_ first"
-            raise ConfigError(
-                f"pattern {pattern_text(pattern)!r}: selects no quantizer; expected {expected}"
-            )
+            text = f"pattern {pattern_text(pattern)!r}: selects no quantizer; expected {expected}"
+            raise ConfigError(text)
         chosen |= found
     return chosen
 

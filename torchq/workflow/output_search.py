@@ -7,7 +7,8 @@ clipping search of the authors' code.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torchq.formats import Granularity, PerAxis, PerBlock, PerTensor
 from torchq.functional import fake_quantize, reduce_amax
 from torchq.fusion.modules import CONVOLUTIONS
 from torchq.nn import QuantModule, TensorQuantizer
+from torchq.utils import watching
 from torchq.workflow.layer_matrices import input_matrix, weight_from_matrix, weight_matrix
 
 #: The largest magnitude times these is tried; of equal errors the first wins.
@@ -32,7 +34,6 @@ class OutputSamples:
 
     def __init__(self, model: nn.Module) -> None:
         self.layers: dict[int, Tensor] = {}
-        self._stack = ExitStack()
         self._calls: dict[int, int] = {}
         self._watched = [
             m for m in model.modules() if isinstance(m, _LAYERS) and isinstance(m, QuantModule)
@@ -42,16 +43,12 @@ class OutputSamples:
         """Return True for a Linear or Conv layer."""
         return any(layer is m for m in self._watched)
 
-    def __enter__(self) -> OutputSamples:
-        for layer in self._watched:
-            hook = layer.register_forward_pre_hook(self._keep_matrix, with_kwargs=True)
-            self._stack.callback(hook.remove)
-        return self
+    def recording(self) -> AbstractContextManager[None]:
+        """Return a context in which calls of the layers keep their inputs."""
+        watched = ((layer, partial(self._keep_matrix, layer)) for layer in self._watched)
+        return watching(watched, before=True)
 
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def _keep_matrix(self, layer: Any, args: Any, kwargs: Any) -> None:
+    def _keep_matrix(self, layer: Any, args: Any, kwargs: Any, _: None) -> None:
         self._calls[id(layer)] = self._calls.get(id(layer), 0) + 1
         if self._calls[id(layer)] > _CALLS:
             return

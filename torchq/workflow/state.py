@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchq.errors import ConfigError, QuantizationError
 from torchq.formats import PerTensor
-from torchq.nn import QuantModule, TensorQuantizer
+from torchq.nn import TensorQuantizer
 from torchq.nn.convert import unchanged_on_error
 from torchq.nn.correction import CORRECTIONS
 from torchq.swap import schema
@@ -20,7 +20,7 @@ from torchq.swap.plan import Plan
 from torchq.swap.version2 import upgraded
 from torchq.utils import deployed_part, qualified_name, replacing, undone_on_error, unwrapped
 from torchq.workflow.foreign_files import read_file, record_in
-from torchq.workflow.modes import quantizers
+from torchq.workflow.modes import quantized_weights, quantizers
 
 # A tensor that stands for a real one of any shape.
 _ANY = torch.empty(0, device="cpu", dtype=torch.float32)
@@ -82,10 +82,9 @@ def _check_loadable(model: nn.Module) -> None:
         )
     for name, module in model.named_modules():
         if name.endswith("_quantizer") and not isinstance(module, (TensorQuantizer, nn.Identity)):
-            raise QuantizationError(
-                f"save: {name}: got a {type(module).__name__}; expected a quantizer. Save the "
-                "model that was traced or exported"
-            )
+            text = f"save: {name}: got a {type(module).__name__}; expected a quantizer. Save the "
+            text += "model that was traced or exported"
+            raise QuantizationError(text)
 
 
 def load_model(
@@ -110,9 +109,8 @@ def load_model(
     """
     model = factory()
     if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"load_model: factory returned a {type(model).__name__}; expected a torch.nn.Module"
-        )
+        text = f"load_model: factory returned a {type(model).__name__}; expected a torch.nn.Module"
+        raise ConfigError(text)
     return load(model, path, map_location=map_location)
 
 
@@ -269,10 +267,9 @@ def _check_tensors(model: nn.Module, state: Mapping[str, Any]) -> None:
             problems.append(f"{key} {problem}")
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise QuantizationError(
-            f"load: {qualified_name(type(model))}: {'; '.join(sorted(problems)[:5])}{more}; "
-            "expected the tensors of the model. Load into the architecture that was saved"
-        )
+        text = f"load: {qualified_name(type(model))}: {'; '.join(sorted(problems)[:5])}{more}; "
+        text += "expected the tensors of the model. Load into the architecture that was saved"
+        raise QuantizationError(text)
 
 
 def _is_meta(value: Any) -> bool:
@@ -298,57 +295,50 @@ def _difference(own: Any, given: Any) -> str:
 
 
 def _check_ranges(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Check each range for its quantizer."""
-    weights = {
-        id(quantizer): weight
-        for module in model.modules()
-        if isinstance(module, QuantModule)
-        for quantizer, weight in module.quantized_weights()
-    }
+    """Raise ConfigError for tensors of quantizers that no calibration gives."""
+    weights = {id(quantizer): weight for quantizer, weight in quantized_weights(model)}
     layers = {id(getattr(m, "input_quantizer", None)): m for m in model.modules()}
     for path, quantizer in quantizers(model).items():
         prefix = f"{path}." if path else ""
-        problem = _factor_problem(layers.get(id(quantizer)), state.get(f"{prefix}pre_quant_scale"))
-        if problem:
-            raise ConfigError(f"load: {prefix}pre_quant_scale: {problem}. The file is damaged")
-        weight = weights.get(id(quantizer))
-        problem = _range_problem(quantizer, state[f"{prefix}amax"], weight)
-        if problem:
-            raise ConfigError(f"load: {prefix}amax: {problem}. The file is damaged")
-        amin = state.get(f"{prefix}amin")
-        if amin is not None:
-            problem = _range_problem(quantizer, -amin, weight)
-            if problem or amin.shape != state[f"{prefix}amax"].shape:
-                raise ConfigError(
-                    f"load: {prefix}amin: {problem or f'got shape {tuple(amin.shape)}'}; expected "
-                    "finite numbers <= 0 of the shape of amax. The file is damaged"
-                )
-        _check_sign(prefix, state)
-        _check_held(quantizer, prefix, state)
+        names = (*_RANGE_KEYS, "unsigned")
+        own = {name: state[prefix + name] for name in names if prefix + name in state}
+        key = id(quantizer)
+        for name, problem in _problems(quantizer, own, layers.get(key), weights.get(key)):
+            if problem:
+                raise ConfigError(f"load: {prefix}{name}: {problem}. The file is damaged")
 
 
-def _check_held(quantizer: TensorQuantizer, prefix: str, state: Mapping[str, Tensor]) -> None:
-    """Check the scale and zero point that a quantizer holds as they are."""
-    scale, point = (state.get(f"{prefix}{name}") for name in ("held_scale", "held_zero_point"))
+def _problems(
+    quantizer: TensorQuantizer,
+    own: Mapping[str, Tensor],
+    layer: nn.Module | None,
+    weight: Tensor | None,
+) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with each tensor of a quantizer by its name, or an empty text."""
+    yield "pre_quant_scale", _factor_problem(layer, own.get("pre_quant_scale"))
+    yield "amax", _range_problem(quantizer, own["amax"], weight)
+    amin, sign = own.get("amin"), own.get("unsigned")
+    if amin is not None:
+        problem = _range_problem(quantizer, -amin, weight)
+        if problem or amin.shape != own["amax"].shape:
+            problem = problem or f"got shape {tuple(amin.shape)}"
+            yield "amin", f"{problem}; expected finite numbers <= 0 of the shape of amax"
+    if sign is not None and not (sign.is_meta or (sign.numel() == 1 and sign.item() in (-1, 0, 1))):
+        yield "unsigned", f"got {sign.flatten()[:3].tolist()}; expected -1, 0 or 1"
+    yield "held_scale", _held_problem(quantizer, own)
+
+
+def _held_problem(quantizer: TensorQuantizer, own: Mapping[str, Tensor]) -> str:
+    scale, point = own.get("held_scale"), own.get("held_zero_point")
     if scale is None and point is None:
-        return
+        return ""
+    if scale is None or (point is None) != quantizer.descriptor.symmetric:
+        return "got a scale or a zero point alone; expected both"
     try:
-        if scale is None or (point is None) != quantizer.descriptor.symmetric:
-            raise ConfigError("got a scale or a zero point alone; expected both")
         TensorQuantizer(quantizer.descriptor).set_qparams(scale, point)
     except ConfigError as error:
-        raise ConfigError(f"load: {prefix}held_scale: {error}. The file is damaged") from None
-
-
-def _check_sign(prefix: str, state: Mapping[str, Tensor]) -> None:
-    """Check the sign that a quantizer chose; a tensor without numbers has any."""
-    sign = state.get(f"{prefix}unsigned")
-    if sign is None or sign.is_meta or (sign.numel() == 1 and sign.item() in (-1, 0, 1)):
-        return
-    raise ConfigError(
-        f"load: {prefix}unsigned: got {sign.flatten()[:3].tolist()}; expected -1, 0 or 1. "
-        "The file is damaged"
-    )
+        return str(error)
+    return ""
 
 
 def _factor_problem(layer: nn.Module | None, factors: Tensor | None) -> str:
@@ -364,13 +354,11 @@ def _factor_problem(layer: nn.Module | None, factors: Tensor | None) -> str:
     if not isinstance(weight, Tensor) or not isinstance(count, int):
         return "" if factors.numel() else "got an empty tensor; expected factors"
     channels = (count, *(1 for _ in weight.shape[2:]))
-    own = tuple(factors.shape)
-    while len(own) > len(channels) and own[0] == 1:
-        own = own[1:]
-    padded = (*(1 for _ in channels[len(own) :]), *own)
-    if len(own) > len(channels) or any(
-        a not in (1, b) for a, b in zip(padded, channels, strict=True)
-    ):
+    try:
+        fits = torch.broadcast_shapes(factors.shape, channels).numel() == count
+    except RuntimeError:
+        fits = False
+    if not fits:
         return f"got shape {tuple(factors.shape)}; expected one factor, or {channels}"
     return ""
 

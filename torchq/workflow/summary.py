@@ -1,6 +1,5 @@
 """A table of what is quantized and how, or of what a deployed model runs on."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
@@ -112,23 +111,13 @@ def summary(model: nn.Module) -> Summary:
             texts = ("" if owner is None else type(owner).__name__, str(module.descriptor))
             rows.append(SummaryRow(name, *texts, _range_text(module), module.mode))
         elif callable(describe) or note:
-            layers.append(_layer_row(name or "(root)", module, describe, note))
+            size = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
+            runs_on = describe() if callable(describe) else ("simulated", size, note)
+            layers.append(LayerRow(name or "(root)", type(module).__name__, *runs_on))
         elif not isinstance(module, QuantModule) and _has_weight(module):
             float_modules.append(name or "(root)")
     checked = str(getattr(model, "checked", "")) if layers else ""
     return Summary(tuple(rows), tuple(float_modules), tuple(layers), checked)
-
-
-def _layer_row(
-    name: str,
-    module: nn.Module,
-    describe: Callable[[], tuple[str, int, str]] | None,
-    note: str,
-) -> LayerRow:
-    if callable(describe):
-        return LayerRow(name, type(module).__name__, *describe())
-    size = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
-    return LayerRow(name, type(module).__name__, "simulated", size, note)
 
 
 def _has_weight(module: nn.Module) -> bool:

@@ -62,7 +62,11 @@ def collect(
     errors = layer_errors(model, batches, **options)
     ranking = ranking_of(model, batches, metric, **options)
     examined = examine(model, batches, lambda: outputs, lambda: ranking, **options)
+    worst = [name or "(root)" for name in culprits(damage_shares(ranking))]
     found_plan, plan_note = _plan(model, batches, plan, options)
+    with untouched(model), quantizing_only(active_quantizers(model)):
+        names, size = [layer.name for layer in layers], batch_size(batches[0])
+        facts = gather_facts(model, names, partial(run, batches[0]), size)
     found = _histogram_rows(model, layers, batches, run, progress)
     data = {
         "torchq": __version__,
@@ -72,14 +76,10 @@ def collect(
         "inputs": sum(map(batch_size, batches)),
         "outputs": vars(outputs),
         "verdict": verdict(outputs, errors, ranking, examined),
-        "ranking": {
-            "metric": ranking.metric,
-            "unit": ranking.unit,
-            "worst": [name or "(root)" for name in culprits(damage_shares(ranking))],
-        },
-        "layers": _layer_rows(layers, errors, ranking, _facts(model, layers, run, batches[0])),
+        "ranking": {"metric": ranking.metric, "unit": ranking.unit, "worst": worst},
+        "layers": _layer_rows(layers, errors, ranking, facts),
         "quantizers": _quantizer_rows(layers, errors, found),
-        "channels": _channel_rows(layers),
+        "channels": dict(_channel_rows(layers)),
         "findings": [vars(finding) for finding in examined.findings],
         "checks": list(examined.checks),
         "plan": None if found_plan is None else found_plan.summary(),
@@ -95,22 +95,11 @@ def _plan(
         return plan, ""
     if not plan:
         return None, "No plan was asked for: pass plan=True, or a result of torchq.mixed_precision."
+    asked: dict[str, Any] = {"budget": {"mean_bits": 6.0}, "formats": _FORMATS, **options}
     try:
-        budget = {"mean_bits": 6.0}
-        made = mixed_precision(
-            model, batches, budget=budget, formats=_FORMATS, metric="fisher", **options
-        )
-        return made, ""
+        return mixed_precision(model, batches, metric="fisher", **asked), ""
     except (ConfigError, RuntimeError) as error:
         return None, f"There is no plan: {error}"
-
-
-def _facts(
-    model: nn.Module, layers: list[QuantizedLayer], run: Any, batch: Any
-) -> dict[str, LayerFacts]:
-    names = [layer.name for layer in layers]
-    with untouched(model), quantizing_only(active_quantizers(model)):
-        return gather_facts(model, names, partial(run, batch), batch_size(batch))
 
 
 def _layer_rows(
@@ -209,10 +198,7 @@ def _histogram_rows(
     run: Callable[[Any], Any],
     progress: bool,
 ) -> dict[str, dict[str, Any]]:
-    """Return for each quantizer its histogram and the amax of every method, as JSON data.
-
-    The model runs in float; ``run`` calls it on one batch.
-    """
+    """Return for each quantizer its histogram and every method's amax; the model runs in float."""
     quantizers = {path: q for layer in layers for path, q in layer.quantizers.items()}
     samples = {path: _Sample() for path in quantizers}
     weights = {path for layer in layers for path in layer.weights}
@@ -222,11 +208,7 @@ def _histogram_rows(
         if path not in weights
     ]
     shown = progress_bar(batches, description="histograms", enabled=progress)
-    with (
-        untouched(model),
-        passing(model),
-        watching(inputs, before=True),
-    ):
+    with untouched(model), passing(model), watching(inputs, before=True):
         for batch in shown:
             run(batch)
     for path, _, _, weight in _weights(layers):
@@ -288,21 +270,17 @@ def _methods(quantizer: TensorQuantizer, values: Tensor, largest: float) -> dict
     return found
 
 
-def _channel_rows(layers: list[QuantizedLayer]) -> dict[str, list[list[float]]]:
-    """Return for each weight quantizer the ends of every channel, before and after rounding.
-
-    A row holds the smallest and the largest weight of a channel, and the same of its rounded
-    weights. Neighbouring channels are put together where there are very many.
-    """
-    return {
-        path: _channels(quantizer, weight, channel_axes(module).get(id(quantizer), (0,))[-1])
-        for path, module, quantizer, weight in _weights(layers)
-        if weight.dim() > 1
-    }
+def _channel_rows(layers: list[QuantizedLayer]) -> Iterator[tuple[str, list[list[float]]]]:
+    """Yield the path of each weight quantizer with the ends of its channels."""
+    for path, module, quantizer, weight in _weights(layers):
+        if weight.dim() > 1:
+            axis = channel_axes(module).get(id(quantizer), (0,))[-1]
+            yield path, _channels(quantizer, weight, axis)
 
 
 @torch.no_grad()
 def _channels(quantizer: TensorQuantizer, weight: Tensor, axis: int) -> list[list[float]]:
+    """Return the ends of each channel, and those when rounded; of many, neighbours together."""
     axis = axis if axis < weight.dim() else 0
     rounded = quantizer(weight.detach())
     ends = []

@@ -13,6 +13,11 @@ from torchq.analysis.sensitivity import SensitivityReport
 
 #: Layers whose rank makes it no surprise that their own error is large.
 _BLAMED = 3
+_EFFECTS = {
+    "good": "Quantization hardly changes this model",
+    "fair": "Quantization changes this model noticeably",
+    "poor": "Quantization damages this model",
+}
 
 
 def verdict(
@@ -27,7 +32,7 @@ def verdict(
         return _not_finite(grade, errors, examined)
     return {
         "grade": grade,
-        "sentence": _sentence(outputs, grade),
+        "sentence": f"{_EFFECTS[grade]}: {outputs.evidence}.",
         "blame": _blame(errors, ranking),
         "advice": _advice(grade, ranking, examined),
     }
@@ -41,15 +46,6 @@ def _not_finite(grade: str, errors: LayerErrors, examined: DoctorReport) -> dict
     advice = [*_repairs(examined), {"text": text, "code": ""}]
     sentence = f"The model returns NaN or infinity for these batches{where}."
     return {"grade": grade, "sentence": sentence, "blame": "", "advice": advice}
-
-
-def _sentence(outputs: Outputs, grade: str) -> str:
-    effect = {
-        "good": "Quantization hardly changes this model",
-        "fair": "Quantization changes this model noticeably",
-        "poor": "Quantization damages this model",
-    }[grade]
-    return f"{effect}: {outputs.evidence}."
 
 
 def _blame(errors: LayerErrors, ranking: SensitivityReport) -> str:

@@ -36,10 +36,9 @@ def use_backend(name: str) -> Iterator[None]:
     if name not in BACKENDS:
         raise ConfigError(f"use_backend: got {name!r}; expected one of {', '.join(BACKENDS)}")
     if name == "triton" and not has_triton():
-        raise ConfigError(
-            "use_backend: got 'triton', which is not installed; expected an installed backend. "
-            "Run pip install triton"
-        )
+        text = "use_backend: got 'triton', which is not installed; expected an installed backend. "
+        text += "Run pip install triton"
+        raise ConfigError(text)
     token = _forced.set(name)
     try:
         yield
@@ -63,12 +62,11 @@ def backend_for(
     if kernels(name).supports(x, amax, format, affine=affine):
         return name
     if forced is not None:
-        raise ConfigError(
-            f"fake_quantize: backend {forced!r} cannot do {format}"
-            f"{' with a zero point' if affine else ''} for {x.dtype} on {x.device} "
-            f"with amax of shape {tuple(amax.shape)}; expected a case that it supports. "
-            "Leave the choice to torchq, or use 'reference'"
-        )
+        text = f"fake_quantize: backend {forced!r} cannot do {format}"
+        text += f"{' with a zero point' if affine else ''} for {x.dtype} on {x.device} "
+        text += f"with amax of shape {tuple(amax.shape)}; expected a case that it supports. "
+        text += "Leave the choice to torchq, or use 'reference'"
+        raise ConfigError(text)
     return "reference"
 
 

@@ -127,15 +127,8 @@ def learned_gradients(
     """
     scale = scale_from_amax(amax, format, scale_format)
     grad_x, grad_amax = torch.empty_like(x), torch.zeros_like(amax)
-    tensors = [
-        x,
-        grad,
-        grad_x,
-        amax,
-        amax * (format.quant_min / format.qmax),
-        slope_divisor(amax, scale),
-        grad_amax,
-    ]
+    lowest, by = amax * (format.quant_min / format.qmax), slope_divisor(amax, scale)
+    tensors = [x, grad, grad_x, amax, lowest, by, grad_amax]
     buffers = scale.new_empty(4, min(x.numel(), _tile()))
     for x_t, grad_t, grad_x_t, amax_t, lowest_t, divisor_t, sum_t in _tiles(
         _in_memory_order(tensors, grad_x), _tile()

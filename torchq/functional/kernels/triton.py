@@ -66,11 +66,8 @@ def supports(x: Tensor, amax: Tensor, format: Format, *, affine: bool = False) -
     if affine or format.rounding != "half_even":
         return False
     known = isinstance(format, IntFormat) or (isinstance(format, FloatFormat) and format.has_zero)
-    if (
-        not known
-        or x.dtype not in _DTYPES
-        or not (x.is_cuda or (INTERPRETED and x.device.type == "cpu"))
-    ):
+    here = x.is_cuda or (INTERPRETED and x.device.type == "cpu")
+    if not (known and here and x.dtype in _DTYPES):
         return False
     return amax.device == x.device and _matrix(*merged_dims(x, amax)) is not None
 
@@ -189,21 +186,13 @@ def fake_quantize(
         x = torch.empty_like(x).copy_(x)  # a slice or an expanded tensor: make it dense
     view = _matrix(*merged_dims(y, amax))
     if view is None:
-        raise ValueError(
-            f"fake_quantize: got amax of shape {tuple(amax.shape)}; "
-            "expected a case that supports() accepts"
-        )
+        text = f"fake_quantize: got amax of shape {tuple(amax.shape)}; "
+        text += "expected a case that supports() accepts"
+        raise ValueError(text)
     scales = None if scale_format is None else scale_from_amax(amax, format, scale_format)
     order = memory_order(y)
-    _launch_forward(
-        view,
-        x,
-        _dense(amax, order),
-        None if scales is None else _dense(scales, order),
-        y,
-        mask,
-        format,
-    )
+    scales = None if scales is None else _dense(scales, order)
+    _launch_forward(view, x, _dense(amax, order), scales, y, mask, format)
     return y.to(x.dtype), mask
 
 

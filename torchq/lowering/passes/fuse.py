@@ -359,12 +359,8 @@ def _is_finite(editor: GraphEditor, node: fx.Node, longest: int) -> bool:
         return all(_is_finite(editor, x, longest - 1) for x in node.all_input_nodes[1:])
     known = isinstance(module, _FINITE_MODULES) or node.target in _FINITE_FUNCTIONS
     operands = node.all_input_nodes
-    return (
-        known
-        and longest > 0
-        and bool(operands)
-        and all(_is_finite(editor, operand, longest - 1) for operand in operands)
-    )
+    known = known and longest > 0 and bool(operands)
+    return known and all(_is_finite(editor, operand, longest - 1) for operand in operands)
 
 
 #: Fuse until nothing changes. The order matters: clamps become part of codes before kernels would

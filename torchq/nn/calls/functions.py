@@ -72,10 +72,9 @@ def located(
     same = [site for site in sites if OPERATORS[site.operator].word == call.kind]
     if call.site.startswith(MARK):
         if all(place_of(call.site) != MARK + site.name for site in same):
-            raise QuantizationError(
-                f"{qualified_name(cls)}: its forward has no call of {call.kind} at {call.site}; "
-                "expected the code that was quantized"
-            )
+            text = f"{qualified_name(cls)}: its forward has no call of {call.kind} at {call.site}; "
+            text += "expected the code that was quantized"
+            raise QuantizationError(text)
         yield call
         return
     found = [site for site in same if call.weight and call.weight in (site.left, site.right)]

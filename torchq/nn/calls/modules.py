@@ -34,12 +34,7 @@ from torchq.graph import (
 from torchq.nn.calls.functions import CallSite, located, operand, product_of, with_operands
 from torchq.nn.calls.routes import MARK, Recorder, Route, carry_out, place_of, visits_of
 from torchq.nn.convert import QuantModule, change_class, unchanged_on_error
-from torchq.nn.modules.operators import (
-    Call,
-    ScaledDotProductAttention,
-    Tap,
-    function_of,
-)
+from torchq.nn.modules.operators import Call, ScaledDotProductAttention, Tap, function_of
 from torchq.nn.subclasses import class_below
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.utils import qualified_name
@@ -374,9 +369,8 @@ def _check_routable(
     """Raise QuantizationError if :func:`route_` cannot convert the module."""
     where = qualified_name(type(module))
     if "forward" in vars(module):
-        raise QuantizationError(
-            f"{where}: forward was replaced on the instance; expected the class's own"
-        )
+        text = f"{where}: forward was replaced on the instance; expected the class's own"
+        raise QuantizationError(text)
     if calls and isinstance(module, fx.GraphModule):
         raise QuantizationError(
             f"{where}: is a graph of torch.fx, whose copies would lose the quantizers; expected a "
@@ -391,9 +385,8 @@ def _check_routable(
         raise QuantizationError(f"{where}: has quantizers already; expected a float module")
     for child in operators.values():
         if not child.isidentifier():
-            raise QuantizationError(
-                f"{where}: got {child!r} as the name of a child; expected a Python identifier"
-            )
+            text = f"{where}: got {child!r} as the name of a child; expected a Python identifier"
+            raise QuantizationError(text)
     for call in calls:
         _check_paths(module, call)
 
@@ -495,10 +488,9 @@ def replace_nodes_(module: fx.GraphModule, replacements: Mapping[str, str]) -> f
     cls: Any = type(type(module).__new__(type(module))).__bases__[0]
     for name, child in replacements.items():
         if name not in nodes:
-            raise QuantizationError(
-                f"{qualified_name(cls)}: its forward has no operator {name}; expected the code "
-                "that was quantized"
-            )
+            text = f"{qualified_name(cls)}: its forward has no operator {name}; expected the code "
+            text += "that was quantized"
+            raise QuantizationError(text)
         node = nodes[name]
         if isinstance(module.get_submodule(child), Tap):  # It gets the first operand of the node.
             with graph.inserting_before(node):

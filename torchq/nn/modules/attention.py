@@ -29,10 +29,7 @@ def is_passive(quantizer: nn.Module) -> bool:
 
 
 def _most_negative(dtype: torch.dtype) -> float:
-    """Return the number that stands for minus infinity in masks.
-
-    With it a row that is masked out as a whole stays finite, also when two masks are added.
-    """
+    """Return minus infinity for masks: a row that is masked as a whole stays finite."""
     return torch.finfo(dtype).min / 4
 
 
@@ -133,13 +130,11 @@ class ProjectedAttention(nn.Module):
         """Refuse the arguments that torch's fast path alone accepts."""
         name = type(self).__name__
         if query.is_nested:
-            raise QuantizationError(
-                f"{name}: got a nested tensor; expected a padded one. Pass a key_padding_mask"
-            )
+            text = f"{name}: got a nested tensor; expected a padded one. Pass a key_padding_mask"
+            raise QuantizationError(text)
         if is_causal and attn_mask is None:
-            raise QuantizationError(
-                f"{name}: got is_causal without attn_mask; expected both, the hint and the mask"
-            )
+            text = f"{name}: got is_causal without attn_mask; expected both, the hint and the mask"
+            raise QuantizationError(text)
 
     def _quantizers(self, slots: tuple[str, ...]) -> tuple[nn.Module, ...]:
         return tuple(getattr(self, f"{slot}_quantizer") for slot in slots)
@@ -184,14 +179,11 @@ class ProjectedAttention(nn.Module):
 
 
 def _product_descriptors(input: QuantDescriptor | None) -> tuple[QuantDescriptor | None, ...]:
-    """Return the descriptors of query, transposed key, value and softmax, given one for inputs.
-
-    The softmax lies in 0..1, so an unsigned format gives it a resolution twice as fine. Blocks
-    follow the axis that the matrix product sums over.
-    """
+    """Return the descriptors of query, transposed key, value and softmax, given one for inputs."""
     if input is None:
         return (None,) * 4
     second = input
+    # Blocks follow the axis that the matrix product sums over.
     if input.block_size is not None and input.block_axis == -1:
         second = input.replace(block_axis=-2)
     unsigned: dict[str, bool] = {}
@@ -315,14 +307,8 @@ class QuantMultiheadAttention(QuantModule, ProjectedAttention, nn.MultiheadAtten
     def projection_weights(self) -> tuple[Tensor, ...]:
         """Return the weights of query, key, value and output projection, each (out, in)."""
         packed = cast("Tensor | None", self.in_proj_weight)
-        if packed is None:
-            inputs: tuple[Tensor, ...] = (
-                self.q_proj_weight,
-                self.k_proj_weight,
-                self.v_proj_weight,
-            )
-        else:
-            inputs = _thirds(packed)
+        parts = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        inputs = parts if packed is None else _thirds(packed)
         return (*inputs, self.out_proj.weight)
 
     def forward(

@@ -46,10 +46,7 @@ class QuantConv3d(_QuantConv, nn.Conv3d):
 
 
 class _QuantConvTranspose(Corrected, OutputScaling, QuantModule):
-    """Base of the transposed convolutions; their weight is (in, out / groups, ...).
-
-    The output channels are on axis 1. The bias stays float.
-    """
+    """Base of the transposed convolutions; their weight is (in, out / groups, ...)."""
 
     channel_axis: ClassVar[int] = 1
     convolve: ClassVar[Any]
@@ -57,27 +54,13 @@ class _QuantConvTranspose(Corrected, OutputScaling, QuantModule):
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         # Only zeros are padded: the constructor of the float class refuses other padding modes.
-        shape = (
-            output_size,
-            self.stride,
-            self.padding,
-            self.kernel_size,
-            self.spatial_dims,
-            self.dilation,
-        )
+        sizes = (self.stride, self.padding, self.kernel_size, self.spatial_dims, self.dilation)
         with constant_while_tracing():
-            output_padding = self._output_padding(input, *shape)  # type: ignore[operator]
+            padding = self._output_padding(input, output_size, *sizes)  # type: ignore[operator]
         x, weight = self.input_quantizer(input), self.weight_quantizer(self.weight)
-        return type(self).convolve(
-            x,
-            weight,
-            self.corrected_bias(cast(Tensor | None, self.bias)),
-            self.stride,
-            self.padding,
-            output_padding,
-            self.groups,
-            self.dilation,
-        )
+        bias = self.corrected_bias(cast(Tensor | None, self.bias))
+        options = (self.stride, self.padding, padding, self.groups, self.dilation)
+        return type(self).convolve(x, weight, bias, *options)
 
 
 @register(nn.ConvTranspose1d)

@@ -25,10 +25,7 @@ class InputQuantized(QuantModule):
 
 
 def _twin(float_class: type[nn.Module]) -> type[InputQuantized]:
-    """Make and register the twin of a class that takes one tensor and needs no more than its base.
-
-    Pickles look it up under its name in this module.
-    """
+    """Make and register the twin of a class of one tensor, where pickles look it up."""
     name = float_class.__name__
     doc = f"Quantized-input :class:`torch.nn.{name}`."
     body = {"__doc__": doc, "__module__": __name__}
@@ -90,10 +87,8 @@ class QuantSiLU(InputQuantized, nn.SiLU):
         if input is None:
             return {"input": None, "gate": None}
         unsigned = isinstance(input.num_bits, int)
-        return {
-            "input": input,
-            "gate": QuantDescriptor(input.num_bits, unsigned=unsigned, amax=1.0),
-        }
+        gate = QuantDescriptor(input.num_bits, unsigned=unsigned, amax=1.0)
+        return {"input": input, "gate": gate}
 
     def on_convert(self) -> None:
         """Switch the gate's quantizer off."""

@@ -64,15 +64,8 @@ class QuantEmbedding(_QuantTable, nn.Embedding):
             # This look-up renormalises the table in place.
             F.embedding(input, self.weight, self.padding_idx, self.max_norm, self.norm_type)
         weight = self.weight_quantizer(self.weight)
-        return F.embedding(
-            input,
-            weight,
-            self.padding_idx,
-            None,
-            self.norm_type,
-            self.scale_grad_by_freq,
-            self.sparse,
-        )
+        options = (None, self.norm_type, self.scale_grad_by_freq, self.sparse)
+        return F.embedding(input, weight, self.padding_idx, *options)
 
 
 @register(nn.EmbeddingBag)
@@ -92,16 +85,7 @@ class QuantEmbeddingBag(_QuantTable, nn.EmbeddingBag):
         if self.max_norm is not None:
             # This look-up renormalises the table in place.
             F.embedding(input, self.weight, self.padding_idx, self.max_norm, self.norm_type)
-        return F.embedding_bag(
-            input,
-            self.weight_quantizer(self.weight),
-            offsets,
-            None,
-            self.norm_type,
-            self.scale_grad_by_freq,
-            self.mode,
-            self.sparse,
-            per_sample_weights,
-            self.include_last_offset,
-            self.padding_idx,
-        )
+        weight = self.weight_quantizer(self.weight)
+        options = (self.norm_type, self.scale_grad_by_freq, self.mode, self.sparse)
+        ends = (self.include_last_offset, self.padding_idx)
+        return F.embedding_bag(input, weight, offsets, None, *options, per_sample_weights, *ends)

@@ -143,10 +143,9 @@ class Call(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raise QuantizationError: the parent makes the call."""
-        raise QuantizationError(
-            "torchq.nn.Call: was called; expected its parent to make the call. "
-            "It only holds the quantizers of a function call"
-        )
+        text = "torchq.nn.Call: was called; expected its parent to make the call. "
+        text += "It only holds the quantizers of a function call"
+        raise QuantizationError(text)
 
 
 @register(Call)

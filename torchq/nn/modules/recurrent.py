@@ -15,12 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import QuantizationError
-from torchq.functional.recurrent import (
-    gru_cell,
-    lstm_cell,
-    run_over_steps,
-    step_product,
-)
+from torchq.functional.recurrent import gru_cell, lstm_cell, run_over_steps, step_product
 from torchq.nn.convert import QuantModule, register
 from torchq.nn.modules.attention import is_passive
 from torchq.nn.tensor_quantizer import TensorQuantizer
