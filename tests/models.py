@@ -7,17 +7,23 @@ otherwise.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+
+import torchq
 
 __all__ = [
     "Conv1D",
     "ConvBNReLU",
     "ConvNet",
+    "Parts",
     "Projection",
     "SamePadConv2d",
     "StagedNet",
     "image_batches",
+    "simulated",
 ]
 
 
@@ -40,6 +46,15 @@ class StagedNet(nn.Module):
         x = self.norm(self.stem(x)).relu()
         x = (self.layer4.conv(x) + self.layer4.downsample(x)).relu()
         return self.head(x.mean((2, 3)))
+
+
+class Parts(nn.Module):
+    """Base of networks that are given their children, parameters and settings by name."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
 
 
 class ConvBNReLU(nn.Sequential):
@@ -78,6 +93,16 @@ def image_batches(count: int = 2, dtype: torch.dtype = torch.float32) -> list[Te
     """Return images (4, 3, 8, 8), the same in every call."""
     generator = torch.Generator().manual_seed(7)
     return [torch.randn(4, 3, 8, 8, generator=generator).to(dtype) for _ in range(count)]
+
+
+def simulated(
+    model: nn.Module, batches: Any, config: Any = None, *, correct: bool = True, **options: Any
+) -> Any:
+    """Quantize a model in place, calibrate it on batches, and return it."""
+    ranges = {name: options.pop(name) for name in ("method", "on_unseen") if name in options}
+    torchq.quantize_(model, config, **options)
+    torchq.calibrate(model, batches, correct=correct, progress=False, **ranges)
+    return model
 
 
 class Conv1D(nn.Module):

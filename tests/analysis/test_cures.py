@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests.fusion.blocks.repvgg import RepVGGBlock
+from tests.models import Parts, simulated
 from torchq.analysis import DoctorReport
 from torchq.analysis.cures import Figures, cures
 from torchq.nn.correction import corrected_layers
@@ -74,9 +75,7 @@ def do(code: str, model: nn.Module, config: Any = None) -> None:
 
 
 def test_ranges_of_other_data_are_calibrated_again() -> None:
-    model = copy.deepcopy(trained())
-    torchq.quantize_(model)
-    torchq.calibrate(model, [x / 10 for x in batches()], progress=False)
+    model = simulated(copy.deepcopy(trained()), [x / 10 for x in batches()])
     report, before = examined(model), same(model)
     assert {f.kind for f in report.errors} == {"range_off"}
     assert report.outputs is None and "values reach" in report.errors[0].evidence
@@ -199,12 +198,8 @@ def test_a_good_model_has_no_cure() -> None:
     assert [f.kind for f in report.findings if f.kind == "damage"] == []
 
 
-class Boxes(nn.Module):
+class Boxes(Parts):
     """Return a dictionary for each image, with as many boxes as scores are above a half."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(64, 20)
 
     def forward(self, images: list[Tensor]) -> list[dict[str, Tensor]]:
         found = []
@@ -219,14 +214,14 @@ class Boxes(nn.Module):
 
 def test_lists_of_boxes_are_compared_by_detections_alone() -> None:
     torch.manual_seed(0)
-    model = Boxes().eval()
+    model = Boxes(layer=nn.Linear(64, 20)).eval()
     torchq.quantize_(model, torchq.recipes.integer(2, 2))
     data = [(list(images(count, count)[0]),) for count in (8, 6, 8)]
     torchq.calibrate(model, data, progress=False)
     report = torchq.doctor(model, data, progress=False)
     assert all(f.kind != "damage" for f in report.findings)
     assert (
-        "other shapes"
+        "functions compare them"
         in torchq.report(model, data, progress=False, plan=False).data["verdict"]["sentence"]
     )
     report = torchq.doctor(model, data, metric="detections", progress=False)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
+from tests.models import simulated
 from torchq.analysis.detections import Detected, Detections, detections_in
 from torchq.errors import CalibrationError, ConfigError
 
@@ -151,9 +152,7 @@ class Fixed(nn.Module):
 
 def test_sensitivity_and_tune_take_it_by_name() -> None:
     rows = head().transpose(1, 2).expand(6, -1, -1)
-    model = Fixed().eval()
-    torchq.quantize_(model, torchq.recipes.int8())
-    torchq.calibrate(model, [rows], correct=False, progress=False)
+    model = simulated(Fixed().eval(), [rows], torchq.recipes.int8(), correct=False)
     report = torchq.sensitivity(model, [rows], "detections", progress=False)
     assert report.metric == "detections" and report.reference == 1
     assert report.baseline == Detections().agreement(model(rows), head().expand(6, -1, -1)).value

@@ -14,7 +14,7 @@ from torchvision import models
 from torchvision.models.resnet import BasicBlock
 
 import torchq
-from tests.models import ConvNet, StagedNet, image_batches
+from tests.models import ConvNet, Parts, StagedNet, image_batches, simulated
 from torchq.analysis import CHECKS, DoctorReport, Finding
 from torchq.errors import QuantizationError
 
@@ -86,8 +86,7 @@ class Upsampling(nn.Sequential):
 def plant_unseen() -> tuple[nn.Module, str, str]:
     model = StagedNet().eval()
     model.auxiliary = nn.Linear(4, 2)
-    torchq.quantize_(model)
-    torchq.calibrate(model, image_batches(), on_unseen="dynamic", progress=False)
+    simulated(model, image_batches(), on_unseen="dynamic")
     return model, "auxiliary.input_quantizer", "error"
 
 
@@ -143,9 +142,7 @@ def plant_skipped_layer() -> tuple[nn.Module, str, str]:
 
 
 def plant_functional_call() -> tuple[nn.Module, str, str]:
-    model = Functional().eval()
-    torchq.quantize_(model, include=["inner.*"])
-    torchq.calibrate(model, image_batches(), progress=False)
+    model = simulated(Functional().eval(), image_batches(), include=["inner.*"])
     return model, "", "warning"
 
 
@@ -168,9 +165,7 @@ def plant_range_spread() -> tuple[nn.Module, str, str]:
 
 
 def plant_batchnorm_left() -> tuple[nn.Module, str, str]:
-    model = StagedNet().eval()
-    torchq.quantize_(model)
-    torchq.calibrate(model, image_batches(), progress=False)
+    model = simulated(StagedNet().eval(), image_batches())
     return model, "layer4.downsample.1", "warning"
 
 
@@ -215,8 +210,7 @@ def test_healthy_models_have_no_error(name: str) -> None:
     batches = image_batches()
     model = HEALTHY[name]().eval()
     torchq.fuse_(model, batches[0])
-    torchq.quantize_(model, example=batches[0])
-    torchq.calibrate(model, batches, progress=False)
+    simulated(model, batches, example=batches[0])
     report = examined(model, batches)
     assert report.errors == (), str(report)
     assert report.ok
@@ -229,8 +223,7 @@ def test_an_addition_that_a_runtime_can_fuse_is_no_finding() -> None:
     model = StagedNet().eval()
     example = image_batches()[0]
     torchq.fuse_(model, example)
-    torchq.quantize_(model, target="tensorrt", example=example)
-    torchq.calibrate(model, image_batches(), progress=False)
+    simulated(model, image_batches(), target="tensorrt", example=example)
     assert of(examined(model, image_batches()), "one_sided_add") == []
 
 
@@ -251,9 +244,9 @@ def test_an_unfinished_calibration_is_found() -> None:
 
 @pytest.mark.parametrize("method", ["mse", "percentile"])
 def test_ranges_that_a_method_cut_are_not_stale(method: str) -> None:
-    model = ConvNet().eval()
-    torchq.quantize_(model, torchq.recipes.integer(4, 4, weight_method=method))
-    torchq.calibrate(model, image_batches(), progress=False)
+    model = simulated(
+        ConvNet().eval(), image_batches(), torchq.recipes.integer(4, 4, weight_method=method)
+    )
     assert of(examined(model, image_batches()), "wrong_order") == []
 
 
@@ -294,8 +287,7 @@ class Product(nn.Module):
 def test_a_weight_of_a_function_has_its_channels_where_the_function_has_them() -> None:
     model = nn.Sequential(Product(), nn.Linear(9, 4)).eval()
     batches = [torch.randn(8, 6)]
-    torchq.quantize_(model, example=batches[0])
-    torchq.calibrate(model, batches, progress=False)
+    simulated(model, batches, example=batches[0])
     assert not examined(model, batches).errors
     model[0].weight.data[:, 2] = 1e-9  # Nothing of this channel is left beside the others.
     model[0].weight_quantizer = torchq.TensorQuantizer(torchq.QuantDescriptor(axis=0))
@@ -307,33 +299,24 @@ def test_a_weight_of_a_function_has_its_channels_where_the_function_has_them() -
     assert (row.dead_channels, row.quantizers[1].channels) == (1, 9)
 
 
-class Sliced(nn.Module):
+class Sliced(Parts):
     """Calls functions with a part of a weight, as slimmable networks do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 6))
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.weight[:4])
 
 
-class Bilinear(nn.Module):
+class Bilinear(Parts):
     """Multiplies by a weight in a function that torchq does not quantize."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.core = nn.Parameter(torch.randn(3, 4, 4))
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.bilinear(x, x, self.core)
 
 
 def test_a_call_with_a_part_of_a_weight_is_named() -> None:
-    model = nn.Sequential(nn.Linear(6, 6), Sliced()).eval()
+    model = nn.Sequential(nn.Linear(6, 6), Sliced(weight=nn.Parameter(torch.randn(8, 6)))).eval()
     batches = [torch.randn(8, 6)]
-    torchq.quantize_(model, include=[nn.Linear], exclude=[Sliced])
-    torchq.calibrate(model, batches, progress=False)
+    simulated(model, batches, include=[nn.Linear], exclude=[Sliced])
     (finding,) = of(examined(model, batches), "functional_call")
     assert finding.name == "1"
     assert "linear with a weight that stays float (1.weight)" in finding.evidence
@@ -343,7 +326,7 @@ def test_a_call_with_a_part_of_a_weight_is_named() -> None:
 
 
 def test_a_function_that_cannot_be_quantized_is_named_too() -> None:
-    model = nn.Sequential(nn.Linear(6, 4), Bilinear()).eval()
+    model = nn.Sequential(nn.Linear(6, 4), Bilinear(core=nn.Parameter(torch.randn(3, 4, 4)))).eval()
     torchq.quantize_(model)
     batches = [torch.randn(8, 6)]
     torchq.calibrate(model, batches, progress=False)
@@ -364,8 +347,7 @@ def test_healthy_networks_have_no_finding_but_channels_of_zeros(name: str) -> No
     torch.manual_seed(0)
     model, batches = NETWORKS[name]().eval(), [torch.randn(2, 3, 32, 32) for _ in range(2)]
     torchq.fuse_(model, batches[0], progress=False)
-    torchq.quantize_(model)
-    torchq.calibrate(model, batches, on_unseen="dynamic", progress=False)
+    simulated(model, batches, on_unseen="dynamic")
     report = torchq.doctor(model, batches, progress=False)
     assert report.errors == report.of("warning") == (), str(report)
     assert {finding.kind for finding in report.findings} <= {"zero_range"}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.models import ConvNet, StagedNet, image_batches
+from tests.models import ConvNet, Parts, StagedNet, image_batches, simulated
 
 
 def chain(count: int = 4, width: int = 16) -> nn.Sequential:
@@ -23,9 +23,7 @@ def vectors(width: int = 16) -> list[Tensor]:
 
 
 def quantized(model: nn.Module, batches: list[Tensor], bits: int = 8, **options: int) -> nn.Module:
-    torchq.quantize_(model, torchq.recipes.integer(bits, bits, **options))
-    torchq.calibrate(model, batches, progress=False)
-    return model
+    return simulated(model, batches, torchq.recipes.integer(bits, bits, **options))
 
 
 def decibels(value: Tensor, reference: Tensor) -> float:
@@ -58,8 +56,7 @@ def test_the_layer_where_the_error_is_born_is_told_from_those_that_pass_it_on() 
     batches = vectors()
     model = chain(6)
     coarse = torchq.Rule("2", input=torchq.QuantDescriptor(3), weight=torchq.QuantDescriptor(3))
-    torchq.quantize_(model, torchq.recipes.int8().with_rules(coarse))
-    torchq.calibrate(model, batches, correct=False, progress=False)
+    simulated(model, batches, torchq.recipes.int8().with_rules(coarse), correct=False)
     report = torchq.layer_errors(model, batches, progress=False)
     assert report.worst[0].name == "2"
     born = {row.name: row.born for row in report.rows}
@@ -96,16 +93,12 @@ def test_a_layer_that_mixes_images_gets_all_of_them() -> None:
     """Let the order of the dimensions be (L, N, E), as in torch's attention by default."""
     attention, seen = nn.MultiheadAttention(512, 2), []
 
-    class Sequences(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = attention
-
+    class Sequences(Parts):
         def forward(self, x: Tensor) -> Tensor:
             return self.attention(x, x, x)[0]
 
     batch = torch.randn(9, 80, 512)
-    model = quantized(Sequences(), [batch], bits=4)
+    model = quantized(Sequences(attention=attention), [batch], bits=4)
     forward = model.attention.forward
 
     def counted(query: Tensor, *rest: Any, **options: Any) -> Any:
@@ -149,8 +142,7 @@ def test_values_at_the_end_of_the_range_are_not_clipped() -> None:
 @pytest.mark.parametrize("recipe", ["int8", "w4a4", "fp8", "mxfp8", "nvfp4"])
 def test_every_recipe_has_rows_for_every_layer(recipe: str) -> None:
     model, batches = ConvNet(), image_batches()
-    torchq.quantize_(model, torchq.recipes.by_name(recipe))
-    torchq.calibrate(model, batches, progress=False)
+    simulated(model, batches, torchq.recipes.by_name(recipe))
     report = torchq.layer_errors(model, batches, progress=False)
     assert [row.name for row in report.rows] == ["stem.0", "left.0", "right.0", "head"]
     assert all(math.isfinite(row.local_sqnr) for row in report.rows)
@@ -158,11 +150,7 @@ def test_every_recipe_has_rows_for_every_layer(recipe: str) -> None:
 
 
 def test_layers_of_other_kinds_and_hand_placed_quantizers() -> None:
-    class Projecting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.matrix = nn.Parameter(torch.randn(6, 4))
-
+    class Projecting(Parts):
         def forward(self, x: Tensor) -> Tensor:
             return torch.nn.functional.linear(x, self.matrix)
 
@@ -170,7 +158,7 @@ def test_layers_of_other_kinds_and_hand_placed_quantizers() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.own = torchq.TensorQuantizer()
-            self.project = Projecting()
+            self.project = Projecting(matrix=nn.Parameter(torch.randn(6, 4)))
             self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -178,8 +166,7 @@ def test_layers_of_other_kinds_and_hand_placed_quantizers() -> None:
             return self.attention(x, x, x)[0]
 
     model, batch = Mixed(), torch.randn(2, 3, 4)
-    torchq.quantize_(model, example=batch)
-    torchq.calibrate(model, [batch], progress=False)
+    simulated(model, [batch], example=batch)
     report = torchq.layer_errors(model, [batch], progress=False)
     kinds = [("project", "Projecting"), ("own", "TensorQuantizer")]
     kinds.append(("attention", "MultiheadAttention"))
@@ -197,8 +184,7 @@ def test_in_place_code_behind_a_layer_does_not_count_as_error() -> None:
 
 def test_the_model_is_left_as_it_was() -> None:
     model, batches = StagedNet(), image_batches()
-    torchq.quantize_(model)
-    torchq.calibrate(model, batches, progress=False)
+    simulated(model, batches)
     model.train()
     model.head.eval()
     model.stem.input_quantizer.mode = "off"

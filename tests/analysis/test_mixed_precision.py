@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.models import ConvNet, image_batches
+from tests.models import ConvNet, Parts, image_batches, simulated
 from torchq.analysis.solver import Problem
 from torchq.errors import ConfigError
 
@@ -66,9 +66,7 @@ def test_the_solution_is_the_best_of_all(seed: int) -> None:
 def test_the_config_is_within_its_budget_and_quantizes_as_it_says() -> None:
     config = usual()
     assert config.costs["mean_bits"] <= 5
-    model = network()
-    torchq.quantize_(model, config)
-    torchq.calibrate(model, vectors(), progress=False)
+    model = simulated(network(), vectors(), config)
     total = bits = 0
     for choice in config.choices:
         layer = model.get_submodule(choice.name)
@@ -127,25 +125,19 @@ def test_every_metric_ranks_formats(metric: str) -> None:
 
 
 def test_models_without_classes_are_measured() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Linear(12, 1)
-
+    class Twice(Parts):
         def forward(self, x: Tensor) -> Tensor:
             return self.a(x)
 
     config = torchq.mixed_precision(
-        Twice(), vectors(), budget={"bytes": 100}, formats=[4, 8], progress=False
+        Twice(a=nn.Linear(12, 1)), vectors(), budget={"bytes": 100}, formats=[4, 8], progress=False
     )
     assert config.metric == "sqnr"
     assert config.choices[0].format == "w8a8"
 
 
 def test_a_quantized_model_is_taken_as_float_and_left_alone() -> None:
-    model = ConvNet().eval()
-    torchq.quantize_(model)
-    torchq.calibrate(model, image_batches(), progress=False)
+    model = simulated(ConvNet().eval(), image_batches())
     before = {name: value.clone() for name, value in model.state_dict().items()}
     config = torchq.mixed_precision(
         model,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
+from tests.models import simulated
 from torchq.analysis import Report
 from torchq.analysis.cures import culprits, damage_shares
 from torchq.errors import ConfigError
@@ -52,8 +53,7 @@ def planted(bits: int = 3) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     batches = labelled(model)
     coarse = torchq.QuantDescriptor(bits)
     rule = torchq.Rule("middle", input=coarse, weight=coarse)
-    torchq.quantize_(model, torchq.recipes.int8().with_rules(rule), exclude=["unused"])
-    torchq.calibrate(model, batches, progress=False)
+    simulated(model, batches, torchq.recipes.int8().with_rules(rule), exclude=["unused"])
     return model, batches
 
 

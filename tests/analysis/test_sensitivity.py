@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.models import StagedNet, image_batches
+from tests.models import StagedNet, image_batches, simulated
 from torchq.errors import ConfigError
 
 
@@ -26,9 +26,7 @@ def vectors(count: int = 2, width: int = 24) -> list[Tensor]:
 
 
 def quantized(model: nn.Module, batches: list[Tensor], *rules: torchq.Rule) -> nn.Module:
-    torchq.quantize_(model, torchq.recipes.integer(6, 6).with_rules(*rules))
-    torchq.calibrate(model, batches, progress=False)
-    return model
+    return simulated(model, batches, torchq.recipes.integer(6, 6).with_rules(*rules))
 
 
 def coarse(pattern: str, bits: int = 3) -> torchq.Rule:
@@ -165,9 +163,7 @@ class Heads(nn.Module):
 
 def test_the_estimate_follows_layers_that_return_several_tensors() -> None:
     batches = [torch.randn(8, 5, 4, generator=torch.Generator().manual_seed(i)) for i in range(2)]
-    model = Heads().eval()
-    torchq.quantize_(model, torchq.recipes.integer(4, 4))
-    torchq.calibrate(model, batches, progress=False)
+    model = simulated(Heads().eval(), batches, torchq.recipes.integer(4, 4))
     rows = torchq.sensitivity(model, batches, "fisher", progress=False).rows
     assert {row.name for row in rows} >= {"attention", "out"}
     assert all(row.value > 0 for row in rows)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import torchq
+from tests.models import simulated
 from tests.rank_processes import needs_gloo
 from tests.wrappers import WRAPPERS, one_process
 
@@ -31,10 +32,7 @@ BATCH = torch.arange(32.0).reshape(8, 4).sin()
 
 def quantized() -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).eval()
-    torchq.quantize_(model)
-    torchq.calibrate(model, [BATCH], progress=False)
-    return model
+    return simulated(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).eval(), [BATCH])
 
 
 @needs_gloo

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import torchq
+from tests.models import simulated
 from torchq.errors import CalibrationError, ConfigError
 
 MEASURES: dict[str, Callable[..., Any]] = {
@@ -23,10 +24,9 @@ measures = pytest.mark.parametrize("measure", MEASURES.values(), ids=MEASURES)
 
 def quantized() -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).eval()
-    torchq.quantize_(model)
-    torchq.calibrate(model, [torch.randn(8, 4)], progress=False)
-    return model
+    return simulated(
+        nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).eval(), [torch.randn(8, 4)]
+    )
 
 
 X = torch.randn(8, 4)

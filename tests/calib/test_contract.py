@@ -72,10 +72,8 @@ def test_axes_are_those_of_the_amax_shape(method: str, generator: torch.Generato
 def test_another_number_of_channels_is_an_error(method: str) -> None:
     calibrator = make_calibrator(method, format=INT8, granularity=PerAxis((1,)))
     calibrator.collect(torch.ones(2, 3))
-    with pytest.raises(
-        CalibrationError,
-        match=r"got a tensor whose amax has shape \(1, 4\); expected \(1, 3\) as before",
-    ):
+    text = r"got a tensor whose amax has shape \(1, 4\); expected \(1, 3\) as before"
+    with pytest.raises(CalibrationError, match=text):
         calibrator.collect(torch.ones(2, 4))
 
 

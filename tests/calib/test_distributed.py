@@ -104,7 +104,6 @@ def test_a_rank_that_stays_away_is_an_error_and_no_hang(results: Results) -> Non
 
 
 def test_without_a_process_group_there_is_an_error() -> None:
-    with pytest.raises(
-        CalibrationError, match=r"sync: got no process group; expected one\. Start with torchrun"
-    ):
+    text = r"sync: got no process group; expected one\. Start with torchrun"
+    with pytest.raises(CalibrationError, match=text):
         sync([MaxCalibrator()])

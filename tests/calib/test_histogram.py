@@ -140,10 +140,8 @@ def test_memory_is_bounded() -> None:
     observer = observed(torch.ones(1, 5000), granularity=PerAxis((1,)))
     assert observer.counts.shape == (5000, 512)
     assert observer.counts.numel() <= MAX_COUNTS
-    with pytest.raises(
-        ConfigError,
-        match=r"got 40000 groups; expected at most 32768 with 128 bins\. Use method='max'",
-    ):
+    text = r"got 40000 groups; expected at most 32768 with 128 bins\. Use method='max'"
+    with pytest.raises(ConfigError, match=text):
         observed(torch.ones(1, 40000), granularity=PerAxis((1,)))
 
 

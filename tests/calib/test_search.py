@@ -102,9 +102,8 @@ def test_a_scale_shared_by_all_blocks_is_never_cut_into_pieces(generator: torch.
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_non_finite_values_are_an_error(value: float) -> None:
-    with pytest.raises(
-        CalibrationError, match="search_range: got NaN or infinite values; expected a finite tensor"
-    ):
+    text = "search_range: got NaN or infinite values; expected a finite tensor"
+    with pytest.raises(CalibrationError, match=text):
         search_range(torch.tensor([1.0, value]), INT8)
 
 

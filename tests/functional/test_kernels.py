@@ -12,12 +12,7 @@ from tests.functional.kernel_cases import CASES, FORMATS, Case, assert_equals_de
 from torchq.errors import ConfigError
 from torchq.formats import CATALOG, INT8, Granularity, PerAxis, PerBlock, PerTensor
 from torchq.functional import fake_quantize, learned_fake_quantize, reduce_amax
-from torchq.functional.kernels import (
-    backend_for,
-    reference,
-    tiled,
-    use_backend,
-)
+from torchq.functional.kernels import backend_for, reference, tiled, use_backend
 from torchq.functional.kernels import dispatch as choice
 
 

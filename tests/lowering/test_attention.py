@@ -9,6 +9,7 @@ from torch import Tensor, fx, nn
 
 import torchq
 from tests.lowering.common import BITS, recipe, sqnr
+from tests.models import Parts, simulated
 from tests.nn.test_attention import MASKS, OPTIONS, Seq2Seq, attention, batch, tokens
 from torchq.lowering import DeployedMultiheadAttention, DynamicInt8Linear, Int8Linear
 
@@ -92,8 +93,7 @@ def test_what_has_no_kernel_keeps_simulating_and_says_why() -> None:
 def test_transformers_of_torch_run_the_projections() -> None:
     """torch's encoder would take a fused kernel in eval mode, past the projections."""
     given, model = batch(), Seq2Seq(True).eval()
-    torchq.quantize_(model, recipe())
-    torchq.calibrate(model, [given], progress=False)
+    simulated(model, [given], recipe())
     int8 = torchq.deploy(model, given)
     with torch.no_grad():
         expected, found = model(**given), int8(**given)
@@ -106,24 +106,21 @@ def test_transformers_of_torch_run_the_projections() -> None:
             layer.weight_scale = scale
 
 
-class Block(nn.Module):
+class Block(Parts):
     """Traceable."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.after = (
-            attention(batch_first=True, add_bias_kv=True),
-            nn.Linear(12, 12),
-        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.after(torch.relu(self.attention(x, x, x, need_weights=False)[0]))
 
 
 def test_it_is_one_node_of_a_trace() -> None:
-    x, model = torch.randn(2, 5, 12), Block().eval()
-    torchq.quantize_(model, recipe())
-    torchq.calibrate(model, [x], progress=False)
+    x, model = (
+        torch.randn(2, 5, 12),
+        Block(
+            attention=attention(batch_first=True, add_bias_kv=True), after=nn.Linear(12, 12)
+        ).eval(),
+    )
+    simulated(model, [x], recipe())
     int8 = torchq.deploy(model, x)
     assert isinstance(int8, fx.GraphModule)
     assert "attention" in {node.target for node in int8.graph.nodes}

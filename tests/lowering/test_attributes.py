@@ -98,10 +98,8 @@ def config(input: torchq.QuantDescriptor) -> torchq.QuantConfig:
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("input", [INT8, FP8], ids=["kernel", "simulated"])
 def test_the_weight_stays_quantized(hook: str, input: torchq.QuantDescriptor) -> None:
-    model, x = (
-        nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)),
-        torch.randn(2, 3, 9, 9),
-    )
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    x = torch.randn(2, 3, 9, 9)
     HOOKS[hook](model[2])
     calibrated(model, x, config(input))
     keys = list(model.state_dict())
@@ -119,10 +117,8 @@ def test_a_parametrized_weight_is_rounded_at_every_call() -> None:
         def forward(self, weight: Tensor) -> Tensor:
             return 2 * weight
 
-    model, x = (
-        nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)),
-        torch.randn(2, 3, 9, 9),
-    )
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    x = torch.randn(2, 3, 9, 9)
     torchq.quantize_(model.eval(), config(FP8))
     layer = model[2]
     parametrize.register_parametrization(layer, "weight", Double())

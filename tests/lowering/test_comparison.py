@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests.lowering.common import calibrated, recipe, sqnr
+from tests.models import simulated
 
 
 @pytest.fixture
@@ -53,18 +54,17 @@ def test_a_trace_that_cannot_run_is_an_error_that_says_what_helps(images: Tensor
 
 def test_the_noise_of_quantization_is_no_error(images: Tensor) -> None:
     model = calibrated(Evasive(1.15), images)
-    with pytest.raises(
-        torchq.errors.ExportError, match=r"result 0 has relative error 0.15 against the simulation"
-    ):
+    text = r"result 0 has relative error 0.15 against the simulation"
+    with pytest.raises(torchq.errors.ExportError, match=text):
         torchq.deploy(model, images)
     coarse = model
     torchq.restore_(coarse)
     weight = torchq.QuantDescriptor(2, axis=0)
-    torchq.quantize_(
+    simulated(
         coarse,
+        [images],
         torchq.QuantConfig((torchq.Rule("*", input=torchq.QuantDescriptor(8), weight=weight),)),
     )
-    torchq.calibrate(coarse, [images], progress=False)
     torchq.deploy(coarse, images)
 
 
@@ -115,10 +115,8 @@ def test_a_tie_that_the_model_amplifies_is_no_error() -> None:
 
 def test_a_layer_that_computes_something_else_is_named() -> None:
     model, x = amplifying(200)
-    with pytest.raises(
-        torchq.errors.ExportError,
-        match=r"Given the inputs of the simulation, the input of second differs. Pass fuse=False",
-    ):
+    text = r"Given the inputs of the simulation, the input of second differs. Pass fuse=False"
+    with pytest.raises(torchq.errors.ExportError, match=text):
         torchq.deploy(model, x)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests.lowering.common import Residual, calibrated, recipe, sqnr
+from tests.models import simulated
 from torchq.lowering import Int8Conv
 from torchq.lowering.codes import Dequantize
 
@@ -124,10 +125,8 @@ def test_compiles_as_one_graph_for_any_batch(images: Tensor) -> None:
 
 
 def test_nothing_to_deploy() -> None:
-    with pytest.raises(
-        torchq.errors.ExportError,
-        match="deploy: Sequential has no quantized layer; expected a calibrated model",
-    ):
+    text = "deploy: Sequential has no quantized layer; expected a calibrated model"
+    with pytest.raises(torchq.errors.ExportError, match=text):
         torchq.deploy(nn.Sequential(nn.ReLU()))
 
 
@@ -136,18 +135,14 @@ def test_uncalibrated_quantizers_are_named() -> None:
     torchq.quantize_(model, recipe())
     torchq.calibrate(model, progress=False)
     model[1].input_quantizer.set_amax(1.0)  # type: ignore[union-attr, operator]
-    with pytest.raises(
-        torchq.errors.ExportError,
-        match=r"no range is known for 0.input_quantizer; expected calibrated quantizers",
-    ):
+    text = r"no range is known for 0.input_quantizer; expected calibrated quantizers"
+    with pytest.raises(torchq.errors.ExportError, match=text):
         torchq.deploy(model)
 
 
 @pytest.mark.parametrize("target", ["tensorrt", "openvino", "onnxruntime"])
 def test_quantizers_placed_for_a_runtime(images: Tensor, target: str) -> None:
-    model = nn.Sequential(Residual()).eval()
-    torchq.quantize_(model, recipe(), target=target)
-    torchq.calibrate(model, [images], progress=False)
+    model = simulated(nn.Sequential(Residual()).eval(), [images], recipe(), target=target)
     int8 = torchq.deploy(model, images, target="torch")
     assert sqnr(int8(images), model(images)) > 40
     if target == "tensorrt":  # the shortcut alone is quantized, as the kernels want it

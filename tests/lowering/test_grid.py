@@ -1,4 +1,4 @@
-"""Codes are those that the simulation rounds to, on symmetric and asymmetric ranges."""
+"""Codes are those of the simulation, and equal for layers that read equal inputs."""
 
 from typing import Any
 
@@ -7,8 +7,11 @@ import torch
 from torch import Tensor, nn
 
 import torchq
+from tests.lowering.common import BITS, Residual
+from tests.models import simulated
 from torchq import QuantConfig, QuantDescriptor, Rule
-from torchq.lowering.layer import Int8Layer
+from torchq.lowering import Int8Layer
+from torchq.lowering.check import forced_pairs
 from torchq.lowering.qparams import ByteQParams
 from torchq.nn import TensorQuantizer
 
@@ -84,9 +87,7 @@ def quantized(generator: torch.Generator, **fields: Any) -> nn.Module:
     input = QuantDescriptor(**{"symmetric": False, **fields})
     weight = QuantDescriptor(axis=0, power_of_two=bool(fields.get("power_of_two")))
     rules = [Rule(f"type:{t}", input=input, weight=weight) for t in ("Conv2d", "Linear")]
-    torchq.quantize_(model, QuantConfig(tuple(rules)))
-    torchq.calibrate(model, [images(generator)], progress=False)
-    return model
+    return simulated(model, [images(generator)], QuantConfig(tuple(rules)))
 
 
 @pytest.mark.parametrize(
@@ -124,3 +125,52 @@ def test_codes_equal_the_simulation_at_ties(zero_point: int) -> None:
 def test_dead_ranges_are_exact_zeros() -> None:
     q = TensorQuantizer(QuantDescriptor(symmetric=False, amin=0.0, amax=0.0))
     assert ByteQParams.of(q) == ByteQParams(1.0, 0, 0, 0)
+
+
+class Gated(nn.Module):
+    """A mobile block: pointwise, depthwise, squeeze and excitation, and a linear head with GELU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen, self.each = nn.Conv2d(3, 24, 1), nn.Conv2d(24, 24, 3, padding=1, groups=24)
+        self.squeeze, self.narrow = nn.Conv2d(24, 24, 1), nn.Conv2d(24, 16, 1)
+        self.wide, self.head = nn.Linear(16, 64), nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.hardswish(self.each(nn.functional.silu(self.widen(x))))
+        x = x * self.squeeze(nn.functional.adaptive_avg_pool2d(x, 1)).sigmoid()
+        x = self.narrow(x).flatten(2).transpose(1, 2)
+        return self.head(nn.functional.gelu(self.wide(x)))
+
+
+def share_off(model: nn.Module, simulated: nn.Module, x: Tensor) -> float:
+    """The share of codes that differ by one when layers read equal inputs; infinite for more."""
+    off = count = 0
+    for _, got, want in forced_pairs(model, simulated, x):
+        if got.dtype is torch.uint8:
+            difference = (got.int() - want.int()).abs()
+            if int(difference.max()) > 1:
+                return float("inf")
+            off, count = off + int(difference.sum()), count + got.numel()
+        else:
+            assert (got - want).norm() < 1e-4 * want.norm()
+    return off / count
+
+
+@pytest.mark.parametrize(("unsigned", "most"), [(False, 1e-5), ("auto", 2e-5)])
+@pytest.mark.parametrize("network", [Residual, Gated])
+def test_one_code_in_1e5_differs_by_one(
+    network: type[nn.Module], unsigned: bool | str, most: float
+) -> None:
+    """Unsigned codes are twice as fine, so that twice as many values lie next to a tie."""
+    torch.manual_seed(0)
+    model, x = network().eval(), torch.randn(32, 3, 48, 48)
+    if network is Residual:
+        torchq.fuse_(model, x)
+    simulated(model, [x], torchq.recipes.integer(BITS, 8, unsigned=unsigned), target="tensorrt")
+    int8 = torchq.deploy(model, target="torch")
+    assert share_off(int8, model, x) <= most
+    # The order matters: a bias that is a tenth of a code off is seen in the layer behind it.
+    layers = [m for m in int8.modules() if isinstance(m, Int8Layer) and m.output_qparams]
+    layers[0].bias = layers[0].bias + 0.1 * layers[0].output_qparams.scale
+    assert share_off(int8, model, x) > 100 * most

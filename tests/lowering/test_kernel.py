@@ -131,9 +131,7 @@ def test_a_residual_that_has_to_be_broadcast(run: str, generator: torch.Generato
 @pytest.mark.parametrize("window", [(3, 2, 1, 1, True), (2, 2, 0, 1, False), (3, 1, 0, 2, False)])
 @pytest.mark.parametrize("last", [False, True])
 def test_codes_of_any_number_of_channels_are_pooled_as_values(
-    shape: tuple[int, ...],
-    window: tuple[int, int, int, int, bool],
-    last: bool,
+    shape: tuple[int, ...], window: tuple[int, int, int, int, bool], last: bool
 ) -> None:
     """The kernel gets padded channels; none of them may be seen."""
     codes = torch.randint(0, 256, shape).to(torch.uint8)

@@ -261,8 +261,6 @@ def test_dynamic_ranges_along_features_are_refused() -> None:
     model = calibrated(
         nn.Linear(64, 32), x, config(input=D(dynamic=True, axis=1), weight=D(BITS, axis=0))
     )
-    with pytest.raises(
-        torchq.errors.ExportError,
-        match=r"got ranges along the features of \(3, 64\); expected one per token or tensor",
-    ):
+    text = r"got ranges along the features of \(3, 64\); expected one per token or tensor"
+    with pytest.raises(torchq.errors.ExportError, match=text):
         torchq.deploy(model)(x)

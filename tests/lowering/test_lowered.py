@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 import torchq
 from tests.lowering.common import recipe, sqnr
+from tests.models import simulated
 from torchq.lowering import Int8Layer
 from torchq.lowering.codes import Quantize
 
@@ -271,8 +272,7 @@ def deployed(name: str) -> tuple[nn.Module, nn.Module, Tensor]:
     input = torchq.QuantDescriptor()
     kinds = {type(m) for m in model.modules()} & {torchq.nn.Add, torchq.nn.Cat, nn.AvgPool2d}
     rules = [torchq.Rule(kind, input=input) for kind in kinds if name != "average pool"]
-    torchq.quantize_(model, recipe().with_rules(*rules))
-    torchq.calibrate(model, [x], progress=False)
+    simulated(model, [x], recipe().with_rules(*rules))
     return model, torchq.deploy(model), x
 
 
@@ -304,9 +304,11 @@ def test_a_layer_that_two_nodes_call_has_an_epilogue_for_each() -> None:
 @pytest.mark.parametrize(("unsigned", "codes"), [(False, (0, 12)), ("auto", (0, 24))])
 def test_a_clamp_becomes_bounds_of_codes(unsigned: Any, codes: tuple[int, int]) -> None:
     """The codes of values that are never negative start at 0, on ranges of either kind."""
-    model = Net(lambda m, x: m.b(F.relu6(m.a(x))), copy.deepcopy(B)).eval()
-    torchq.quantize_(model, torchq.recipes.integer(7, 8, unsigned=unsigned))
-    torchq.calibrate(model, [torch.randn(2, 4, 6, 6)], progress=False)
+    model = simulated(
+        Net(lambda m, x: m.b(F.relu6(m.a(x))), copy.deepcopy(B)).eval(),
+        [torch.randn(2, 4, 6, 6)],
+        torchq.recipes.integer(7, 8, unsigned=unsigned),
+    )
     model.b.input_quantizer.set_amax(63.5)  # type: ignore[union-attr, operator]
     layer = torchq.deploy(model).get_submodule("a")
     assert isinstance(layer, Int8Layer) and layer.output_qparams is not None

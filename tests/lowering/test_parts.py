@@ -1,13 +1,19 @@
-"""Tensors that are split and concatenated, and quantizers of operators between layers."""
+"""Parts of models: split, concatenated and quantized tensors, parts that are more than called."""
 
+from __future__ import annotations
+
+import math
+import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.lowering.common import recipe, sqnr
+from tests.lowering.common import calibrated, recipe, sqnr
+from tests.models import simulated
 from torchq.lowering.codes import Dequantize, Quantize
 
 SPLITS: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
@@ -26,11 +32,9 @@ class Shuffle(nn.Module):
     def __init__(self, split: Callable[[Tensor], Sequence[Tensor]]) -> None:
         super().__init__()
         self.split = split
-        self.stem, self.branch, self.last = (
-            nn.Conv2d(3, 16, 3),
-            nn.Conv2d(8, 8, 1),
-            nn.Conv2d(16, 4, 1),
-        )
+        self.stem = nn.Conv2d(3, 16, 3)
+        self.branch = nn.Conv2d(8, 8, 1)
+        self.last = nn.Conv2d(16, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         left, right = self.split(self.stem(x))
@@ -48,8 +52,7 @@ class Shuffle(nn.Module):
 @pytest.mark.parametrize("split", SPLITS)
 def test_parts_and_shuffles_stay_codes(split: str) -> None:
     model, x = Shuffle(SPLITS[split]).eval(), torch.randn(2, 3, 9, 9)
-    torchq.quantize_(model, recipe(), target="tensorrt")
-    torchq.calibrate(model, [x], progress=False)
+    simulated(model, [x], recipe(), target="tensorrt")
     int8 = torchq.deploy(model, x)
     # Ties that float32 rounds otherwise are one scale of 1/127 of a range, in few places.
     assert sqnr(int8(x), model(x)) > 40
@@ -84,8 +87,80 @@ class Dense(nn.Module):
 def test_a_dense_block_agrees_with_its_simulation(target: str | None, pool: bool) -> None:
     torch.manual_seed(0)
     model, x = Dense(pool).eval(), torch.randn(2, 3, 12, 12)
-    torchq.quantize_(model, recipe(), target=target)
-    torchq.calibrate(model, [x], progress=False)
+    simulated(model, [x], recipe(), target=target)
     # Without an example: a comparison would refuse a wrong result. 40 dB is one code in hundreds
     # off by one.
     assert sqnr(torchq.deploy(model)(x), model(x)) > 40
+
+
+@pytest.fixture
+def images() -> Tensor:
+    return torch.randn(2, 3, 9, 9)
+
+
+class Blocks(nn.Sequential):
+    """A Sequential of a user's own class."""
+
+
+class Taking(nn.Module):
+    """Code that cannot be traced and takes its container apart in one of several ways."""
+
+    def __init__(self, how: str, container: type[nn.Sequential]) -> None:
+        super().__init__()
+        self.how = how
+        block = nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1))
+        self.layers = container(nn.Conv2d(3, 4, 3), nn.ReLU(), block)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1e9:
+            return x
+        if self.how == "index":
+            return self.layers[2](self.layers[1](self.layers[0](x)))
+        if self.how == "slice":
+            return self.layers[1:](self.layers[:1](x))
+        if self.how == "length":
+            assert len(self.layers) == 3
+            return self.layers(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("container", [nn.Sequential, Blocks])
+@pytest.mark.parametrize("how", ["index", "slice", "length", "loop"])
+@pytest.mark.parametrize("compare", [False, True])
+def test_a_container_that_its_parent_takes_apart_stays_a_container(
+    images: Tensor, how: str, container: type[nn.Sequential], compare: bool
+) -> None:
+    model = calibrated(Taking(how, container), images)
+    int8 = torchq.deploy(model, images if compare else None)
+    assert sqnr(int8(images), model(images)) > 40
+    assert type(int8.layers) is container
+    assert isinstance(int8.layers[0], torchq.lowering.Int8Conv)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: math, threading.Lock, lambda: {"deep": [threading.Lock()]}]
+)
+@pytest.mark.parametrize("place", ["", "block", "block.0"])
+def test_attributes_that_cannot_be_copied_are_shared(images: Tensor, make: Any, place: str) -> None:
+    model = calibrated(Taking("loop", nn.Sequential), images)
+    model.block = model.layers[2]
+    model.get_submodule(place).library = library = make()
+    int8 = torchq.deploy(model, images)
+    assert sqnr(int8(images), model(images)) > 40
+    assert model.get_submodule(place).library is library
+    owner = int8.get_submodule(place)
+    assert owner.library is library or isinstance(library, dict)
+
+
+def test_a_class_that_refuses_to_be_copied_is_an_error(images: Tensor) -> None:
+    class Unique(nn.Conv2d):
+        def __deepcopy__(self, memo: dict[int, Any]) -> Unique:
+            raise RuntimeError("there is only one\nof these")
+
+    model = nn.Sequential(Unique(3, 3, 1), nn.Conv2d(3, 3, 1))
+    calibrated(model, images)
+    text = r"deploy: got a Sequential that cannot be copied \(there is only one\); expected one"
+    with pytest.raises(torchq.errors.ExportError, match=text):
+        torchq.deploy(model)

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 import torchq
 from tests.lowering.common import calibrated, recipe, sqnr
+from tests.models import Parts, simulated
 
 
 @pytest.fixture
@@ -28,13 +29,8 @@ def graphs(model: nn.Module) -> int:
     return sum(isinstance(m, fx.GraphModule) for m in model.modules())
 
 
-class Block(nn.Module):
+class Block(Parts):
     """A layer of ultralytics: the model's loop reads ``f``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.act = nn.Conv2d(3, 3, 1), nn.ReLU()
-        self.f = [-1]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.act(self.conv(x))
@@ -45,7 +41,8 @@ class Picky(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.block, self.last = Block(), nn.Conv2d(3, 3, 1)
+        self.block = Block(conv=nn.Conv2d(3, 3, 1), act=nn.ReLU(), f=[-1])
+        self.last = nn.Conv2d(3, 3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.sum() > 1e9:
@@ -137,11 +134,7 @@ def test_results_are_of_the_same_kind(
         assert sqnr(got[0], expected[0]) > 40
 
 
-class Optional(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
-
+class Optional(Parts):
     def forward(self, x: Tensor, scale: Tensor | None = None, factor: float = 2.5) -> Tensor:
         x = self.first(x) * factor
         return self.last(x if scale is None else x * scale)
@@ -149,9 +142,9 @@ class Optional(nn.Module):
 
 def test_arguments_that_a_trace_fixed_are_refused_or_used(images: Tensor) -> None:
     example = {"x": images, "scale": torch.tensor(3.0)}
-    model = Optional().eval()
-    torchq.quantize_(model, recipe())
-    torchq.calibrate(model, [example], progress=False)
+    model = simulated(
+        Optional(first=nn.Conv2d(3, 3, 1), last=nn.Conv2d(3, 3, 1)).eval(), [example], recipe()
+    )
     fixed = torchq.deploy(model)
     for copied in (fixed, copy.deepcopy(fixed), pickle.loads(pickle.dumps(fixed))):
         assert sqnr(copied(images), model(images)) > 40

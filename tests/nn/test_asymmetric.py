@@ -147,9 +147,8 @@ def test_learned_ends_are_trained(generator: torch.Generator) -> None:
 
 def test_errors_name_what_is_wrong(generator: torch.Generator) -> None:
     q = TensorQuantizer(AFFINE)
-    with pytest.raises(
-        ConfigError, match=r"got set_amax for uint8 .*; expected both ends. Use set_"
-    ):
+    text = r"got set_amax for uint8 .*; expected both ends. Use set_"
+    with pytest.raises(ConfigError, match=text):
         q.set_amax(1.0)
     with pytest.raises(ConfigError, match=r"got amin 0\.5; expected finite numbers <= 0"):
         q.set_range(0.5, 1.0)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
+from tests.models import simulated
 from tests.onnx.exported import run_file
 
 
@@ -33,10 +34,7 @@ def batch() -> dict[str, Tensor]:
 @pytest.fixture
 def model(batch: dict[str, Tensor]) -> Pairing:
     torch.manual_seed(0)
-    model = Pairing().eval()
-    torchq.quantize_(model)
-    torchq.calibrate(model, [batch], progress=False)
-    return model
+    return simulated(Pairing().eval(), [batch])
 
 
 @pytest.mark.parametrize("recipe", ["int8", "fp8", "mxfp8", "nvfp4", "w4a4"])

@@ -1,4 +1,4 @@
-"""Function calls with weights in whole networks, with and without an example; refusals."""
+"""Function calls with weights in whole networks, on any axes; what stays float; refusals."""
 
 import copy
 import pickle
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchq
-from tests.models import Conv1D, Projection
+from tests.models import Conv1D, Parts, Projection, simulated
 from torchq import QuantDescriptor
 from torchq.errors import QuantizationError
 from torchq.nn import QuantLinear
@@ -97,8 +97,7 @@ def test_a_network_with_calls_goes_all_the_way(tmp_path: Path) -> None:
     model = build()
     before = {name: vars(m).keys() for name, m in model.named_modules()}
     keys, expected = list(model.state_dict()), model(TOKENS)
-    torchq.quantize_(model, example=TOKENS)
-    torchq.calibrate(model, [TOKENS], progress=False)
+    simulated(model, [TOKENS], example=TOKENS)
     torchq.save(model, tmp_path / "m.pt")
     twins = [torchq.load(build(), tmp_path / "m.pt"), copy.deepcopy(model)]
     twins.append(pickle.loads(pickle.dumps(model)))
@@ -153,12 +152,8 @@ def test_a_computed_weight_beside_a_child_with_the_same_kind_of_call() -> None:
     assert torch.equal(model(x), F.linear(y, call.weight_quantizer(2 * model.kernel)))
 
 
-class Hidden(nn.Module):
+class Hidden(Parts):
     """Chooses the function of its product at run time, which its source does not show."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernel, self.dims = nn.Parameter(torch.randn(4, 4)), "linear"
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = getattr(F, self.dims)(x, self.kernel)
@@ -166,7 +161,9 @@ class Hidden(nn.Module):
 
 
 def test_calls_that_the_source_does_not_show_are_reported() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), Hidden())
+    model = nn.Sequential(
+        nn.Linear(4, 4), Hidden(kernel=nn.Parameter(torch.randn(4, 4)), dims="linear")
+    )
     (skipped,) = torchq.plan(model, example=torch.randn(2, 4)).skipped
     assert skipped.name == "1"
     assert "linear with a weight in code whose source does not show it" in skipped.reason
@@ -226,10 +223,7 @@ def test_each_round_of_a_loop_has_quantizers_of_its_own() -> None:
     [
         ([CallSite("linear", "missing")], "has no parameter missing"),
         ([CallSite("linear", "no.weight")], "has no attribute"),
-        (
-            [CallSite("matmul", "kernel"), CallSite("matmul", "kernel")],
-            "without a holder among 2",
-        ),
+        ([CallSite("matmul", "kernel"), CallSite("matmul", "kernel")], "without a holder among 2"),
         ([CallSite("matmul", "kernel", site="@1")], "no call of matmul at @1"),
         ([CallSite("linear", "kernel")], "may be any of 0"),
         ([CallSite("matmul", "kernel", "forward")], "not an nn.Module"),
@@ -272,12 +266,8 @@ class Twice(nn.Module):
         return F.linear(F.linear(x, 2 * self.kernel), 3 * self.kernel)
 
 
-class LayerScale(nn.Module):
+class LayerScale(Parts):
     """A parameter of two dimensions that no product uses, as in ConvNeXt."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(1, 4))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.scale * self.linear(x)
@@ -285,7 +275,7 @@ class LayerScale(nn.Module):
 
 def test_parameters_outside_of_products_are_no_candidates() -> None:
     """Without a run nobody knows, and the report says how to find out."""
-    model = nn.Sequential(LayerScale())
+    model = nn.Sequential(LayerScale(linear=nn.Linear(4, 4), scale=nn.Parameter(torch.ones(1, 4))))
     assert [d.name for d in torchq.plan(model, example=torch.ones(2, 4)).decisions] == ["0.linear"]
     (skipped,) = torchq.plan(model).skipped
     assert "pass example= to find function calls with them" in skipped.reason
@@ -314,3 +304,129 @@ def test_a_layer_whose_weight_is_used_after_a_computation() -> None:
     weight = call.weight_quantizer(model[0].conv.weight)
     expected = F.conv1d(call.input_quantizer(x), weight, model[0].conv.bias, groups=4)
     assert torch.equal(model(x), expected)
+
+
+class Contracts(nn.Module):
+    """Multiplies by weights in functions that take any axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.out = nn.Parameter(torch.randn(3, 4, 5)), nn.Parameter(torch.randn(5, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tensordot(torch.einsum("ngi,gio->ngo", x, self.mix), self.out, 1)
+
+
+def test_contractions_of_any_axes_are_quantized() -> None:
+    model, x = Contracts(), torch.randn(6, 3, 4)
+    simulated(model, [x], example=x)
+    first, second = model.mix_call, model.out_call
+    y = torch.einsum("ngi,gio->ngo", first.input_quantizer(x), first.weight_quantizer(model.mix))
+    expected = second.input_quantizer(y).matmul(second.weight_quantizer(model.out))
+    torch.testing.assert_close(model(x), expected)  # The same sums in another order.
+    assert first.weight_quantizer.amax.dim() == 0
+
+
+class Chains(nn.Module):
+    """Multiplies by weights in ways that have no quantized form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.bilinear(x, x, self.a[None]) + torch.einsum("ni,ij,jk->nk", x, self.a, self.b)
+
+
+def test_products_that_no_quantizer_reaches_are_reported() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Chains())
+    (skipped,) = torchq.plan(model, example=torch.randn(2, 4)).skipped
+    text = (
+        "its forward multiplies by a weight in bilinear and multiplies by a weight in einsum, "
+        "which stays float"
+    )
+    assert (skipped.name, skipped.reason) == ("1", text)
+
+
+class DynamicFilter(Parts):
+    """Computes the kernel of a convolution from its input, as dynamic filter networks do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.generator(x.mean((0, 2, 3))).view(3, 3, 3, 1))
+
+
+class Table(nn.Module):
+    """Looks up rows of a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.head = nn.Parameter(torch.randn(5, 4)), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(F.embedding(x, self.rows))
+        return out
+
+
+class Blurs(nn.Module):
+    """Convolves with a fixed kernel, as anti-aliased networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kernel", torch.full((3, 1, 3, 3), 1 / 9))
+        self.head = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(F.conv2d(x, self.kernel, groups=3))
+        return out
+
+
+class Convolves(nn.Module):
+    """Calls the general convolution of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel, self.head = nn.Parameter(torch.randn(3, 3, 1, 1)), nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        options = ((1, 1), (0, 0), (1, 1), False, (0, 0), 1)
+        out: Tensor = self.head(torch.convolution(x, self.kernel, None, *options))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (Blurs(), "calls conv2d with a weight that is no parameter"),
+        (Convolves(), "multiplies by a weight in convolution"),
+        (DynamicFilter(generator=nn.Linear(3, 27)), "computes the weight of conv2d from its input"),
+        (Table(), "looks up rows of a parameter with F.embedding"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.* only .* quantized")
+def test_weights_in_other_places_are_reported(model: nn.Module, text: str) -> None:
+    x = torch.randint(0, 5, (2, 3)) if isinstance(model, Table) else torch.randn(2, 3, 8, 8)
+    (skipped,) = torchq.plan(model, example=x).skipped
+    assert (skipped.name, skipped.reason) == ("", f"its forward {text}, which stays float")
+
+
+class ReadsTransposed(nn.Module):
+    """Multiplies the weight of a child by its input, as Mamba does; nothing calls the child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.steps = nn.Linear(4, 4), nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.steps.weight @ self.first(x).transpose(1, 2)
+
+
+def test_a_layer_whose_weight_another_product_uses_holds_its_quantizers() -> None:
+    model, x = ReadsTransposed().eval(), torch.randn(2, 3, 4)
+    assert not torchq.quantize_(model, example=x).skipped
+    torchq.calibrate(model, [x], progress=False)
+    steps: Any = model.steps
+    transposed = steps.input_quantizer(model.first(x).transpose(1, 2))
+    expected = steps.weight_quantizer(steps.weight) @ transposed
+    assert torch.equal(model(x), expected)
+    # Two float32 orders of the same sums.
+    torch.testing.assert_close(torchq.deploy(model, x)(x), expected)

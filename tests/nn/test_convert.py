@@ -14,13 +14,7 @@ import torchq
 from torchq import QuantDescriptor
 from torchq.errors import ConfigError, QuantizationError
 from torchq.functional import fake_quantize, reduce_amax
-from torchq.nn import (
-    QUANTIZED,
-    QuantLinear,
-    QuantModule,
-    convert_,
-    register,
-)
+from torchq.nn import QUANTIZED, QuantLinear, QuantModule, convert_, register
 
 INT8 = QuantDescriptor()
 ROWS = QuantDescriptor(axis=0)
@@ -119,10 +113,8 @@ def test_old_style_weight_norm(norm: Any, generator: torch.Generator) -> None:
 
 
 def test_register_checks_its_class() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"OwnLinear\): got .*Linear; expected a subclass of QuantModule and of it",
-    ):
+    text = r"OwnLinear\): got .*Linear; expected a subclass of QuantModule and of it"
+    with pytest.raises(ConfigError, match=text):
         register(OwnLinear)(nn.Linear)  # type: ignore[type-var]
     with pytest.raises(
         ConfigError,

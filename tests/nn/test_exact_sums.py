@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode
 
 import torchq
+from tests.models import simulated
 
 
 class Call(nn.Module):
@@ -51,8 +52,7 @@ def quantized(layer: nn.Module, x: Tensor) -> nn.Module:
     model = nn.Sequential(layer).eval()
     for parameter in model.parameters():
         nn.init.uniform_(parameter, 2.5, 4)
-    torchq.quantize_(model, torchq.recipes.integer(8, 8), example=x)
-    torchq.calibrate(model, [x], correct=False, progress=False)
+    simulated(model, [x], torchq.recipes.integer(8, 8), example=x, correct=False)
     for quantizer in model.modules():
         if isinstance(quantizer, torchq.TensorQuantizer) and quantizer.quantizing:
             quantizer.set_amax(torch.full_like(quantizer.amax, 127 / 32))

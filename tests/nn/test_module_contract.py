@@ -78,10 +78,8 @@ def test_off_is_torch(case: Case) -> None:
     set_modes(module, "off")
     for training in (True, False):
         x, y = case.inputs(), case.inputs()
-        expected, got = (
-            plain.train(training)(*x, **case.kwargs),
-            module.train(training)(*y, **case.kwargs),
-        )
+        expected = plain.train(training)(*x, **case.kwargs)
+        got = module.train(training)(*y, **case.kwargs)
         assert equal(got, expected)
         if flat(got)[0].requires_grad:
             flat(expected)[0].square().sum().backward()

@@ -122,10 +122,8 @@ def test_wiring_changes_the_forward_alone() -> None:
 
 def test_wiring_needs_the_operator() -> None:
     module = Gate()
-    with pytest.raises(
-        QuantizationError,
-        match=r"Gate: its forward has no operator @7; expected the code that was quantized",
-    ):
+    text = r"Gate: its forward has no operator @7; expected the code that was quantized"
+    with pytest.raises(QuantizationError, match=text):
         wired(module, torchq.nn.Add(), "@7")
     with pytest.raises(QuantizationError, match=r"no operator add; expected a place in its source"):
         wired(module, torchq.nn.Add(), "add")
@@ -189,19 +187,14 @@ def test_sharing_takes_the_largest_known_range() -> None:
 def test_what_cannot_be_shared_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     torchq.quantize_(model)
-    with pytest.raises(
-        ConfigError,
-        match=r"share_range_: '0\.\*' selects \['0\.input_quantizer'\]; expected at least two",
-    ):
+    text = r"share_range_: '0\.\*' selects \['0\.input_quantizer'\]; expected at least two"
+    with pytest.raises(ConfigError, match=text):
         torchq.qat.share_range_(model, "0.*")
-    with pytest.raises(
-        QuantizationError, match="share: 0 is QuantLinear; expected the path of a quantizer"
-    ):
+    text = "share: 0 is QuantLinear; expected the path of a quantizer"
+    with pytest.raises(QuantizationError, match=text):
         share_quantizers_(model, ["0", "1"])
-    with pytest.raises(
-        ConfigError,
-        match=r"share: 0\.weight_quantizer is int8 axis=0 max; expected int8 per-tensor max",
-    ):
+    text = r"share: 0\.weight_quantizer is int8 axis=0 max; expected int8 per-tensor max"
+    with pytest.raises(ConfigError, match=text):
         share_quantizers_(model, ["1.input_quantizer", "0.weight_quantizer"])
     with pytest.raises(ConfigError, match="expected a range per tensor"):
         share_quantizers_(model, ["1.weight_quantizer", "0.weight_quantizer"])

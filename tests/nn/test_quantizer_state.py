@@ -1,4 +1,4 @@
-"""The state of a TensorQuantizer: checkpoints, copies, dtypes, devices, averages."""
+"""The state of a TensorQuantizer: checkpoints, copies, dtypes, devices, scales held as they are."""
 
 import copy
 import io
@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import torchq
+from tests.models import Parts, simulated
 from torchq import QuantDescriptor, TensorQuantizer
 from torchq.errors import ConfigError
+from torchq.functional import QParams, Range
 
 ROOT = Path(__file__).resolve().parents[2]
 DESCRIPTORS = [
@@ -190,23 +192,18 @@ def test_a_checkpoint_of_a_quantized_layer_without_a_range_does_not_load_strictl
 def test_a_float_layer_of_a_checkpoint_leaves_the_ranges_as_they_are(x: torch.Tensor) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2))
     plain = {key: value.clone() for key, value in model.state_dict().items()}
-    torchq.quantize_(model)
-    torchq.calibrate(model, [x], progress=False)
+    simulated(model, [x])
     expected = model(x)
     model.load_state_dict(plain, strict=True)
     assert torch.equal(model(x), expected)
 
 
 def test_a_range_of_a_shared_quantizer_may_be_in_a_checkpoint_once(x: torch.Tensor) -> None:
-    class Sum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Conv2d(1, 1, 1), nn.Conv2d(1, 1, 1)
-
+    class Sum(Parts):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.a(x) + self.b(x)
 
-    model, image = Sum(), x.reshape(1, 1, -1, 6)
+    model, image = Sum(a=nn.Conv2d(1, 1, 1), b=nn.Conv2d(1, 1, 1)), x.reshape(1, 1, -1, 6)
     torchq.quantize_(model, target="tensorrt")
     torchq.qat.share_range_(model, "quant_add.*")
     torchq.calibrate(model, [image], progress=False)
@@ -216,3 +213,215 @@ def test_a_range_of_a_shared_quantizer_may_be_in_a_checkpoint_once(x: torch.Tens
     twin.quant_add.input_quantizer.set_amax(9.0)
     twin.load_state_dict(state, strict=True)
     assert torch.equal(twin(image), model(image))
+
+
+AFFINE = QuantDescriptor(unsigned=True, symmetric=False)
+
+
+def lost_scales(count: int, descriptor: QuantDescriptor = QuantDescriptor()) -> Tensor:  # noqa: B008
+    """Return scales that the range of their outermost codes gives back a last bit off."""
+    scale = torch.rand(4000, generator=torch.Generator().manual_seed(0)) / 10 + 1e-3
+    qparams = QParams(scale, torch.full_like(scale, 7), descriptor.format)
+    found = Range.of_qparams(qparams, symmetric=descriptor.symmetric).qparams(descriptor.format)
+    lost = scale[found.scale != scale]
+    return lost[:count]
+
+
+def held(descriptor: QuantDescriptor, scale: Tensor, point: Any = None) -> TensorQuantizer:
+    q = TensorQuantizer(descriptor)
+    q.set_qparams(scale, point)
+    return q
+
+
+def network() -> nn.Sequential:
+    """Return a quantized product whose scales no range gives."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 6))
+    recipe = torchq.recipes.int8(symmetric=False)
+    torchq.quantize_(model, recipe, progress=False)
+    scales = lost_scales(7)
+    model[0].input_quantizer.set_qparams(scales[0], 3 if _starts_at_zero(model) else -5)
+    model[0].weight_quantizer.set_qparams(scales[1:].view(6, 1))
+    return model
+
+
+def _starts_at_zero(model: Any) -> bool:
+    return model[0].input_quantizer.descriptor.unsigned is True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("point", [None, 7])
+def test_calls_use_exactly_the_scale(point: int | None, dtype: torch.dtype) -> None:
+    x = (torch.randn(500, generator=torch.Generator().manual_seed(1)) * 9).to(dtype)
+    descriptor = QuantDescriptor() if point is None else AFFINE
+    for scale in lost_scales(20, descriptor):
+        q = held(descriptor, scale, point)
+        low, high = (-128, 127) if point is None else (-point, 255 - point)
+        working = torch.float64 if dtype is torch.float64 else torch.float32
+        codes = (x.to(working) / scale.to(working)).round().clamp(low, high)
+        assert torch.equal(q(x), (codes * scale).to(dtype))
+        assert torch.equal(q.codes(x), codes + (point or 0))
+        assert torch.equal(q.scale, scale) and int(q.calculate_qparams()[1]) == (point or 0)
+        ends = q.range.map(float)
+        assert ends.high == pytest.approx(high * float(scale))
+        assert ends.low == (None if point is None else pytest.approx(-point * float(scale)))
+
+
+def test_channels_and_blocks_and_float_formats() -> None:
+    scales = lost_scales(6)
+    w = torch.randn(6, 4, generator=torch.Generator().manual_seed(2))
+    q = held(QuantDescriptor(axis=0), scales.view(6, 1))
+    assert torch.equal(q(w), (w / scales[:, None]).round().clamp(-128, 127) * scales[:, None])
+    blocks = held(QuantDescriptor(4, block_size=2), scales.view(6, 1).expand(6, 2))
+    wide = scales[:, None]
+    assert torch.equal(blocks(w), (w / wide).round().clamp(-8, 7) * wide)
+    fp8 = held(QuantDescriptor((4, 3)), scales[0])
+    x = (w * 9).requires_grad_()
+    y = fp8(x)
+    codes = (x.detach() / scales[0]).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    assert torch.equal(y, codes * scales[0])
+    y.sum().backward()
+    assert torch.equal(x.grad, (x.detach().abs() <= 448 * scales[0]).float())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace.*` is deprecated:FutureWarning")
+def test_gradients_pass_inside_and_compiled_code_agrees() -> None:
+    q = held(AFFINE, lost_scales(1), 7).eval()
+    x = torch.linspace(-3, 30, 200).requires_grad_()
+    q(x).sum().backward()
+    v = x.detach() / q.scale
+    assert torch.equal(x.grad, ((v >= -7) & (v <= 248)).float())
+    torch._dynamo.reset()
+    compiled = torch.compile(q, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), q(x))
+    assert torch.equal(torch.export.export(q, (x,)).module()(x), q(x))
+    assert torch.equal(torch.jit.trace(q, x.detach())(x), q(x))
+
+
+def test_copies_checkpoints_and_casts_keep_the_scale(tmp_path: Path) -> None:
+    model = network()
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(3))
+    wanted = model(x)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(x), wanted)
+    torchq.save(model, tmp_path / "m.pt")
+    loaded = torchq.load(nn.Sequential(nn.Linear(8, 6)), tmp_path / "m.pt")
+    assert torch.equal(loaded(x), wanted)
+    fresh = nn.Sequential(nn.Linear(8, 6))
+    torchq.quantize_(fresh, torchq.recipes.int8(symmetric=False), progress=False)
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(fresh(x), wanted) and set(fresh.state_dict()) == set(model.state_dict())
+    scale = model[0].input_quantizer.scale
+    assert torch.equal(copy.deepcopy(model).half()[0].input_quantizer.scale, scale)
+
+
+def test_a_file_without_the_scale_ends_it(tmp_path: Path) -> None:
+    plain = nn.Sequential(nn.Linear(8, 6))
+    torchq.quantize_(plain, torchq.recipes.int8(symmetric=False), progress=False)
+    torchq.calibrate(plain, [torch.randn(5, 8)], progress=False)
+    torchq.save(plain, tmp_path / "m.pt")
+    for load in (
+        lambda model: torchq.load(model, tmp_path / "m.pt"),
+        lambda model: model.load_state_dict(plain.state_dict()),
+    ):
+        model = network()
+        load(model)
+        assert set(model.state_dict()) == set(plain.state_dict())
+        x = torch.randn(5, 8)
+        assert torch.equal(model(x), plain(x))
+    model = network()
+    model.load_state_dict(nn.Sequential(nn.Linear(8, 6)).state_dict())  # floats leave it alone
+    assert torch.equal(model[0].input_quantizer.scale, lost_scales(1)[0])
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), [1.0, 2.0]], ids=str)
+def test_damaged_files_are_refused(value: Any, tmp_path: Path) -> None:
+    torchq.save(network(), tmp_path / "m.pt")
+    file = torch.load(tmp_path / "m.pt", weights_only=True)
+    file["state_dict"]["0.input_quantizer.held_scale"] = torch.tensor(value)
+    torch.save(file, tmp_path / "m.pt")
+    with pytest.raises(ConfigError, match=r"load: 0\.input_quantizer\.held_scale: .* is damaged"):
+        torchq.load(nn.Sequential(nn.Linear(8, 6)), tmp_path / "m.pt")
+
+
+@pytest.mark.parametrize("dynamo", [False, True])
+def test_files_have_exactly_the_scale(dynamo: bool, tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    model = network()
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(3))
+    torchq.export_onnx(model, x, tmp_path / "m.onnx", dynamo=dynamo)
+    file = onnx.load(tmp_path / "m.onnx")
+    stored = [onnx.numpy_helper.to_array(value) for value in file.graph.initializer]
+    stored += [
+        onnx.numpy_helper.to_array(node.attribute[0].t)
+        for node in file.graph.node
+        if node.op_type == "Constant"
+    ]
+    found = {float(number) for value in stored if value.dtype == "float32" for number in value.flat}
+    assert {float(scale) for scale in lost_scales(7)} <= found
+    assert torchq.verify_onnx(model, tmp_path / "m.onnx", [x], progress=False).ok
+    read = torchq.from_onnx(tmp_path / "m.onnx")
+    assert torch.equal(read(x), model(x))
+
+
+def test_kernels_have_exactly_the_scale() -> None:
+    model = network()
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(3))
+    layer: Any = next(m for m in torchq.deploy(model, x).modules() if hasattr(m, "weight_codes"))
+    codes = (model[0].weight / lost_scales(7)[1:, None]).round().clamp(-128, 127)
+    assert torch.equal(layer.weight_codes.float().reshape(6, 8), codes)
+    assert torch.equal(layer.weight_scale.flatten(), lost_scales(7)[1:])
+    assert layer.input_qparams.scale == float(lost_scales(1))
+
+
+def test_another_range_ends_it(tmp_path: Path) -> None:
+    def changed(change: Any, descriptor: QuantDescriptor = QuantDescriptor()) -> TensorQuantizer:  # noqa: B008
+        q = held(descriptor, lost_scales(1)[0])
+        change(q)
+        assert "held_scale" not in q.state_dict()
+        return q
+
+    assert changed(lambda q: q.set_amax(2.54)).scale == torch.tensor(2.54) / 127
+    changed(lambda q: q.calibrate_on(torch.ones(3)))
+    changed(lambda q: setattr(q, "amax", torch.tensor(1.0)))
+    changed(lambda q: setattr(q, "range", Range(torch.tensor(1.0))))
+    changed(lambda q: q.set_range(-1.0, 1.0), QuantDescriptor(symmetric=False))
+    assert not changed(lambda q: q.forget_amax()).calibrated
+
+
+def test_learned_ranges_start_from_it() -> None:
+    model = network().train()
+    torchq.qat.learn_ranges_(model)
+    assert not any("held" in key for key in model.state_dict())
+    q = model[0].weight_quantizer
+    torch.testing.assert_close(q.scale.flatten(), lost_scales(7)[1:])
+    model(torch.randn(5, 8)).sum().backward()
+    assert q.amax.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("descriptor", "arguments", "text"),
+    [
+        (QuantDescriptor(learn_amax=True), (1.0,), "expected a descriptor without learn_amax"),
+        (QuantDescriptor(dynamic=True), (1.0,), "expected a descriptor without learn_amax"),
+        (QuantDescriptor(scale_amax=0.5), (1.0,), "expected a descriptor without learn_amax"),
+        (QuantDescriptor(power_of_two=True), (1.0,), "expected a descriptor without learn_amax"),
+        (QuantDescriptor(), ([1.0, 2.0],), r"a scale of shape \(2,\) .* one element per tensor"),
+        (AFFINE, ([1.0], [1, 2]), r"a zero point of shape \(2,\)"),
+        (AFFINE, (1.0, 256), "zero points from 256 to 256 .* expected whole numbers from 0 to 255"),
+        (QuantDescriptor(), (1.0, 1), "zero points from 1 to 1 .* whole numbers from 0 to 0"),
+        (AFFINE, (1.0, 1.5), "zero points from 1.5 to 1.5"),
+        (QuantDescriptor(), (0.0,), "expected normal numbers > 0 whose range fits float32"),
+        (QuantDescriptor(), (1e-40,), "expected normal numbers > 0 whose range fits float32"),
+        (QuantDescriptor(), (3e38,), "expected normal numbers > 0 whose range fits float32"),
+        (QuantDescriptor(), (-1.0,), "got scale -1.0; expected finite numbers >= 0"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_held(
+    descriptor: QuantDescriptor, arguments: tuple[Any, ...], text: str
+) -> None:
+    q = TensorQuantizer(descriptor)
+    with pytest.raises(ConfigError, match=text):
+        q.set_qparams(*arguments)
+    assert not q.calibrated and "held_scale" not in q.state_dict()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
+from tests.models import Parts, simulated
 from torchq import QuantDescriptor, Rule
 from torchq.calib import methods
 from torchq.errors import ConfigError
@@ -169,20 +170,15 @@ def test_the_choice_is_exported(tmp_path: Path, generator: torch.Generator) -> N
 
 
 def test_quantizers_that_share_a_range_choose_together(generator: torch.Generator) -> None:
-    class Sum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-
+    class Sum(Parts):
         def forward(self, x: Tensor) -> Tensor:
             return self.c(self.a(x).relu() + self.b(x))
 
     torch.manual_seed(0)
-    model = Sum().eval()
+    model = Sum(a=nn.Linear(4, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 4)).eval()
     x = torch.randn(16, 4, generator=generator)
     config = torchq.QuantConfig((Rule("*", input=AUTO, weight=QuantDescriptor(4, axis=0)),))
-    torchq.quantize_(model, config, target="onnxruntime", example=x)
-    torchq.calibrate(model, [x], progress=False)
+    simulated(model, [x], config, target="onnxruntime", example=x)
     shared = torchq.nn.shared_groups(model)
     quantizers = dict(model.named_modules(remove_duplicate=False))
     for paths in shared:

@@ -16,17 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import torchq
+from tests.models import Parts
 from torchq.workflow import quantizers
 
 
-class Net(nn.Module):
+class Net(Parts):
     """Two convolutions and a head, without BatchNorm: ranks may not agree on its statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 4, 3)
-        self.body = nn.Conv2d(4, 4, 3)
-        self.head = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(self.stem(x).relu()).relu().mean((2, 3)))
@@ -41,7 +36,7 @@ def data(rank: int) -> list[Tensor]:
 def prepared(rank: int, *, learn: bool) -> tuple[nn.Module, Any]:
     """Return the same model on every rank, calibrated on the data of both, and its groups."""
     torch.manual_seed(0)
-    model = Net()
+    model = Net(stem=nn.Conv2d(3, 4, 3), body=nn.Conv2d(4, 4, 3), head=nn.Linear(4, 2))
     recipe = torchq.recipes.integer(4, 8, learn_ranges=learn)
     group = dist.group.WORLD
     done = torchq.qat.prepare(model, data(rank), recipe, lr=0.05, group=group, progress=False)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchq
-from tests.models import ConvNet, image_batches
+from tests.models import ConvNet, Parts, image_batches
 from torchq.errors import ConfigError
 from torchq.qat import Distillation, float_twin, logit_loss
 
@@ -71,12 +71,8 @@ def test_hooks_go_also_after_an_exception() -> None:
         distillation.loss()
 
 
-class Wrapped(nn.Module):
+class Wrapped(Parts):
     """Keyword arguments, and an object with logits, as in Hugging Face's models."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
 
     def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Any:
         logits = self.linear(inputs)
@@ -84,7 +80,7 @@ class Wrapped(nn.Module):
 
 
 def test_keyword_arguments_and_outputs_with_logits() -> None:
-    model = Wrapped()
+    model = Wrapped(linear=nn.Linear(4, 3))
     torchq.quantize_(model, torchq.recipes.w4a4(first_last=None))
     plain = float_twin(model)
     x = torch.randn(2, 4)

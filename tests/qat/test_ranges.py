@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.models import ConvNet, image_batches
+from tests.models import ConvNet, image_batches, simulated
 from torchq import QuantDescriptor, TensorQuantizer
 from torchq.errors import ConfigError
 from torchq.qat import learn_ranges_, param_groups
@@ -18,10 +18,7 @@ from torchq.workflow import quantizers
 
 def calibrated(recipe: torchq.QuantConfig | None = None) -> nn.Module:
     torch.manual_seed(0)
-    model = ConvNet().train()
-    torchq.quantize_(model, recipe or torchq.recipes.integer(4, 4))
-    torchq.calibrate(model, image_batches(), progress=False)
-    return model
+    return simulated(ConvNet().train(), image_batches(), recipe or torchq.recipes.integer(4, 4))
 
 
 @pytest.mark.parametrize("method", ["lsq", "pact"])
@@ -206,9 +203,7 @@ def test_the_gradient_of_a_power_of_two_scale_is_that_of_tqt(backend: str) -> No
 
 
 def test_errors_change_nothing() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    torchq.quantize_(model)
-    torchq.calibrate(model, [torch.ones(1, 2)], progress=False)
+    model = simulated(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [torch.ones(1, 2)])
     with pytest.raises(ConfigError, match="got method 'lsq2' and start 'calibrated'"):
         learn_ranges_(model, "lsq2")
     model[1].input_quantizer.forget_amax()

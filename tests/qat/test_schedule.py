@@ -7,17 +7,14 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.models import ConvNet, image_batches
+from tests.models import ConvNet, image_batches, simulated
 from torchq.qat import freeze_bn_from_, freeze_ranges_from_, observing
 from torchq.workflow import quantizers
 
 
 def calibrated() -> nn.Module:
     torch.manual_seed(0)
-    model = ConvNet().train()
-    torchq.quantize_(model, torchq.recipes.w4a4())
-    torchq.calibrate(model, image_batches(), progress=False)
-    return model
+    return simulated(ConvNet().train(), image_batches(), torchq.recipes.w4a4())
 
 
 def train(model: nn.Module, first: int, last: int, optimizer: torch.optim.Optimizer) -> None:
@@ -70,9 +67,7 @@ def test_frozen_ranges_stay_and_can_be_freed() -> None:
 
 
 def test_observing_follows_the_data_while_it_quantizes() -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    torchq.quantize_(model)
-    torchq.calibrate(model, [torch.ones(1, 2)], progress=False)
+    model = simulated(nn.Sequential(nn.Linear(2, 2)), [torch.ones(1, 2)])
     seen: list[Tensor] = []
     model[0].register_forward_pre_hook(lambda m, args: seen.append(m.input_quantizer(args[0])))
     with observing(model) as names:
@@ -84,9 +79,7 @@ def test_observing_follows_the_data_while_it_quantizes() -> None:
 
 
 def test_observing_changes_nothing_on_an_exception_and_where_no_data_came() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    torchq.quantize_(model)
-    torchq.calibrate(model, [torch.ones(1, 2)], progress=False)
+    model = simulated(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [torch.ones(1, 2)])
     before = [q.amax.clone() for q in quantizers(model).values()]
     with pytest.raises(RuntimeError, match="mat1 and mat2"), observing(model):
         model(torch.full((1, 3), 4.0))

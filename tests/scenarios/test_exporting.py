@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import torchq
+from tests.models import simulated
 from tests.onnx.exported import ends, run_file
 from tests.rank_processes import needs_gloo
 from torchq.errors import ExportError
@@ -30,9 +31,7 @@ def test_s07_a_quantizer_on_a_residual_is_in_the_file(tmp_path: Path) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.conv(x).relu() + self.residual(x)
 
-    model = Residual().eval()
-    torchq.quantize_(model)
-    torchq.calibrate(model, [X], progress=False)
+    model = simulated(Residual().eval(), [X])
     torchq.export_onnx(model, X, tmp_path / "m.onnx")
     for kind in ("QuantizeLinear", "DequantizeLinear"):
         assert "residual" in ends(tmp_path / "m.onnx", kind)
@@ -55,10 +54,7 @@ class Join(nn.Module):
 @pytest.fixture
 def joined() -> Join:
     pytest.importorskip("onnxruntime")
-    model = Join().eval()
-    torchq.quantize_(model)
-    torchq.calibrate(model, [X], progress=False)
-    return model
+    return simulated(Join().eval(), [X])
 
 
 def scales_before(path: Path, kind: str) -> list[float]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.models import ConvNet, image_batches
+from tests.models import ConvNet, image_batches, simulated
 from torchq import QuantConfig
 from torchq.workflow import quantizers
 
@@ -19,10 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def calibrated(config: QuantConfig | None = None) -> ConvNet:
-    model = ConvNet().eval()
-    torchq.quantize_(model, config)
-    torchq.calibrate(model, image_batches(), progress=False)
-    return model
+    return simulated(ConvNet().eval(), image_batches(), config)
 
 
 def fresh() -> ConvNet:

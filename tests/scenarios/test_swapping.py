@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import Conv2d, Linear
 
 import torchq
-from tests.models import SamePadConv2d, image_batches
+from tests.models import Parts, SamePadConv2d, image_batches
 from torchq import TensorQuantizer
 from torchq.nn import QuantLinear
 
@@ -100,11 +100,7 @@ def test_s06_subclass_weight_norm_and_attention() -> None:
 
 
 def test_s08_control_flow_and_structured_data() -> None:
-    class Wild(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.small, self.large = Linear(4, 4), Linear(4, 4)
-
+    class Wild(Parts):
         def forward(
             self, inputs: list[Tensor], options: dict[str, Any] | None = None
         ) -> dict[str, Any]:
@@ -112,7 +108,7 @@ def test_s08_control_flow_and_structured_data() -> None:
             y = self.large(x) if x.abs().max() > 1 else self.small(x)
             return {"out": y, "parts": list(y.unbind(0)), "options": options}
 
-    model = Wild()
+    model = Wild(small=Linear(4, 4), large=Linear(4, 4))
     torchq.quantize_(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = [[torch.full((2, 4), 0.5)], [torch.full((2, 4), 3.0), torch.ones(1, 4)]]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.models import ConvNet, image_batches
+from tests.models import ConvNet, image_batches, simulated
 from torchq import QuantConfig, TensorQuantizer
 
 # torch 2.9: dynamo makes an object of every autograd.Function that it meets, and torch warns of it
@@ -92,9 +92,11 @@ def assert_compiled_trains_equally(model: nn.Module, x: Tensor) -> None:
 )  # learned, and in blocks; int8 is the test below
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_s26_compiled_whole_equals_eager(recipe: str) -> None:
-    model = ConvNet().double().train()
-    torchq.quantize_(model, torchq.recipes.by_name(recipe))
-    torchq.calibrate(model, image_batches(dtype=torch.float64), progress=False)
+    model = simulated(
+        ConvNet().double().train(),
+        image_batches(dtype=torch.float64),
+        torchq.recipes.by_name(recipe),
+    )
     assert_compiled_trains_equally(model, image_batches(dtype=torch.float64)[0])
 
 

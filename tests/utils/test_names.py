@@ -113,9 +113,8 @@ def test_registry() -> None:
         2,
         None,
     )
-    with pytest.raises(
-        ConfigError, match="thing 'a' is registered already, as 1; expected a new key"
-    ):
+    text = "thing 'a' is registered already, as 1; expected a new key"
+    with pytest.raises(ConfigError, match=text):
         registry.add("a", 3)
     with pytest.raises(ConfigError, match="unknown thing 'c'; expected one of: 'a', 'b'"):
         registry["c"]

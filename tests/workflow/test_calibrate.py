@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
+from tests.models import simulated
 from torchq import QuantConfig, QuantDescriptor, Rule
 from torchq.errors import CalibrationError, ConfigError
 from torchq.functional import reduce_amax
@@ -58,9 +59,7 @@ class Named(nn.Module):
     ],
 )
 def test_kinds_of_batches(wrap: Any, scale: float, data: list[Tensor]) -> None:
-    model = Named()
-    torchq.quantize_(model)
-    torchq.calibrate(model, [wrap(x) for x in data], progress=False)
+    model = simulated(Named(), [wrap(x) for x in data])
     assert model.fc.input_quantizer.amax.item() == scale * max(x.abs().max().item() for x in data)
 
 
@@ -104,10 +103,8 @@ def test_ranges_come_from_the_float_model(data: list[Tensor]) -> None:
         model, QuantConfig((Rule("*", input=QuantDescriptor(2), weight=QuantDescriptor(2)),))
     )
     model[0].input_quantizer.set_amax(0.01)
-    with pytest.warns(
-        UserWarning,
-        match=r"1 quantizers are calibrated already and keep their ranges \(0.input_quantizer\)",
-    ):
+    text = r"1 quantizers are calibrated already and keep their ranges \(0.input_quantizer\)"
+    with pytest.warns(UserWarning, match=text):
         torchq.calibrate(model, data, progress=False)
     assert model[2].input_quantizer.amax.item() == max(h.abs().max() for h in hidden).item()
     assert model[0].weight_quantizer.amax.item() == model[0].weight.abs().max().item()
@@ -172,10 +169,8 @@ def test_what_is_known_is_kept(data: list[Tensor]) -> None:
     )
     torchq.calibrate(model, data, progress=False)
     before = ranges(model)
-    with pytest.warns(
-        UserWarning,
-        match=r"2 quantizers are calibrated already and keep their ranges \(0.*\); force=True",
-    ):
+    text = r"2 quantizers are calibrated already and keep their ranges \(0.*\); force=True"
+    with pytest.warns(UserWarning, match=text):
         torchq.calibrate(model, [10 * data[0]], progress=False)
     assert same(ranges(model), before)
     torchq.calibrate(model, [10 * x for x in data], progress=False, force=True)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import torchq
+from tests.models import simulated
 from torchq import QuantConfig, QuantDescriptor, Rule
 from torchq.errors import CalibrationError, ConfigError
 from torchq.ptq import correct_bias_
@@ -38,10 +39,7 @@ W3 = torchq.recipes.integer(3, 4)
 
 
 def calibrated(config: QuantConfig, correct: bool = True) -> Any:
-    model = net()
-    torchq.quantize_(model, config)
-    torchq.calibrate(model, batches(), correct=correct, progress=False)
-    return model
+    return simulated(net(), batches(), config, correct=correct)
 
 
 def rows(out: Tensor) -> Tensor:
@@ -168,8 +166,7 @@ def test_folding_a_norm_afterwards_keeps_what_is_computed() -> None:
     model[1].running_var.uniform_(0.5, 2)
     model[1].weight.data.uniform_(-2, 2)
     model.eval()
-    torchq.quantize_(model, torchq.recipes.w4a4())
-    torchq.calibrate(model, batches(), progress=False)
+    simulated(model, batches(), torchq.recipes.w4a4())
     assert model[0].is_corrected
     expected = model(batches()[0])
     torchq.fuse_(model, batches()[0], progress=False)
@@ -277,9 +274,9 @@ def test_bias_correction_is_the_same_algorithm_in_order(gains: bool) -> None:
 
 
 def test_a_model_without_biases_cannot_be_corrected() -> None:
-    model = nn.Sequential(nn.Linear(4, 4, bias=False))
-    torchq.quantize_(model, torchq.recipes.int8())
-    torchq.calibrate(model, [torch.rand(2, 4)], progress=False)
+    model = simulated(
+        nn.Sequential(nn.Linear(4, 4, bias=False)), [torch.rand(2, 4)], torchq.recipes.int8()
+    )
     with pytest.raises(ConfigError, match=r"got no layer to correct \(0: it has no bias"):
         correct_bias_(model, [torch.rand(2, 4)], progress=False)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
+from tests.models import simulated
 from torchq.errors import ConfigError
 from torchq.workflow import embed_record_
 
@@ -40,9 +41,7 @@ class Lit(nn.Module):
 
 @pytest.fixture
 def model() -> Net:
-    net = Net().eval()
-    torchq.quantize_(net, torchq.recipes.w4a4())
-    torchq.calibrate(net, [X], progress=False)
+    net = simulated(Net().eval(), [X], torchq.recipes.w4a4())
     embed_record_(net)
     return net
 

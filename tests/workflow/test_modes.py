@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import torchq
+from tests.models import simulated
 from torchq import QuantConfig, QuantDescriptor, Rule, TensorQuantizer
 from torchq.errors import ConfigError
 from torchq.workflow import quantizers, select_quantizers
@@ -76,8 +77,7 @@ def test_disabled_is_reentrant_and_gives_every_mode_back(
 def test_freezing_lasts(generator: torch.Generator) -> None:
     """Learned ranges stop, observing stops, and ``model.train()`` changes nothing about it."""
     x, model = torch.randn(8, 4, generator=generator), nn.Sequential(nn.Linear(4, 2))
-    torchq.quantize_(model, torchq.recipes.w4a4())
-    torchq.calibrate(model, [x], progress=False)
+    simulated(model, [x], torchq.recipes.w4a4())
     model[0].input_quantizer.observing = True
     assert torchq.workflow.freeze_(model) == ("0.input_quantizer", "0.weight_quantizer")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
+from tests.models import simulated
 from torchq.workflow import embed_record_
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # The libraries warn about each other.
@@ -29,8 +30,7 @@ X = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
 
 
 def quantized(model: nn.Module, x: Any, target: str | None = "onnxruntime") -> Any:
-    torchq.quantize_(model, target=target, example=x)
-    torchq.calibrate(model, [x], progress=False)
+    simulated(model, [x], target=target, example=x)
     embed_record_(model)
     return model
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
+from tests.models import simulated
 from torchq.workflow.layer_matrices import input_matrix
 from torchq.workflow.output_search import WEIGHT_FRACTIONS, search_weight_amax
 
@@ -83,9 +84,9 @@ def _group(d: torchq.QuantDescriptor, weight: Tensor, index: int) -> Tensor:
 def test_weights_by_activation_have_less_error_than_other_methods() -> None:
     errors = {}
     for method in ("max", "mse", "activation"):
-        model = net()
-        torchq.quantize_(model, torchq.recipes.integer(3, None, weight_method=method))
-        torchq.calibrate(model, batches(), correct=False, progress=False)
+        model = simulated(
+            net(), batches(), torchq.recipes.integer(3, None, weight_method=method), correct=False
+        )
         with torch.no_grad():
             x = batches()[0]
             errors[method] = (model[0](x) - net()[0](x)).square().sum().item()
@@ -96,9 +97,9 @@ def test_recipes_of_few_bits_search_and_others_do_not() -> None:
     for bits, searched in ((4, True), (8, False)):
         models = []
         for weights in (None, "activation" if searched else "max"):
-            model = net()
-            torchq.quantize_(model, torchq.recipes.integer(bits, 8, weight_method=weights))
-            torchq.calibrate(model, batches(), progress=False)
+            model = simulated(
+                net(), batches(), torchq.recipes.integer(bits, 8, weight_method=weights)
+            )
             models.append(model.state_dict())
         assert all(torch.equal(t, models[1][name]) for name, t in models[0].items())
 

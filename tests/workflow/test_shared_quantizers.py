@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
+from tests.models import simulated
 from tests.workflow.test_files_of_0_2_0 import PooledTwice, Sum, TwoPlaces
 from torchq import QuantDescriptor, TensorQuantizer
 from torchq.swap import plan_of
@@ -61,9 +62,7 @@ def test_a_quantizer_per_axis_may_stand_in_two_slots_of_its_author(tmp_path: Pat
             found: Tensor = self.after(self.layer(self.before(x)))
             return found
 
-    model = Placed().eval()
-    torchq.quantize_(model)
-    torchq.calibrate(model, [X], progress=False)
+    model = simulated(Placed().eval(), [X])
     torchq.save(model, tmp_path / "m.pt")
     loaded = torchq.load(Placed().eval(), tmp_path / "m.pt")
     assert loaded.before is loaded.after

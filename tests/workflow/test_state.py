@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import torchq
+from tests.models import simulated
 from torchq import QuantConfig, QuantDescriptor, Rule, TensorQuantizer
 from torchq.errors import QuantizationError
 from torchq.swap import plan_of
@@ -52,9 +53,7 @@ def x(generator: torch.Generator) -> torch.Tensor:
 
 @pytest.fixture
 def model(x: torch.Tensor) -> Net:
-    net = Net().eval()
-    torchq.quantize_(net, CONFIG)
-    torchq.calibrate(net, [x], progress=False)
+    net = simulated(Net().eval(), [x], CONFIG)
     net.a.input_quantizer.mode = "off"
     return net
 
@@ -91,9 +90,7 @@ def fused_and_quantized(x: torch.Tensor) -> Normed:
     model = Normed().eval()
     nn.init.normal_(model.bn.running_mean)
     torchq.fuse_(model, x)
-    torchq.quantize_(model)
-    torchq.calibrate(model, [x], progress=False)
-    return model
+    return simulated(model, [x])
 
 
 def quantized_unfused() -> Normed:

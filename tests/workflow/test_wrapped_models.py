@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import torchq
+from tests.models import simulated
 from tests.rank_processes import needs_gloo
 from torchq.swap import plan_of
 from torchq.utils import unwrapped
@@ -26,10 +27,7 @@ def net() -> nn.Module:
 
 
 def quantized() -> nn.Module:
-    model = net()
-    torchq.quantize_(model)
-    torchq.calibrate(model, [X], progress=False)
-    return model
+    return simulated(net(), [X])
 
 
 def compiled(model: nn.Module) -> Any:
@@ -88,8 +86,7 @@ class Two(nn.Module):
 @pytest.mark.parametrize("saved", WRAPPERS)
 def test_children_may_be_wrapped(saved: str, into: str, tmp_path: Path) -> None:
     model, target = Two().eval(), Two().eval()
-    torchq.quantize_(model)
-    torchq.calibrate(model, [X], progress=False)
+    simulated(model, [X])
     expected = model(X)
     model.trunk = wrapper = WRAPPERS[saved](model.trunk)
     torchq.save(model, tmp_path / "m.pt")
@@ -131,18 +128,14 @@ def test_distributed_data_parallel_is_unwrapped(tmp_path: Path) -> None:
 
 def test_a_deployed_model_is_refused_before_a_file_is_written(tmp_path: Path) -> None:
     model = torchq.deploy(quantized(), X)
-    with pytest.raises(
-        torchq.errors.QuantizationError,
-        match=r"save: .*: got a \w+ of a deployed model.*call torch\.save\(model, path\)",
-    ):
+    text = r"save: .*: got a \w+ of a deployed model.*call torch\.save\(model, path\)"
+    with pytest.raises(torchq.errors.QuantizationError, match=text):
         torchq.save(model, tmp_path / "m.pt")
     assert not any(tmp_path.iterdir())
 
 
 def test_an_exported_model_is_refused() -> None:
     model = torch.export.export(quantized(), (X,)).module()
-    with pytest.raises(
-        torchq.errors.QuantizationError,
-        match=r"save: 0\.\w+_quantizer: got a \w+; expected a quantizer\. Save the model",
-    ):
+    text = r"save: 0\.\w+_quantizer: got a \w+; expected a quantizer\. Save the model"
+    with pytest.raises(torchq.errors.QuantizationError, match=text):
         torchq.save(model, "/dev/null")
