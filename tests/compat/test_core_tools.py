@@ -55,12 +55,6 @@ def test_modes_map_to_the_flags_and_back(disabled: bool, quant: bool, calib: boo
         assert quantizer.mode == mode
 
 
-def test_a_mode_wakes_a_disabled_quantizer() -> None:
-    quantizer = quant_nn.TensorQuantizer(disabled=True, if_calib=True)
-    quantizer.mode = "quantize"
-    assert (quantizer._disabled, quantizer._if_quant, quantizer._if_calib) == (False, True, False)
-
-
 def test_summary_and_descriptor() -> None:
     model = legacy_model()
     torchq.calibrate(model, [batch()], progress=False)

@@ -52,9 +52,8 @@ def test_the_old_import_statements(legacy: ModuleType) -> None:
     assert namespace["quant_nn"] is package.nn
     assert callable(namespace["quant_utils"].reduce_amax)  # type: ignore[attr-defined]
     assert namespace["pytorch_quantization"].__version__ == "2.2.1"  # type: ignore[attr-defined]
-    assert {"initialize", "deactivate", "enable_onnx_export"} <= set(
-        dir(namespace["pytorch_quantization"])
-    )
+    names = {"initialize", "deactivate", "enable_onnx_export"}
+    assert names <= set(dir(namespace["pytorch_quantization"]))
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -88,10 +87,7 @@ def test_absl_stand_in(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptur
     """For environments without absl, whatever this one has."""
     for name in [name for name in sys.modules if name.split(".")[0] == "absl"]:
         monkeypatch.delitem(sys.modules, name)
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "absl" else find_spec(name)
-    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     torchq.compat.install()
     from absl import logging as quant_logging
 

@@ -157,14 +157,12 @@ def test_scaled_e4m3(dtype: torch.dtype, amax: float | None) -> None:
         code = ref.round_to(product, ref.E4M3, saturate=True)
         dequantized = ref.round_to(ref.Fraction(code) / ref.Fraction(scale), spec)
         wanted.append(0.0 if abs(value) < 2.0**-24 else ref.round_to(dequantized, STORED[dtype]))
-    functions = [
-        lambda x: tensor_quant.scaled_e4m3(x, None if amax is None else torch.tensor(amax))
-    ]
     if amax is None:
-        functions.append(cuda_ext.fake_e4m3fy)
+        found = tensor_quant.scaled_e4m3(x), cuda_ext.fake_e4m3fy(x)
     else:
-        functions.append(TensorQuantizer(QuantDescriptor(num_bits=(4, 3), amax=amax)))
-    assert all(function(x).double().tolist() == wanted for function in functions)
+        quantizer = TensorQuantizer(QuantDescriptor(num_bits=(4, 3), amax=amax))
+        found = tensor_quant.scaled_e4m3(x, torch.tensor(amax)), quantizer(x)
+    assert all(values.double().tolist() == wanted for values in found)
 
 
 def test_published_e4m3_values() -> None:
@@ -172,12 +170,9 @@ def test_published_e4m3_values() -> None:
     x = torch.tensor([-2.0, -1.8, -1.2, -0.6, 0.2, 0.8, 1.4, 1.8])
     published = [-2.0, -1.75, -1.25, -0.625, 0.203125, 0.8125, 1.375, 1.75]
     assert tensor_quant.scaled_e4m3(x).tolist() == published
-    torch.testing.assert_close(
-        tensor_quant.scaled_e4m3(x, torch.tensor(2.0)),
-        torch.tensor([-2.0, -1.8571, -1.1429, -0.5714, 0.1964, 0.7857, 1.4286, 1.8571]),
-        atol=5e-5,  # the four printed digits
-        rtol=0,
-    )
+    printed = torch.tensor([-2.0, -1.8571, -1.1429, -0.5714, 0.1964, 0.7857, 1.4286, 1.8571])
+    found = tensor_quant.scaled_e4m3(x, torch.tensor(2.0))
+    torch.testing.assert_close(found, printed, atol=5e-5, rtol=0)  # four printed digits
 
 
 def test_fake_affine() -> None:

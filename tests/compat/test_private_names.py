@@ -11,10 +11,7 @@ from torch import Tensor
 from torchq.compat.pytorch_quantization import calib, tensor_quant
 from torchq.compat.pytorch_quantization import calibrators as histogram
 from torchq.compat.pytorch_quantization import nn as quant_nn
-from torchq.compat.pytorch_quantization.nn.modules import (
-    _utils,
-    quant_conv,
-)
+from torchq.compat.pytorch_quantization.nn.modules import _utils, quant_conv
 from torchq.compat.pytorch_quantization.tensor_quant import QuantDescriptor
 
 SIZES = (3, 4, (3, 3), (1, 1), (0, 0), (1, 1))  # channels, kernel, stride, padding, dilation

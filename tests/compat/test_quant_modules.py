@@ -47,10 +47,8 @@ def test_initialize_and_deactivate() -> None:
 
 def test_a_custom_map_wins_over_the_skip_list() -> None:
     helper = QuantModuleReplacementHelper()
-    helper.prepare_state(
-        ["Linear"],
-        [(torch.nn, "Linear", quant_nn.QuantLinear), (torch.nn, "Conv2d", quant_nn.QuantConv1d)],
-    )
+    own = {"Linear": quant_nn.QuantLinear, "Conv2d": quant_nn.QuantConv1d}
+    helper.prepare_state(["Linear"], [(torch.nn, *entry) for entry in own.items()])
     helper.apply_quant_modules()
     try:
         assert torch.nn.Linear is quant_nn.QuantLinear and torch.nn.Conv2d is quant_nn.QuantConv1d

@@ -15,6 +15,7 @@ from torchq.compat.__main__ import main
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ROOT = Path(__file__).resolve().parents[2]
+OLD = "pytorch_quantization"
 
 
 @pytest.fixture
@@ -114,16 +115,12 @@ if __name__ == "__main__":
 def test_spawned_workers_find_the_old_names(tmp_path: Path) -> None:
     (tmp_path / "spawning.py").write_text(WORKER, encoding="utf-8")
     found = python("-m", "torchq.compat", str(tmp_path / "spawning.py"), "--flag")
-    assert found.stdout.split(maxsplit=1) == [
-        "torchq.compat.pytorch_quantization.layers",
-        "['--flag']\n",
-    ], found.stderr
+    assert found.stdout == f"torchq.compat.{OLD}.layers ['--flag']\n", found.stderr
 
 
 def test_the_search_path_alone_is_enough(tmp_path: Path) -> None:
-    (tmp_path / "old.py").write_text(
-        "from pytorch_quantization import calib, nn\nprint(calib.__name__)\n", encoding="utf-8"
-    )
+    lines = f"from {OLD} import calib, nn\nprint(calib.__name__)\n"
+    (tmp_path / "old.py").write_text(lines, encoding="utf-8")
     shim = str(ROOT / "torchq" / "compat" / "shim")
     found = python(str(tmp_path / "old.py"), PYTHONPATH=os.pathsep.join([str(ROOT), shim]))
     assert found.stdout == "torchq.compat.pytorch_quantization.calib\n", found.stderr
@@ -132,9 +129,8 @@ def test_the_search_path_alone_is_enough(tmp_path: Path) -> None:
 def test_a_module_instead_of_a_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "old_module.py").write_text(
-        "import sys, pytorch_quantization as q\nprint(q.__name__, sys.argv[1:])\n", encoding="utf-8"
-    )
+    lines = f"import sys, {OLD} as q\nprint(q.__name__, sys.argv[1:])\n"
+    (tmp_path / "old_module.py").write_text(lines, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", list(sys.argv))

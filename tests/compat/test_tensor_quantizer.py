@@ -196,9 +196,8 @@ def test_learned_range_clips_and_learns() -> None:
     assert x.grad.equal((x.abs() < 0.5).float())
     quantizer.disable_clip()
     assert not quantizer.clip.clip_value_max.requires_grad and not quantizer._if_clip
-    clipping = TensorQuantizer(
-        QuantDescriptor(amax=0.5, learn_amax=True), if_quant=False, if_clip=True
-    )
+    learned = QuantDescriptor(amax=0.5, learn_amax=True)
+    clipping = TensorQuantizer(learned, if_quant=False, if_clip=True)
     assert clipping(x).equal(x.clamp(-0.5, 0.5))
     with pytest.raises(ValueError, match="learn_amax is False"):
         TensorQuantizer(if_clip=True)
@@ -261,9 +260,8 @@ def test_compiles_as_one_graph(num_bits: Any) -> None:
 
 
 def test_traces_with_fx() -> None:
-    model = torch.nn.Sequential(
-        TensorQuantizer(QuantDescriptor(amax=1.0)), TensorQuantizer(QuantDescriptor(axis=0))
-    )
+    options: list[Any] = [{"amax": 1.0}, {"axis": 0}]
+    model = torch.nn.Sequential(*(TensorQuantizer(QuantDescriptor(**given)) for given in options))
 
     class Inside(torch.fx.Tracer):
         def is_leaf_module(self, module: torch.nn.Module, name: str) -> bool:

@@ -46,14 +46,14 @@ class Writer:
         domain = attributes.pop("domain", "")
         number = len(self.nodes)
         names = [f"{op_type.lower()}_{number}" + (f"_{i}" if i else "") for i in range(outputs)]
-        made = helper.make_node(
-            op_type, list(inputs), names, f"{op_type}_{number}", domain=domain, **attributes
+        name = f"{op_type}_{number}"
+        self.nodes.append(
+            helper.make_node(op_type, inputs, names, name, domain=domain, **attributes)
         )
-        self.nodes.append(made)
         return names[0] if outputs == 1 else names
 
-    def constant(self, value: Any, dtype: torch.dtype = torch.int64) -> str:
-        """Write a Constant node, as exporters do for sizes and axes."""
+    def constant(self, value: Any, dtype: torch.dtype | None = None) -> str:
+        """Write a Constant node, as exporters do: float32 or int64 unless said otherwise."""
         array = torch.as_tensor(value, dtype=dtype).numpy()
         return str(self.node("Constant", value=numpy_helper.from_array(array)))
 
@@ -71,11 +71,10 @@ class Writer:
         """Write a convolution with BatchNormalization behind it."""
         number = len(self.initializers)
         scale = (inputs * kernel * kernel) ** -0.5
-        weight = self.random(
-            outputs, inputs, kernel, kernel, scale=scale, name=f"c{number}.conv.weight"
-        )
-        pads = [kernel // 2] * 4
-        y = self.node("Conv", x, weight, pads=pads, strides=[stride] * 2, kernel_shape=[kernel] * 2)
+        size = [kernel] * 2
+        weight = self.random(outputs, inputs, *size, scale=scale, name=f"c{number}.conv.weight")
+        window = {"pads": [kernel // 2] * 4, "strides": [stride] * 2, "kernel_shape": size}
+        y = self.node("Conv", x, weight, **window)
         uniform = [torch.rand(outputs, generator=self.generator) for _ in range(4)]
         parts = [uniform[0] + 0.5, uniform[1] - 0.5, uniform[2] * 0.2, uniform[3] + 0.5]
         names = [self.weight(part, f"c{number}.bn.{i}") for i, part in enumerate(parts)]

@@ -110,16 +110,13 @@ layers { name: "loss" type: SOFTMAX_LOSS bottom: "ip" bottom: "label" top: "loss
 
 
 def test_layers_of_version_1_are_read() -> None:
-    generator = torch.Generator().manual_seed(0)
-    weight, matrix = (torch.randn(s, generator=generator) for s in [(3, 2, 1, 1), (2, 48)])
-    biases = torch.randn(3, generator=generator), torch.randn(2, generator=generator)
-    stored = {"conv": [weight.numpy(), biases[0].numpy()], "ip": [matrix.numpy()]}
-    stored["ip"].append(biases[1].numpy())
-    model = torchq.from_caffe(OLD, caffemodel(stored, old=True))
-    x = torch.randn(1, 2, 4, 4, generator=generator)
-    hidden = torch.einsum("oi,nihw->nohw", weight[:, :, 0, 0], x) + biases[0].view(1, 3, 1, 1)
-    expected = hidden.clamp(min=0).reshape(1, -1) @ matrix.T + biases[1]
-    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
+    conv = nn.Conv2d(2, 3, 1)
+    ip = nn.Linear(48, 2)
+    stored = {"conv": list(conv.parameters()), "ip": list(ip.parameters())}
+    blobs = {name: [p.detach().numpy() for p in layer] for name, layer in stored.items()}
+    model = torchq.from_caffe(OLD, caffemodel(blobs, old=True))
+    x = torch.randn(1, 2, 4, 4)
+    torch.testing.assert_close(model(x), ip(conv(x).relu().flatten(1)), rtol=1e-5, atol=1e-5)
     assert model.output_names == ["ip"]
 
 
@@ -139,11 +136,14 @@ def test_labels_and_losses_are_dropped() -> None:
     assert model(torch.ones(1, 3, 1, 1)).tolist() == [[3.0, 3.0]]
 
 
+def input_layer(name: str, *shape: int) -> str:
+    sizes = " ".join(f"dim: {size}" for size in shape)
+    fields = f"input_param {{ shape {{ {sizes} }} }}"
+    return f'layer {{ name: "{name}" type: "Input" top: "{name}" {fields} }}'
+
+
 def one_layer(kind: str, fields: str = "", bottoms: int = 1, top: str = "y") -> str:
-    shape = "input_param { shape { dim: 2 dim: 3 dim: 4 } }"
-    inputs = "".join(
-        f'layer {{ name: "x{i}" type: "Input" top: "x{i}" {shape} }}' for i in range(2)
-    )
+    inputs = input_layer("x0", 2, 3, 4) + input_layer("x1", 2, 3, 4)
     reads = " ".join(f'bottom: "x{i}"' for i in range(bottoms))
     return f'{inputs} layer {{ name: "y" type: "{kind}" {reads} top: "{top}" {fields} }}'
 
@@ -228,12 +228,7 @@ def test_broken_networks_are_refused(text: str, message: str) -> None:
     ("kind", "fields", "shapes", "message"),
     [
         ("Convolution", "num_output: 2", [(2, 3)], "0 spatial dimensions"),
-        (
-            "Convolution",
-            "num_output: 2 kernel_size: 3",
-            [(2, 3, 1)],
-            "(2, 3, 1); expected [2, 3, 3]",
-        ),
+        ("Convolution", "num_output: 2 kernel_size: 3", [(2, 3, 1)], "(2, 3, 1); expected [2, 3"),
         ("Convolution", "num_output: 2 kernel_h: 1 kernel_w: 1", [(2, 3, 1)], "for 1 dimensions"),
         ("InnerProduct", "num_output: 5", [(2, 3)], "for 5 outputs"),
         ("BatchNorm", "use_global_stats: false", [], "of each batch"),
@@ -252,29 +247,25 @@ def test_layers_whose_parts_do_not_fit_are_refused(
 
 def test_forms_of_forks_compute_what_they_say() -> None:
     x = torch.arange(48.0).view(2, 3, 2, 4) - 20
-    image = 'layer { name: "x" type: "Input" top: "x" input_param { shape { dim: 2 dim: 3 dim: 2 '
-    image += "dim: 4 } } }"
 
-    def net(kind: str, fields: str, bottoms: str = "x", more: str = "") -> str:
-        names = " ".join(f'bottom: "{name}"' for name in bottoms.split())
-        return f'{image}{more} layer {{ name: "y" type: "{kind}" {names} top: "y" {fields} }}'
+    def net(kind: str, fields: str, bottoms: str = "x", *blobs: np.ndarray) -> Any:
+        inputs = input_layer("x", 2, 3, 2, 4) + input_layer("s", 2, 3, 1, 1) * ("s" in bottoms)
+        names = " ".join(f'bottom: "{name}"' for name in bottoms)
+        text = f'{inputs} layer {{ name: "y" type: "{kind}" {names} top: "y" {fields} }}'
+        return torchq.from_caffe(text, caffemodel({"y": list(blobs)} if blobs else {}))
 
     weight = np.arange(3, dtype="f").reshape(3, 1, 1, 1)
     narrow = "convolution_param { num_output: 3 kernel_size: 1 bias_term: false }"
-    depthwise = torchq.from_caffe(net("DepthwiseConvolution", narrow), caffemodel({"y": [weight]}))
+    depthwise = net("DepthwiseConvolution", narrow, "x", weight)
     torch.testing.assert_close(depthwise(x), x * torch.from_numpy(weight).view(1, 3, 1, 1))
     matrix = np.arange(48, dtype="f").reshape(24, 2)
     transposed = "inner_product_param { num_output: 2 transpose: true bias_term: false }"
-    product = torchq.from_caffe(net("InnerProduct", transposed), caffemodel({"y": [matrix]}))
+    product = net("InnerProduct", transposed, "x", matrix)
     torch.testing.assert_close(product(x), x.flatten(1) @ torch.from_numpy(matrix))
-    larger = torchq.from_caffe(net("Upsample", "upsample_param { scale: 2 }"), caffemodel({}))
+    larger = net("Upsample", "upsample_param { scale: 2 }")
     assert torch.equal(larger(x), x.repeat_interleave(2, 2).repeat_interleave(2, 3))
-    factor = 'layer { name: "s" type: "Input" top: "s" input_param { shape { dim: 2 dim: 3 dim: 1 '
-    factor += "dim: 1 } } }"
-    scaled = torchq.from_caffe(net("Axpy", "", "s x x", factor), caffemodel({}))
     s = torch.tensor([0.5, 1.0, 2.0]).view(1, 3, 1, 1).expand(2, 3, 1, 1)
-    given = {"x": x, "s": s}
-    torch.testing.assert_close(scaled(*(given[name] for name in scaled.input_names)), s * x + x)
+    torch.testing.assert_close(net("Axpy", "", "sxx")(x=x, s=s), s * x + x)
 
 
 GOOD = caffemodel({"y": [np.zeros((2, 3), "f")]})

@@ -21,23 +21,6 @@ from torchq.errors import FrontendError, InputError
 from torchq.frontends.onnx import CONVERTERS, converter
 
 onnx = pytest.importorskip("onnx", reason="writes the files")
-helper, numpy_helper = onnx.helper, onnx.numpy_helper
-FLOAT, INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
-
-
-def initializer(name: str, tensor: Tensor) -> Any:
-    return numpy_helper.from_array(tensor.numpy(), name)
-
-
-def file_of(
-    nodes: list[Any], shape: list[Any], initializers: list[Any], opset: int = 17, outputs: int = 1
-) -> Any:
-    """Return a model with the input ``x`` and the outputs ``y``, ``y1``, ..."""
-    names = ["y", *(f"y{i}" for i in range(1, outputs))]
-    results = [helper.make_tensor_value_info(name, FLOAT, None) for name in names]
-    given = [helper.make_tensor_value_info("x", FLOAT, shape)]
-    graph = helper.make_graph(nodes, "net", given, results, initializers)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
 
 
 def exported(model: nn.Module, x: Tensor, **options: Any) -> bytes:
@@ -77,16 +60,12 @@ def test_the_whole_way_from_a_file_to_a_quantized_file(tmp_path: Path) -> None:
 
 
 def test_sizes_that_a_file_leaves_open_stay_open() -> None:
-    nodes = [
-        helper.make_node("Shape", ["x"], ["shape"]),
-        helper.make_node("Gather", ["shape", "zero"], ["batch"]),
-        helper.make_node("Unsqueeze", ["batch", "first"], ["vector"]),
-        helper.make_node("Concat", ["vector", "rest"], ["target"], axis=0),
-        helper.make_node("Reshape", ["x", "target"], ["y"]),
-    ]
-    values = {"zero": torch.tensor(0), "first": torch.tensor([0]), "rest": torch.tensor([-1])}
-    stored = [initializer(name, value) for name, value in values.items()]
-    read = torchq.from_onnx(file_of(nodes, ["batch", 2, 3], stored))
+    w = Writer(17)
+    x = w.input("x", ["batch", 2, 3])
+    batch = w.node("Gather", w.node("Shape", x), w.weight(torch.tensor(0)))
+    vector = w.node("Unsqueeze", batch, w.weight(torch.tensor([0])))
+    target = w.node("Concat", vector, w.weight(torch.tensor([-1])), axis=0)
+    read = torchq.from_onnx(w.model(w.node("Reshape", x, target)))
     for batch in (1, 5):
         assert read(torch.randn(batch, 2, 3)).shape == (batch, 6)
     sizes = ({0: torch.export.Dim("b")},)
@@ -95,28 +74,23 @@ def test_sizes_that_a_file_leaves_open_stay_open() -> None:
 
 
 def test_a_shared_initializer_is_one_parameter() -> None:
-    nodes = [
-        helper.make_node("Conv", ["x", "w"], ["a"], name="first"),
-        helper.make_node("Conv", ["a", "w"], ["y"], name="second"),
-    ]
-    stored = [initializer("w", torch.randn(2, 2, 1, 1))]
-    read = torchq.from_onnx(file_of(nodes, [1, 2, 4, 4], stored))
-    assert read.first.weight is read.second.weight
-    assert len(list(read.parameters())) == 1
+    w = Writer(17)
+    shared = w.random(2, 2, 1, 1)
+    y = w.node("Conv", w.node("Conv", w.input("x", [1, 2, 4, 4]), shared), shared)
+    read = torchq.from_onnx(w.model(y))
+    first, second = (module for module in read.modules() if type(module) is nn.Conv2d)
+    assert first.weight is second.weight and len(list(read.parameters())) == 1
 
 
 def test_a_product_and_the_bias_behind_it_are_one_layer() -> None:
     weight, bias = torch.randn(3, 5), torch.randn(5)
-    nodes = [
-        helper.make_node("MatMul", ["x", "w"], ["a"], name="fc"),
-        helper.make_node("Add", ["b", "a"], ["y"]),
-    ]
-    parts = [initializer("w", weight), initializer("b", bias)]
-    read, x = torchq.from_onnx(file_of(nodes, [4, 3], parts)), torch.randn(4, 3)
+    w = Writer(17)
+    product = w.node("MatMul", w.input("x", [4, 3]), w.weight(weight, "fc.weight"))
+    total = w.node("Add", w.weight(bias), product)
+    read, x = torchq.from_onnx(w.model(total)), torch.randn(4, 3)
     assert type(read.fc) is nn.Linear and torch.equal(read.fc.bias, bias)
     torch.testing.assert_close(read(x), x @ weight + bias)
-    nodes.append(helper.make_node("Relu", ["a"], ["y1"]))
-    two = file_of(nodes, [4, 3], parts, outputs=2)
+    two = w.model(total, w.node("Relu", product))
     y, raw = torchq.from_onnx(two)(x)  # the product itself has a reader: the bias stays outside
     torch.testing.assert_close((y, raw), (x @ weight + bias, (x @ weight).relu()))
 
@@ -153,12 +127,10 @@ def test_attention_is_read_by_its_definition_and_quantized(tmp_path: Path) -> No
 
 
 def test_the_result_can_be_copied_pickled_and_traced() -> None:
-    nodes = [
-        helper.make_node("Resize", ["x", "", "scales"], ["a"], mode="cubic", exclude_outside=1),
-        helper.make_node("Relu", ["a"], ["y"]),
-    ]
-    scales = initializer("scales", torch.tensor([1.0, 1.0, 1.5, 2.5]))
-    read, x = torchq.from_onnx(file_of(nodes, [1, 2, 4, 4], [scales])), torch.randn(1, 2, 4, 4)
+    w = Writer(17)
+    x, scales = w.input("x", [1, 2, 4, 4]), w.weight(torch.tensor([1.0, 1.0, 1.5, 2.5]))
+    y = w.node("Resize", x, "", scales, mode="cubic", exclude_outside=1)
+    read, x = torchq.from_onnx(w.model(w.node("Relu", y))), torch.randn(1, 2, 4, 4)
     expected = read(x)
     copies = copy.deepcopy(read), pickle.loads(pickle.dumps(read))
     for other in (*copies, torch.fx.symbolic_trace(read)):
@@ -168,36 +140,45 @@ def test_the_result_can_be_copied_pickled_and_traced() -> None:
 
 def test_names_of_a_file_cannot_become_code() -> None:
     evil = 'z", None) or exec("raise SystemExit") or getattr(self, "0'
-    nodes = [
-        helper.make_node("Conv", ["x", evil], ["a"], name=evil),
-        helper.make_node("Relu", ["a"], ["b"], name="class"),
-        helper.make_node("Add", ["b", "forward"], ["y"], name="forward"),
-    ]
-    parts = [initializer(evil, torch.ones(1, 1, 1, 1))]
-    parts.append(initializer("forward", torch.ones(1, 1, 1, 2)))
-    read = torchq.from_onnx(file_of(nodes, [1, 1, 2, 2], parts))
+    w = Writer(17)
+    y = w.node("Conv", w.input("x", [1, 1, 2, 2]), w.weight(torch.ones(1, 1, 1, 1), evil))
+    y = w.node("Add", w.node("Relu", y), w.weight(torch.ones(1, 1, 1, 2), "forward"))
+    for node, name in zip(w.nodes, (evil, "class", "forward"), strict=True):
+        node.name = name
+    read = torchq.from_onnx(w.model(y))
     assert torch.equal(read(torch.ones(1, 1, 2, 2)), torch.full((1, 1, 2, 2), 2.0))
     assert "exec(" not in read.code
 
 
 def test_unknown_operators_are_named_all_at_once() -> None:
-    nodes = [
-        helper.make_node("Loop", ["", "", "x"], ["a"], body=helper.make_graph([], "body", [], [])),
-        helper.make_node("Fancy", ["a"], ["b"], domain="acme"),
-        helper.make_node("Fancy", ["b"], ["y"], domain="acme"),
-    ]
+    w = Writer(17)
+    y = w.node("Loop", "", "", w.input("x", [1]), body=onnx.helper.make_graph([], "body", [], []))
+    y = w.node("Fancy", w.node("Fancy", y, domain="acme"), domain="acme")
     with pytest.raises(FrontendError, match=r"no converter for Loop \(1\), acme.Fancy \(2\)"):
-        torchq.from_onnx(file_of(nodes, [1], []))
+        torchq.from_onnx(w.model(y))
 
 
-def test_operators_of_optimized_and_quantized_files_are_refused_with_advice() -> None:
-    fused = helper.make_node("FusedConv", ["x"], ["y"], domain="com.microsoft")
-    text = r"FusedConv \(1\). Read the file from before its runtime optimized it"
-    with pytest.raises(FrontendError, match=text):
-        torchq.from_onnx(file_of([fused], [1], []))
-    codes = helper.make_node("QLinearConv", ["x"] * 8, ["y"])
-    with pytest.raises(FrontendError, match=r"QLinearConv \(1\). .*quant_format=QuantFormat.QDQ"):
-        torchq.from_onnx(file_of([codes], [1], []))
+@pytest.mark.parametrize(
+    ("op_type", "domain", "text"),
+    [
+        ("FusedConv", "com.microsoft", "Read the file from before its runtime optimized it"),
+        ("QLinearConv", "", ".*quant_format=QuantFormat.QDQ"),
+    ],
+)
+def test_operators_of_optimized_and_quantized_files_are_refused_with_advice(
+    op_type: str, domain: str, text: str
+) -> None:
+    w = Writer(17)
+    y = w.node(op_type, *[w.input("x", [1])] * 8, domain=domain)
+    with pytest.raises(FrontendError, match=rf"{op_type} \(1\). {text}"):
+        torchq.from_onnx(w.model(y))
+
+
+def one_convolution(size: int) -> Any:
+    w = Writer(17)
+    return w.model(
+        w.node("Conv", w.input("x", [1, 1, size, size]), w.weight(torch.ones(4, 1, 1, 1)))
+    )
 
 
 def stored(**fields: Any) -> Any:
@@ -217,25 +198,18 @@ def stored(**fields: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (
-            lambda model: model.opset_import[0].__setattr__("version", 99),
-            "opset 99; expected at most",
-        ),
-        (
-            lambda model: model.graph.node[0].input.__setitem__(0, "no"),
-            "reads 'no', which nothing before it computes",
-        ),
-        (lambda model: model.graph.node[0].output.__setitem__(0, "a"), "computes the output 'y'"),
-        (lambda model: model.graph.initializer[0].dims.append(7), r"holds 4 elements; expected 28"),
+        (lambda m: m.opset_import[0].__setattr__("version", 99), "opset 99; expected at most"),
+        (lambda m: m.graph.node[0].input.__setitem__(0, "no"), "reads 'no', which nothing before"),
+        (lambda m: m.graph.node[0].output.__setitem__(0, "a"), "computes the output 'conv_0'"),
+        (lambda m: m.graph.initializer[0].dims.append(7), r"holds 4 elements; expected 28"),
         (stored(raw_data=bytes(19)), r"holds 4 elements and a rest of 3 bytes; expected 4"),
         (stored(dims=-4), r"has shape \(-4, 1, 1, 1\)"),
         (stored(data_type=8), "holds STRING, which torch has no type"),
-        (lambda model: model.graph.Clear(), "a model without nodes"),
+        (lambda m: m.graph.Clear(), "a model without nodes"),
     ],
 )
 def test_broken_files_are_refused_by_name(change: Any, text: str) -> None:
-    node = helper.make_node("Conv", ["x", "w"], ["y"])
-    model = file_of([node], [1, 1, 4, 4], [initializer("w", torch.ones(4, 1, 1, 1))])
+    model = one_convolution(4)
     torchq.from_onnx(model)
     change(model)
     with pytest.raises(FrontendError, match=text):
@@ -285,8 +259,7 @@ def test_data_beside_the_file(
         (place / "w.bin").write_bytes(values.numpy().tobytes())
     (folder / "loop").symlink_to("loop")
     os.mkfifo(folder / "pipe")
-    node = helper.make_node("Conv", ["x", "w"], ["y"])
-    model = file_of([node], [1, 1, 1, 1], [initializer("w", torch.ones(4, 1, 1, 1))])
+    model = one_convolution(1)
     external(model, location, offset, length)
     (folder / "m.onnx").write_bytes(model.SerializeToString())
     if text:
@@ -298,14 +271,11 @@ def test_data_beside_the_file(
 
 
 def test_a_constant_that_would_fill_the_memory_is_refused() -> None:
-    nodes = [
-        helper.make_node("Expand", ["one", "huge"], ["big"]),
-        helper.make_node("Add", ["big", "one"], ["bigger"]),
-        helper.make_node("Add", ["x", "bigger"], ["y"]),
-    ]
-    parts = [initializer("one", torch.ones(1)), initializer("huge", torch.tensor([2**40]))]
+    w = Writer(17)
+    one, huge = w.weight(torch.ones(1)), w.weight(torch.tensor([2**40]))
+    bigger = w.node("Add", w.node("Expand", one, huge), one)
     with pytest.raises(FrontendError, match=r"Expand .* expected at most"):
-        torchq.from_onnx(file_of(nodes, [1], parts))
+        torchq.from_onnx(w.model(w.node("Add", w.input("x", [1]), bigger)))
 
 
 def test_inputs_whose_names_make_one_argument_are_kept_apart() -> None:

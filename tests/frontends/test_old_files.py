@@ -27,9 +27,9 @@ def upsampled_by_computed_scales() -> Case:
     for axis in (2, 3):
         size = w.node("Gather", w.node("Shape", y), w.constant(axis), axis=0)
         size = w.node("Cast", size, to=1)
-        target = w.node("Floor", w.node("Mul", size, w.constant(2.0, torch.float32)))
+        target = w.node("Floor", w.node("Mul", size, w.constant(2.0)))
         scales.append(w.node("Unsqueeze", w.node("Div", target, size), axes=[0]))
-    ones = w.constant([1.0, 1.0], torch.float32)
+    ones = w.constant([1.0, 1.0])
     y = w.node("Upsample", y, w.node("Concat", ones, *scales, axis=0), mode="nearest")
     return w.model(y), [{"x": random(1, 3, 8, 12)}, {"x": random(2, 3, 10, 6)}]
 
@@ -60,7 +60,7 @@ def with_the_layout_of_tensorflow() -> Case:
     y = w.node("Transpose", x, perm=[0, 3, 1, 2])
     y = w.node("Conv", y, w.random(6, 3, 3, 3), auto_pad="SAME_UPPER", strides=[2, 2])
     y = w.node("Transpose", w.node("Transpose", y, perm=[0, 2, 3, 1]), perm=[0, 3, 1, 2])
-    y = w.node("Max", w.node("Mul", y, w.constant(0.2, torch.float32)), y)
+    y = w.node("Max", w.node("Mul", y, w.constant(0.2)), y)
     y = w.node("Transpose", y, perm=[0, 2, 3, 1])
     shape = w.node("Cast", w.node("Shape", y), to=6)
     batch = w.node("Slice", shape, axes=[0], starts=[0], ends=[1])
@@ -68,7 +68,7 @@ def with_the_layout_of_tensorflow() -> Case:
     target = w.node("Concat", batch, w.constant([-1, 6], torch.int32), axis=0)
     y = w.node("Reshape", y, w.node("Cast", target, to=7))
     one = w.node("Cast", w.node("Equal", w.node("ArgMax", y, axis=2), w.constant(0)), to=1)
-    y = w.node("Mul", y, w.node("Sub", w.constant(1.0, torch.float32), one))
+    y = w.node("Mul", y, w.node("Sub", w.constant(1.0), one))
     return w.model(y, (shape, torch.int32)), [{"x": random(n, 10, 10, 3)} for n in (1, 3)]
 
 
@@ -83,7 +83,7 @@ def of_two_stages() -> Case:
     scores = w.node("Sigmoid", flat)
     chosen = w.node(
         "NonMaxSuppression", w.weight(boxes, "boxes"), scores, w.constant([5]),
-        w.constant([0.4], torch.float32), w.constant([0.2], torch.float32),
+        w.constant([0.4]), w.constant([0.2]),
     )  # fmt: skip
     index = w.node("Squeeze", w.node("Slice", chosen, w.constant([2]), w.constant([3]),
                                      w.constant([1])), axes=[1])  # fmt: skip
@@ -97,9 +97,15 @@ def of_two_stages() -> Case:
                    value=helper.make_tensor("value", 7, [1], [0]))  # fmt: skip
     regions = w.node("RoiAlign", y, kept, zeros, output_height=3, output_width=3,
                      sampling_ratio=2, spatial_scale=1.0)  # fmt: skip
-    mask = w.node("NonZero", w.node("Greater", order, w.constant(0.5, torch.float32)))
+    mask = w.node("NonZero", w.node("Greater", order, w.constant(0.5)))
     above = w.node("GatherND", order, w.node("Transpose", mask, perm=[1, 0]))
     return w.model(regions, kept, above), [{"x": random(1, 3, 16, 16, seed=s)} for s in (3, 4)]
+
+
+def branch(name: str, *nodes: Any) -> Any:
+    """Return a branch of an If, which gives the output of its own name."""
+    result = helper.make_tensor_value_info(f"{name}_out", 1, None)
+    return helper.make_graph(nodes, name, [], [result])
 
 
 def squeezed_if_it_can_be() -> Case:
@@ -108,14 +114,9 @@ def squeezed_if_it_can_be() -> Case:
     x = w.input("x", ["n", "c", 4])
     size = w.node("Gather", w.node("Shape", x), w.constant(1))
     one = w.node("Equal", w.constant(1), size)
-
-    def branch(name: str, *nodes: Any) -> Any:
-        result = helper.make_tensor_value_info(f"{name}_out", 1, None)
-        return helper.make_graph(list(nodes), name, [], [result])
-
     weight = w.random(4)
-    then = branch("then", helper.make_node("Squeeze", ["x"], ["a"], axes=[1]),
-                  helper.make_node("Mul", ["a", weight], ["then_out"]))  # fmt: skip
+    squeezed = helper.make_node("Squeeze", ["x"], ["a"], axes=[1])
+    then = branch("then", squeezed, helper.make_node("Mul", ["a", weight], ["then_out"]))
     other = branch("else", helper.make_node("Add", ["x", weight], ["else_out"]))
     y = w.node("If", one, then_branch=then, else_branch=other)
     total = w.node("ReduceSum", y, keepdims=0)
@@ -128,26 +129,20 @@ def with_conditions_on_dimensions() -> Case:
     x = w.input("x", [2, "c", 4])
     size = w.node("Gather", w.node("Shape", x), w.constant(1))
 
-    def branch(name: str, op_type: str, source: str, **attributes: Any) -> Any:
-        result = helper.make_tensor_value_info(f"{name}_out", 1, None)
-        made = helper.make_node(op_type, [source], [f"{name}_out"], **attributes)
-        return helper.make_graph([made], name, [], [result])
-
-    squeezed = helper.make_graph(
-        [helper.make_node("Constant", [], ["one"], value_ints=[1]),
-         helper.make_node("Squeeze", ["x", "one"], ["then_out"])],
-        "then", [], [helper.make_tensor_value_info("then_out", 1, None)])  # fmt: skip
-    first = w.node("If", w.node("Equal", size, w.constant(1)), then_branch=squeezed,
-                   else_branch=branch("else", "Identity", "x"))  # fmt: skip
+    one = helper.make_node("Constant", [], ["one"], value_ints=[1])
+    squeezed = branch("then", one, helper.make_node("Squeeze", ["x", "one"], ["then_out"]))
+    whole = branch("else", helper.make_node("Identity", ["x"], ["else_out"]))
+    alone = w.node("Equal", size, w.constant(1))
+    first = w.node("If", alone, then_branch=squeezed, else_branch=whole)
     shape = w.node("Shape", first)
     flat = w.node("Equal", w.node("Size", shape), w.constant(2))
     negated = w.node("Cast", w.node("Not", flat), to=9)
-    y = w.node("If", negated, then_branch=branch("a", "Relu", first),
-               else_branch=branch("b", "Neg", first))  # fmt: skip
+    relu = branch("a", helper.make_node("Relu", [first], ["a_out"]))
+    negative = branch("b", helper.make_node("Neg", [first], ["b_out"]))
+    y = w.node("If", negated, then_branch=relu, else_branch=negative)
     last = w.node("Cast", w.node("Gather", shape, w.constant(0)), to=1)
-    return w.model(w.node("Mul", w.node("ReduceSum", y, keepdims=0), last)), [
-        {"x": random(2, c, 4) - 0.5} for c in (1, 3)
-    ]
+    model = w.model(w.node("Mul", w.node("ReduceSum", y, keepdims=0), last))
+    return model, [{"x": random(2, c, 4) - 0.5} for c in (1, 3)]
 
 
 def with_a_negative_size() -> Case:
@@ -167,7 +162,7 @@ def with_boxes_without_an_area() -> Case:
     """Boxes that are points overlap nothing, not even each other."""
     w = Writer(11)
     boxes, scores = w.input("boxes", [1, 4, 4]), w.input("scores", [1, 1, 4])
-    limits = w.constant([9]), w.constant([0.5], torch.float32)
+    limits = w.constant([9]), w.constant([0.5])
     y = w.node("NonMaxSuppression", boxes, scores, *limits)
     values = torch.tensor([[[1.0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 2, 2], [0, 0, 2, 1.9]]])
     return w.model((y, torch.int64)), [{"boxes": values, "scores": random(1, 1, 4)}]
@@ -210,9 +205,9 @@ def test_conditions_on_dimensions_are_decided_by_exports(channels: int, tmp_path
     program = torch.export.export(read, (feeds["x"],))
     wanted = run_reference(model, feeds)[0]
     torch.testing.assert_close(program.module()(feeds["x"]), wanted)
-    path = tmp_path / "again.onnx"
-    torch.onnx.export(read, (feeds["x"],), str(path), dynamo=True, verbose=False)
-    torch.testing.assert_close(run_reference(str(path), {"x": feeds["x"]})[0], wanted)
+    path = str(tmp_path / "again.onnx")
+    torch.onnx.export(read, (feeds["x"],), path, dynamo=True, verbose=False)
+    torch.testing.assert_close(run_reference(path, feeds)[0], wanted)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch warns of its own loop over time
@@ -224,14 +219,16 @@ def test_states_of_zeros_can_be_exported(tmp_path: Path) -> None:
     x = w.input("x", ["t", 1, 3])
     y, *_ = w.node("LSTM", x, *weights, "", state, state, outputs=3, hidden_size=4,
                    direction="bidirectional")  # fmt: skip
-    read, given = torchq.from_onnx(w.model(y)), random(6, 1, 3)
+    model, given, path = w.model(y), random(6, 1, 3), str(tmp_path / "again.onnx")
+    read = torchq.from_onnx(model)
     assert all(buffer.is_contiguous() for buffer in read.buffers())
-    path = tmp_path / "again.onnx"
-    torch.onnx.export(read, (given,), str(path), dynamo=True, verbose=False)
-    wanted = run_reference(w.model(y), {"x": given})[0]
-    torch.testing.assert_close(run_reference(str(path), {"x": given})[0], wanted)
+
+    def assert_same(x: Tensor) -> None:
+        torch.testing.assert_close(run_reference(path, {"x": x}), run_reference(model, {"x": x}))
+
+    torch.onnx.export(read, (given,), path, dynamo=True, verbose=False)
+    assert_same(given)
     # Whether torch.export can leave the length open depends on its version.
     torchq.export_onnx(read, given, path, dynamo=False, dynamic_shapes={"x": {0: "t"}})
-    for found in (given, random(9, 1, 3)):
-        wanted = run_reference(w.model(y), {"x": found})[0]
-        torch.testing.assert_close(run_reference(str(path), {"x": found})[0], wanted)
+    assert_same(given)
+    assert_same(random(9, 1, 3))

@@ -110,20 +110,14 @@ def test_weights_of_four_bits_keep_their_codes(unsigned: bool, tmp_path: Path) -
     four = onnx.TensorProto.UINT4 if unsigned else onnx.TensorProto.INT4
     codes = np.arange(15).reshape(5, 3) - (0 if unsigned else 7)
     weight = helper.make_tensor("codes", four, [5, 3], codes.flatten())
-    scale = numpy_helper.from_array(np.array([0.5, 0.25, 2.0], dtype=np.float32), "scale")
-    nodes = [
-        helper.make_node("DequantizeLinear", ["codes", "scale"], ["w"], axis=1),
-        helper.make_node("MatMul", ["x", "w"], ["y"], name="fc"),
-    ]
-    info = [helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, [2, None]) for n in "xy"]
-    info[0].type.tensor_type.shape.dim[1].dim_value = 5
-    graph = helper.make_graph(nodes, "net", info[:1], info[1:], [weight, scale])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-    read = torchq.from_onnx(model)
-    x = torch.randn(2, 5)
+    w = Writer(21)
+    w.initializers.append(weight)
+    values = w.node("DequantizeLinear", "codes", w.weight(torch.tensor([0.5, 0.25, 2])), axis=1)
+    y = w.node("MatMul", w.input("x", [2, 5]), values)
+    read, x = torchq.from_onnx(w.model(y)), torch.randn(2, 5)
     wanted = x @ torch.tensor(codes * [0.5, 0.25, 2.0], dtype=torch.float32)
     torch.testing.assert_close(read(x), wanted)
-    quantizer = read.fc.weight_quantizer
+    (quantizer,) = (m for m in read.modules() if isinstance(m, TensorQuantizer))
     assert quantizer.descriptor.format.name == ("uint4" if unsigned else "int4")
     assert quantizer.calculate_qparams()[0].flatten().tolist() == [0.5, 0.25, 2.0]
     torchq.export_onnx(read, x, tmp_path / "again.onnx", opset=21, dynamic_batch=False)
@@ -131,9 +125,8 @@ def test_weights_of_four_bits_keep_their_codes(unsigned: bool, tmp_path: Path) -
     found = [numpy_helper.to_array(t).astype(int) for t in stored if t.data_type == four]
     assert sorted(codes.flatten()) in [sorted(array.flatten()) for array in found]
     weight.raw_data = b"\0" * 7
-    broken = helper.make_graph(nodes, "net", info[:1], info[1:], [weight, scale])
     with pytest.raises(FrontendError, match="holds 7 bytes; expected 8 for 15 numbers of 4 bits"):
-        torchq.from_onnx(helper.make_model(broken, opset_imports=model.opset_import))
+        torchq.from_onnx(w.model(y))
 
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["int4", "uint4 with zero points"])

@@ -31,9 +31,9 @@ def affine_blocks() -> Any:
     for inputs, outputs in ((3, 8), (8, 16)):
         y = w.node("Conv", y, w.random(outputs, inputs, 3, 3), pads=[1, 1, 1, 1])
         y = w.node("Add", w.node("Mul", w.weight(torch.tensor([1.7])), y), w.random(1))
-        gate = w.node("Add", y, w.constant(3.0, torch.float32))
-        gate = w.node("Clip", gate, w.constant(0.0, torch.float32), w.constant(6.0, torch.float32))
-        y = w.node("Div", w.node("Mul", y, gate), w.constant(6.0, torch.float32))
+        gate = w.node("Add", y, w.constant(3.0))
+        gate = w.node("Clip", gate, w.constant(0.0), w.constant(6.0))
+        y = w.node("Div", w.node("Mul", y, gate), w.constant(6.0))
     last = w.node("Conv", y, w.random(4, 16, 1, 1))
     return w.model(w.node("Mul", last, w.weight(torch.tensor([-0.4]))))
 
@@ -45,8 +45,8 @@ def grid_of_a_detector() -> Any:
     ends = []
     for axis in (2, 3):
         size = w.node("Gather", w.node("Shape", y), w.constant(axis), axis=0)
-        bounds = (w.constant(0.0, torch.float32), w.node("Cast", size, to=1))
-        ends.append(w.node("Range", *bounds, w.constant(1.0, torch.float32)))
+        bounds = (w.constant(0.0), w.node("Cast", size, to=1))
+        ends.append(w.node("Range", *bounds, w.constant(1.0)))
     column = w.node("Unsqueeze", ends[0], w.constant([1]))
     return w.model(w.node("Add", y, w.node("Mul", column, ends[1])))
 

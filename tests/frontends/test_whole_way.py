@@ -1,6 +1,5 @@
 """One script for each of two files: read, fuse, quantize, calibrate, train, export, run."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,36 +20,30 @@ def detector() -> Any:
     high = w.node("LeakyRelu", w.conv(low, 8, 12, stride=2), alpha=0.1)
     shape = w.node("Shape", low)  # what PyTorch wrote for interpolate(size=low.shape[2:])
     sizes = w.node("Slice", shape, w.constant([2]), w.constant([4]), w.constant([0]))
-    whole = w.node(
-        "Slice", w.node("Shape", high), w.constant([0]), w.constant([2]), w.constant([0])
-    )
+    whole = w.node("Slice", w.node("Shape", high), *(w.constant([i]) for i in (0, 2, 0)))
     target = w.node("Concat", whole, sizes, axis=0)
-    empty = w.constant([], torch.float32)
-    up = w.node(
-        "Resize", high, empty, empty, target, mode="nearest", nearest_mode="floor",
-        coordinate_transformation_mode="asymmetric",
-    )  # fmt: skip
+    empty = w.constant([])
+    options = {"nearest_mode": "floor", "coordinate_transformation_mode": "asymmetric"}
+    up = w.node("Resize", high, empty, empty, target, mode="nearest", **options)
     merged = w.node("Concat", w.conv(up, 12, 8, kernel=1), low, axis=1)
-    merged = w.node("Clip", w.conv(merged, 16, 16), w.constant(0.0, torch.float32),
-                    w.constant(6.0, torch.float32))  # fmt: skip
-    head = w.node("Conv", merged, w.random(6, 16, 1, 1, name="head.weight"),
-                  w.random(6, name="head.bias"), kernel_shape=[1, 1])  # fmt: skip
+    merged = w.node("Clip", w.conv(merged, 16, 16), w.constant(0.0), w.constant(6.0))
+    weights = w.random(6, 16, 1, 1, name="head.weight"), w.random(6, name="head.bias")
+    head = w.node("Conv", merged, *weights, kernel_shape=[1, 1])
     flat = w.node("Reshape", head, w.constant([0, 6, -1]))
     rows = w.node("Transpose", flat, perm=[0, 2, 1])
     deltas, logits = w.node("Split", rows, outputs=2, axis=2, split=[4, 2])
     scores = w.node("Sigmoid", logits)
     anchors = torch.rand(1, 256, 4, generator=w.generator)
-    boxes = w.node("Add", w.node("Mul", deltas, w.constant([0.2], torch.float32)),
-                   w.weight(anchors, "anchors"))  # fmt: skip
+    offsets = w.node("Mul", deltas, w.constant([0.2]))
+    boxes = w.node("Add", offsets, w.weight(anchors, "anchors"))
     best = w.node("ReduceMax", scores, axes=[2], keepdims=0)
     top, places = w.node("TopK", best, w.constant([20]), outputs=2, axis=1)
     index = w.node("Unsqueeze", places, axes=[2])
     wide = w.node("Expand", index, w.constant([1, 1, 4]))
     kept = w.node("GatherElements", boxes, wide, axis=1)
-    chosen = w.node(
-        "NonMaxSuppression", boxes, w.node("Transpose", scores, perm=[0, 2, 1]),
-        w.constant([10]), w.constant([0.5], torch.float32), w.constant([0.3], torch.float32),
-    )  # fmt: skip
+    classes = w.node("Transpose", scores, perm=[0, 2, 1])
+    limits = w.constant([10]), w.constant([0.5]), w.constant([0.3])
+    chosen = w.node("NonMaxSuppression", boxes, classes, *limits)
     return w.model(top, kept, (chosen, torch.int64), scores, boxes)
 
 
@@ -66,9 +59,9 @@ def transformer() -> Any:
     for layer in range(2):
         x = norm(w, w.node("Add", x, attention(w, x, f"layer{layer}.")), f"layer{layer}.norm1")
         hidden = dense(w, x, 16, 32, f"layer{layer}.up")
-        half = w.node("Div", hidden, w.constant(2**0.5, torch.float32))
-        gate = w.node("Add", w.node("Erf", half), w.constant(1.0, torch.float32))
-        act = w.node("Mul", w.node("Mul", hidden, gate), w.constant(0.5, torch.float32))
+        half = w.node("Div", hidden, w.constant(2**0.5))
+        gate = w.node("Add", w.node("Erf", half), w.constant(1.0))
+        act = w.node("Mul", w.node("Mul", hidden, gate), w.constant(0.5))
         x = norm(w, w.node("Add", x, dense(w, act, 32, 16, f"layer{layer}.down")), f"l{layer}.n2")
     pooled = w.node("Gather", x, w.constant(0), axis=1)
     weight, bias = w.random(5, 16, name="classifier.weight"), w.random(5, name="classifier.bias")
@@ -83,9 +76,9 @@ def dense(w: Writer, x: str, inputs: int, outputs: int, name: str) -> str:
 def norm(w: Writer, x: str, name: str) -> str:
     """Write LayerNorm as PyTorch did before opset 17."""
     centred = w.node("Sub", x, w.node("ReduceMean", x, axes=[-1]))
-    square = w.node("Pow", centred, w.constant(2.0, torch.float32))
+    square = w.node("Pow", centred, w.constant(2.0))
     variance = w.node("ReduceMean", square, axes=[-1])
-    root = w.node("Sqrt", w.node("Add", variance, w.constant(1e-5, torch.float32)))
+    root = w.node("Sqrt", w.node("Add", variance, w.constant(1e-5)))
     scaled = w.node("Mul", w.node("Div", centred, root), w.random(16, name=f"{name}.weight"))
     return str(w.node("Add", scaled, w.random(16, name=f"{name}.bias")))
 
@@ -100,7 +93,7 @@ def attention(w: Writer, x: str, name: str) -> str:
         whole = w.node("Reshape", dense(w, x, 16, 16, name + part), target)
         heads.append(w.node("Transpose", whole, perm=order))
     products = w.node("MatMul", heads[0], heads[1])
-    scaled = w.node("Div", products, w.constant(8**0.5, torch.float32))
+    scaled = w.node("Div", products, w.constant(8**0.5))
     weights = w.node("Softmax", scaled, axis=3)
     mixed = w.node("Transpose", w.node("MatMul", weights, heads[2]), perm=[0, 2, 1, 3])
     merged = w.node("Reshape", mixed, w.node("Concat", *ends, w.constant([16]), axis=0))
@@ -116,20 +109,15 @@ def sentences(count: int) -> dict[str, Tensor]:
     return {"tokens": torch.randint(0, 40, (count, 7), generator=generator)}
 
 
-CASES: dict[str, tuple[Any, Any, type[nn.Module], int]] = {
-    "detector": (detector, images, nn.Conv2d, 3),
-    "transformer": (transformer, sentences, nn.Linear, 12),
-}
+CASES = [(detector, images, nn.Conv2d, 3), (transformer, sentences, nn.Linear, 12)]
 
 
-EXPORTERS = [pytest.param(True, id="export"), pytest.param(False, id="torchscript")]
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dynamo", EXPORTERS)
-def test_the_whole_way(name: str, dynamo: bool, tmp_path: Path) -> None:
-    make, batch, kind, least = CASES[name]
-    feeds: Mapping[str, Tensor] = batch(2)
+@pytest.mark.parametrize(("make", "batch", "kind", "least"), CASES, ids=["detector", "transformer"])
+@pytest.mark.parametrize("dynamo", [True, False], ids=["export", "torchscript"])
+def test_the_whole_way(
+    make: Any, batch: Any, kind: type[nn.Module], least: int, dynamo: bool, tmp_path: Path
+) -> None:
+    feeds = batch(2)
     read = assert_agrees(make(), feeds)
     assert sum(type(module) is kind for module in read.modules()) >= least
     torchq.fuse_(read, tuple(feeds.values()))

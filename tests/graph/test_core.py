@@ -25,13 +25,13 @@ class Net(nn.Module):
 X = torch.randn(2, 3, 5, 5)
 
 
-def flows():
-    model = Net().eval()
-    return model, [flow_of_graph(trace_modules(model), model), record(model, X)]
+def flows(model):
+    return [flow_of_graph(trace_modules(model), model), record(model, X)]
 
 
 def test_consumers_and_outputs():
-    model, found = flows()
+    model = Net().eval()
+    found = flows(model)
     for flow in found:
         (conv,) = flow.calls_of(model.conv)
         assert sorted(call.name for call in flow.consumers(conv)) == ["act", "add"]
@@ -66,8 +66,7 @@ def test_functions_on_a_modules_weight_are_calls_of_the_module():
             return F.conv2d(x, self.conv.weight, bias=self.conv.bias)
 
     model = Functional()
-    for flow in (flow_of_graph(trace_modules(model), model), record(model, X)):
-        assert len(flow.calls_of(model.conv)) == 1
+    assert [len(flow.calls_of(model.conv)) for flow in flows(model)] == [1, 1]
 
 
 def test_in_place_operations_read_and_replace():
@@ -78,7 +77,7 @@ def test_in_place_operations_read_and_replace():
             return self.act(y)
 
     model = InPlace()
-    for flow in (flow_of_graph(trace_modules(model), model), record(model, X)):
+    for flow in flows(model):
         (conv,), (act,) = flow.calls_of(model.conv), flow.calls_of(model.act)
         assert act.inputs != (conv.index,)
 
@@ -106,7 +105,7 @@ def test_reading_the_same_result_twice_counts_twice():
             return y * y
 
     model = Twice()
-    for flow in (flow_of_graph(trace_modules(model), model), record(model, X)):
+    for flow in flows(model):
         assert len(flow.consumers(flow.calls_of(model.conv)[0])) == 2
 
 

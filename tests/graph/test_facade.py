@@ -120,9 +120,8 @@ def test_constants_are_computed_once_but_not_random_values() -> None:
     x, weight = drawn.placeholder("x"), drawn.get_attr("weight")
     doubled = drawn.call_function(torch.exp, (drawn.call_method("mul", (weight, 2)),))
     noise = drawn.call_function(torch.rand, (3,))
-    drawn.output(
-        drawn.call_function(torch.sub, (drawn.call_function(torch.add, (x, doubled)), noise))
-    )
+    total = drawn.call_function(torch.add, (x, doubled))
+    drawn.output(drawn.call_function(torch.sub, (total, noise)))
     graph = Graph(fx.GraphModule(root, drawn))
     folded = graph.apply("constant_fold")
     assert "rand" in folded.ir() and "exp" in graph.ir()

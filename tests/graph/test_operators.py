@@ -55,16 +55,14 @@ def quantized(target: str) -> Any:
 
 def test_maximum_is_quantized_for_runtimes_that_take_it(tmp_path: Path) -> None:
     model = quantized("qnn")
-    assert [n for n, _ in model.named_children() if n.startswith("quant_")] == [
-        *("quant_maximum", "quant_maximum_1", "quant_add"),
-    ]
+    names = [n for n, _ in model.named_children() if n.startswith("quant_")]
+    assert names == ["quant_maximum", "quant_maximum_1", "quant_add"]
     # Names of places in the code that files of 0.2 hold are not moved by new operators.
     assert model.replacements["@0"] == "quant_add"
     first = model.quant_maximum
     a, b = model.first(X), model.second(X)
-    assert torch.equal(
-        first(a, b), torch.maximum(first.input_quantizer(a), first.other_quantizer(b))
-    )
+    wanted = torch.maximum(first.input_quantizer(a), first.other_quantizer(b))
+    assert torch.equal(first(a, b), wanted)
     torchq.save(model, tmp_path / "m.pt")
     assert torch.equal(torchq.load(Maxout().eval(), tmp_path / "m.pt")(X), model(X))
     assert not hasattr(quantized("onnxruntime"), "quant_maximum")  # its kernel is a float one

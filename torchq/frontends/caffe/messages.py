@@ -228,14 +228,9 @@ def read_weights(source: Any, where: str) -> dict[str, list[Tensor]]:
 def _layer(
     data: memoryview, name_field: int, blob_field: int, where: str
 ) -> tuple[str, list[Tensor]]:
-    name, blobs = "", []
-    for number, value in fields(data, where):
-        if isinstance(value, int):
-            continue
-        if number == name_field:
-            name = bytes(value).decode("utf-8", "replace")
-        elif number == blob_field:
-            blobs.append(value)
+    found = [(n, value) for n, value in fields(data, where) if not isinstance(value, int)]
+    names = [bytes(value).decode("utf-8", "replace") for n, value in found if n == name_field]
+    name, blobs = ["", *names][-1], [value for n, value in found if n == blob_field]
     return name, [_blob(blob, f"{where}: layer {name!r}") for blob in blobs]
 
 

@@ -13,28 +13,12 @@ from torchq.frontends.caffe.messages import Message, parse_text
 
 #: Types of version 1 whose new name is not the old one in camel case.
 _V1_TYPES = {
-    "ABSVAL": "AbsVal",
-    "ARGMAX": "ArgMax",
-    "BNLL": "BNLL",
-    "CONTRASTIVE_LOSS": "ContrastiveLoss",
-    "ELTWISE": "Eltwise",
-    "HDF5_DATA": "HDF5Data",
-    "HDF5_OUTPUT": "HDF5Output",
-    "IM2COL": "Im2col",
-    "LRN": "LRN",
-    "MVN": "MVN",
-    "PRELU": "PReLU",
-    "RELU": "ReLU",
-    "SIGMOID_CROSS_ENTROPY_LOSS": "SigmoidCrossEntropyLoss",
-    "SOFTMAX_LOSS": "SoftmaxWithLoss",
-    "TANH": "TanH",
+    name.upper(): name for name in ("AbsVal", "ArgMax", "BNLL", "LRN", "MVN", "PReLU", "ReLU")
 }
-_DATA = frozenset(
-    {
-        "AnnotatedData", "Data", "DummyData", "HDF5Data", "ImageData", "Input", "MemoryData",
-        "VideoData", "WindowData",
-    }
-)  # fmt: skip
+_V1_TYPES |= {"HDF5_DATA": "HDF5Data", "HDF5_OUTPUT": "HDF5Output"}
+_V1_TYPES |= {"IM2COL": "Im2col", "SOFTMAX_LOSS": "SoftmaxWithLoss", "TANH": "TanH"}
+_KINDS = ("", "Annotated", "Dummy", "HDF5", "Image", "Memory", "Video", "Window")
+_DATA = frozenset(f"{kind}Data" for kind in _KINDS) | {"Input"}
 
 
 @dataclass(frozen=True)

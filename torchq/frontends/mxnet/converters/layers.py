@@ -267,12 +267,8 @@ def _dropout(node: SymbolContext) -> Value:
 
 
 #: Operators whose inputs after the first serve training alone.
-LOSSES = (
-    "SoftmaxOutput",
-    "Softmax",
-    "LinearRegressionOutput",
-    "MAERegressionOutput",
-    "LogisticRegressionOutput",
+LOSSES = ("SoftmaxOutput", "Softmax") + tuple(
+    f"{kind}RegressionOutput" for kind in ("Linear", "MAE", "Logistic")
 )
 
 
