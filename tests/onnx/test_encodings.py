@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.onnx.exported import Layers, Residual, calibrated
-from torchq.errors import ConfigError, ExportError
-from torchq.onnx import export_encodings, read_encodings
-from torchq.onnx.ir import load_model, nodes_of, value_of
+from tests.onnx.exported import Layers, Residual, calibrated, run_file
+from torchq.cli import main
+from torchq.errors import CalibrationError, ConfigError, ExportError
+from torchq.formats import integer_format
+from torchq.onnx import apply_encodings, export_encodings, read_encodings
+from torchq.onnx.ir import load_model, nodes_of, replace_stored, save_model, value_of
 from torchq.onnx.qdq import qparams_of, quantizer_nodes, weight_nodes
+from torchq.workflow import quantizers
 
 pytest.importorskip("onnx")
 pytestmark = pytest.mark.filterwarnings("ignore:export_onnx")  # float results, for QNN
@@ -99,6 +103,104 @@ def test_aimet_holds_what_is_written(
         assert {e.bw for e in held} == {qparams.format.bits}
 
 
+def activation_grids(file: Any) -> list[tuple[float, float, str]]:
+    """Return the grids of a file in an order that does not depend on its branches."""
+    found = map(qparams_of, quantizer_nodes(file).values())
+    return sorted((float(q.scale), float(q.zero_point), str(q.format)) for q in found)
+
+
+@pytest.mark.parametrize(
+    ("cls", "shape", "version"),
+    [*((*network, "1.0.0") for network in NETWORKS), (*NETWORKS[2], "2.0.0")],
+)
+def test_encodings_on_the_float_file_give_the_codes_of_the_model(
+    cls: type[nn.Module], shape: tuple[int, ...], version: Any, tmp_path: Path
+) -> None:
+    """The float file has weights off the grid, as that of AIMET may have."""
+    pytest.importorskip("onnxruntime")
+    model, x = quantized(cls, shape)
+    report = export_encodings(model, x, tmp_path / "m.onnx", version=version)
+    options: dict[str, Any] = {"progress": False, "dynamo": False}
+    torchq.export_onnx(model, x, tmp_path / "own.onnx", **options)
+    graph, own = load_model(report.path), dict(model.named_parameters())
+    for name in report.parameters:
+        stored = graph.graph.initializers[name]
+        weight = own[name] if own[name].shape == stored.shape else own[name].T
+        assert not torch.equal(weight, value_of(stored))
+        replace_stored(stored, weight)
+    save_model(graph, report.path)
+
+    read = torchq.from_onnx(report.path)
+    torchq.quantize_(read, target="qnn", example=x)
+    found = apply_encodings(read, report.encodings, x)
+    taken = {name for names in found.values() for name in names}
+    assert taken == {*report.activations, *report.parameters}
+    assert all(q.calibrated for q in quantizers(read).values() if q.quantizing)
+    torchq.export_onnx(read, x, tmp_path / "q.onnx", **options)
+    files = [load_model(tmp_path / name) for name in ("own.onnx", "q.onnx")]
+    grids = [activation_grids(file) for file in files]
+    assert grids[0] == grids[1] and len(grids[0]) == len(report.activations)
+    codes, others = ({k: value_of(n.inputs[0]) for k, n in weight_nodes(f).items()} for f in files)
+    assert set(codes) == set(others) and len(codes) == len(report.parameters)
+    for name, stored in codes.items():
+        assert torch.equal(stored, others[name]) and len(stored.unique()) > 8
+    own_results, results = (run_file(tmp_path / name, x) for name in ("own.onnx", "q.onnx"))
+    for result, expected in zip(results, own_results, strict=True):
+        assert torch.equal(result, expected)
+
+
+def test_encodings_that_do_not_fit_are_one_error(tmp_path: Path) -> None:
+    model, x = quantized(Tokens, (4, 6, 12))
+    report = export_encodings(model, x, tmp_path / "m.onnx")
+    grids, read = read_encodings(report.encodings), torchq.from_onnx(report.path)
+    torchq.quantize_(read, target="qnn", example=x)
+    one, wide = grids["relu"], torch.full((24,), 0.1)
+    for change, text in (
+        ({"a": one}, r"matches 0 of 6 quantizers; expected the ranges of this network. It has a,"),
+        ({n: g for n, g in grids.items() if n != "grow.weight"}, r"reads grow\.weight\. Leave"),
+        ({**grids, "relu": replace(one, format=integer_format(4))}, r"got int4 with 1 scales for"),
+        (
+            {**grids, "grow.weight": replace(grids["grow.weight"], scale=wide)},
+            r"grow\.weight_quantizer: got int8 with 24 scales for grow\.weight, and the quantizer "
+            r"is int8 per-tensor max with 1; expected the same",
+        ),
+        (
+            {**grids, "grow.weight": replace(grids["grow.weight"], zero_point=torch.tensor(3.0))},
+            "got asymmetric int8 with 1 scales",
+        ),
+    ):
+        with pytest.raises(CalibrationError, match=text):
+            apply_encodings(read, change, x)
+        assert not any(q.calibrated for q in quantizers(read).values())
+    with pytest.raises(ConfigError, match=r"got a Tokens; expected what torchq.from_onnx made"):
+        apply_encodings(model, grids, x)
+
+
+def test_a_quantizer_of_two_tensors_wants_one_grid(tmp_path: Path) -> None:
+    model, x = quantized(Residual, (4, 3, 16, 16))
+    report = export_encodings(model, x, tmp_path / "m.onnx")
+    grids, read = read_encodings(report.encodings), torchq.from_onnx(report.path)
+    torchq.quantize_(read, target="qnn", example=x)
+    grids["relu_5"] = replace(grids["relu_5"], scale=grids["relu_5"].scale * 2)
+    with pytest.raises(CalibrationError, match="reads relu_5 and another tensor with another grid"):
+        apply_encodings(read, grids, x)
+
+
+def test_one_command_makes_a_file_of_encodings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, x = quantized(Residual, (4, 3, 16, 16))
+    report = export_encodings(model, x, tmp_path / "m.onnx")
+    ranges = ["--encodings", str(report.encodings)]
+    arguments = ["quantize", str(report.path), "--target", "qnn", "--export"]
+    assert main([*arguments, str(tmp_path / "q.onnx"), *ranges]) == 0
+    assert f"ranges from {report.encodings}" in capsys.readouterr().out
+    assert len(quantizer_nodes(load_model(tmp_path / "q.onnx"))) == len(report.activations)
+    with pytest.raises(SystemExit):
+        main([*arguments, str(tmp_path / "q.onnx"), *ranges, "--cache", "calib.cache"])
+    assert "not allowed with argument --encodings" in capsys.readouterr().err
+
+
 def test_the_report_names_what_readers_do_otherwise(tmp_path: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 3, 16, 16)
@@ -123,12 +225,18 @@ def test_a_failure_leaves_both_files(tmp_path: Path) -> None:
 
 
 ENTRY = {"name": "x", "dtype": "INT", "bw": 8, "is_sym": False, "enc_type": "PER_TENSOR"}
+UNEQUAL = {"enc_type": "PER_CHANNEL", "scale": [1, 2, 3], "offset": [0, 0]}
 
 
 @pytest.mark.parametrize(
     ("content", "text"),
     [
         ("{", "not JSON"),
+        ("\x93NUMPY", "not JSON"),
+        (
+            json.dumps({"version": "1.0.0", "param_encodings": [{**ENTRY, **UNEQUAL}]}),
+            "'x': RuntimeError: The expanded size",
+        ),
         ("[]", "got version None"),
         (json.dumps({"version": "0.6.1", "activation_encodings": {}}), "got version '0.6.1'"),
         (json.dumps({"version": "1.0.0", "param_encodings": {}}), "param_encodings: got a dict"),
@@ -148,6 +256,6 @@ ENTRY = {"name": "x", "dtype": "INT", "bw": 8, "is_sym": False, "enc_type": "PER
 )
 def test_broken_files_are_named(content: str, text: str, tmp_path: Path) -> None:
     path = tmp_path / "m.encodings"
-    path.write_text(content)
+    path.write_bytes(content.encode("latin-1"))
     with pytest.raises(ConfigError, match=rf"m\.encodings.*{text}"):
         read_encodings(path)

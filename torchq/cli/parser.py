@@ -179,9 +179,13 @@ _CONVERT = [
     _many("--shape", _OPEN, "1,3,224,224", default=[]),
 ]
 _CACHE = "in place of --data: ranges of the tensors of MODEL.onnx, calib.cache"
+_ENCODINGS = "the same, from AIMET's encodings beside MODEL.onnx"
 _QUANTIZE = {
     "what to quantize": _SOURCE,
-    "calibration data": [*_DATA, _row("--cache", _CACHE, "FILE")],
+    "calibration data": [
+        *_DATA,
+        [_row("--cache", _CACHE, "FILE"), _row("--encodings", _ENCODINGS, "FILE")],
+    ],
     "how": _METHOD,
     "output": [*_OUTPUT, _JSON],
     "comparison with the float model": [*_COMPARISON, *_REPORT],

@@ -21,6 +21,10 @@ from torchq.cli.loading import Images, explained, load_batches, load_model, load
 from torchq.errors import ConfigError
 
 _SIZE = 224
+_NAMED_RANGES: dict[str, Callable[..., dict[str, Any]]] = {
+    "cache": torchq.onnx.apply_calibration_cache,
+    "encodings": torchq.onnx.apply_encodings,
+}
 _EXPECTED = {
     "model": "--model is missing; expected torchvision:NAME, package.module:factory or a file",
     "data": "--data is missing; expected a folder of images or package.module:loader",
@@ -107,9 +111,9 @@ def read_batches(
 ) -> tuple[list[Any], list[Any]]:
     """Return the batches to calibrate on, and up to ``held_out`` that come after them.
 
-    With a cache there is one batch of random images, which only shows what reads a tensor.
+    With named ranges there is one batch of random images, which only shows what reads a tensor.
     """
-    if getattr(args, "cache", None) is not None:
+    if named_ranges(args):
         return [_random_images(model, args)], []
     size, fixed = args.image_size or (_SIZE, _SIZE), None
     if is_network_file(args.model) and Path(args.data).is_dir():
@@ -131,13 +135,19 @@ def read_batches(
     return calibration, rest
 
 
+def named_ranges(args: argparse.Namespace) -> tuple[str, str] | None:
+    """Return the option and the file with the ranges of the tensors of an ONNX file, or None."""
+    given = ((option, getattr(args, option, None)) for option in _NAMED_RANGES)
+    return next(((option, path) for option, path in given if path is not None), None)
+
+
 def _random_images(model: nn.Module, args: argparse.Namespace) -> Tensor:
     """Return random images of the size that an ONNX file takes, which show what reads a tensor."""
     given = [f"--{name} too" for name in ("data", "calib") if getattr(args, name) is not None]
     if given or not args.model.endswith(".onnx"):
         raise ConfigError(
-            f"--cache {args.cache}: got {', '.join(given) or f'the model {args.model}'}; expected "
-            "MODEL.onnx and no --data or --calib, since the cache has the ranges of that file"
+            f"{_source(args)}: got {', '.join(given) or f'the model {args.model}'}; expected "
+            "MODEL.onnx and no --data or --calib, since the ranges are those of that file"
         )
     shapes: Any = model.input_shapes
     known = len(shapes) == 1 and shapes[0] and all(shapes[0][1:])
@@ -148,7 +158,8 @@ def _random_images(model: nn.Module, args: argparse.Namespace) -> Tensor:
 
 def _source(args: argparse.Namespace) -> str:
     """Return where the inputs of a command come from, as the user wrote it."""
-    return f"--data {args.data}" if args.data is not None else f"--cache {args.cache}"
+    option, path = named_ranges(args) or ("data", args.data)
+    return f"--{option} {path}"
 
 
 def _pieces(batches: list[Any], size: int | None) -> list[Any]:
@@ -180,7 +191,7 @@ def _image_size(model: nn.Module, args: argparse.Namespace) -> tuple[int, int]:
     if len(shapes) != 1 or len(stated) != 4 or stated[1] not in (3, None):
         text = f"{_source(args)}: {args.model} takes inputs of shapes {shapes}; a folder gives "
         text += "images (N, 3, height, width). Pass package.module:loader, or call "
-        text += "torchq.onnx.apply_calibration_cache from Python for a cache"
+        text += "torchq.onnx.apply_calibration_cache or apply_encodings from Python"
         raise ConfigError(text)
     wanted = args.image_size or (_SIZE, _SIZE)
     height, width = (fixed or side for fixed, side in zip(stated[2:], wanted, strict=True))
@@ -211,8 +222,8 @@ def prepare(
     if args.model is None:
         require(args, "model", "data")
     model = read_model(args)
-    config, cache = named_config(args.recipe), getattr(args, "cache", None)
-    if cache is None:
+    config, ranges = named_config(args.recipe), named_ranges(args)
+    if ranges is None:
         require(args, "data")
     check()
     calibration, rest = read_batches(model, args, held_out)
@@ -232,9 +243,9 @@ def prepare(
         return Prepared(model, example, fixed is not None, calibration, rest or calibration)
     if getattr(args, "export", None):
         torchq.onnx.preflight.check_formats(model, args.opset)
-    if cache is not None:
-        found = torchq.onnx.apply_calibration_cache(model, cache, (example,))
-        say(f"took {len(found)} ranges from {cache}")
+    if ranges is not None:
+        found = _NAMED_RANGES[ranges[0]](model, ranges[1], (example,))
+        say(f"took {len(found)} ranges from {ranges[1]}")
         return Prepared(model, example, fixed is not None, calibration, calibration)
     started = time.perf_counter()
     torchq.calibrate(model, calibration, method=args.calib, on_unseen=args.on_unseen)

@@ -14,6 +14,7 @@ from torchq.cli.prepare import (
     Prepared,
     example_of,
     named_config,
+    named_ranges,
     prepare,
     quiet,
     read_metric,
@@ -75,7 +76,7 @@ def _own_writer(args: argparse.Namespace) -> Writer | None:
 def _report_path(args: argparse.Namespace) -> str | None:
     """Return where the report goes, or None."""
     beside = args.export or args.save
-    if args.cache:
+    if named_ranges(args):
         return args.report
     default = str(Path(beside).with_suffix(".report.html")) if beside else _REPORT
     return None if args.no_report else args.report or default
@@ -85,7 +86,7 @@ def _compare(
     found: Prepared, metric: object, args: argparse.Namespace, say: Callable[[object], None]
 ) -> dict[str, Any] | None:
     """Say how far the quantized model is from the float one, and return the figures."""
-    if not args.compare or args.cache:
+    if not args.compare or named_ranges(args):
         return None
     outputs = compare_outputs(found.model, found.held_out, metric)
     where = "data that it was not calibrated with" if found.is_held_out else "its calibration data"

@@ -5,7 +5,12 @@ they are used first.
 """
 
 from torchq.onnx.calibration_cache import apply_calibration_cache, read_calibration_cache
-from torchq.onnx.encodings import EncodingsReport, export_encodings, read_encodings
+from torchq.onnx.encodings import (
+    EncodingsReport,
+    apply_encodings,
+    export_encodings,
+    read_encodings,
+)
 from torchq.onnx.export import export_onnx
 from torchq.onnx.report import ExportReport
 from torchq.onnx.verify.report import LayerAgreement, OutputAgreement, VerifyReport
@@ -18,6 +23,7 @@ __all__ = [
     "OutputAgreement",
     "VerifyReport",
     "apply_calibration_cache",
+    "apply_encodings",
     "export_encodings",
     "export_onnx",
     "read_calibration_cache",

@@ -16,14 +16,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+from torch import nn
 
-from torchq.errors import CalibrationError, ConfigError
-from torchq.graph import call_arguments
-from torchq.nn import TensorQuantizer, quantizing_only
-from torchq.utils import undone_on_error, untouched
-from torchq.workflow import calibrate_weights, quantizers, weight_quantizers
+from torchq.errors import CalibrationError
+from torchq.nn import TensorQuantizer
+from torchq.onnx.named_tensors import named_tensors
+from torchq.utils import undone_on_error
+from torchq.workflow import calibrate_weights, quantizers
 
 _HEADER = re.compile(r"TRT-\d+-\w+")
 _QMAX = 127.0
@@ -98,64 +97,14 @@ def apply_calibration_cache(
     """
     scales = cache if isinstance(cache, Mapping) else read_calibration_cache(cache)
     where = "the cache" if isinstance(cache, Mapping) else str(cache)
-    if not isinstance(model, fx.GraphModule):
-        raise ConfigError(
-            f"apply_calibration_cache: got a {type(model).__name__}; expected what "
-            "torchq.from_onnx made of the ONNX file, since the cache has names of its tensors"
-        )
-    tensors = _tensors_read(model, example)
-    found = {
-        path: [finite[-1] for names in calls if (finite := _finite(scales, names))]
-        for path, calls in tensors.items()
-    }
-    _check_found(where, scales, tensors, found)
+    finite = {name: math.isfinite(scale) for name, scale in scales.items()}
+    found = named_tensors(where, model, example, finite)
     known = quantizers(model)
     with undone_on_error(model):
         calibrate_weights(model)
         for path, names in found.items():
             _set_scale(known[path], max(scales[name] for name in names))
     return {path: names[-1] for path, names in found.items()}
-
-
-def _finite(scales: Mapping[str, float], names: list[str]) -> list[str]:
-    return [name for name in names if math.isfinite(scales.get(name, math.inf))]
-
-
-def _check_found(
-    where: str,
-    scales: Mapping[str, float],
-    tensors: Mapping[str, list[list[str]]],
-    found: Mapping[str, list[str]],
-) -> None:
-    """Raise one error for all quantizers that the cache has no scale for."""
-    missing = [path for path, names in found.items() if not names]
-    if not missing:
-        return
-    counted = f"{where}: matches {len(found) - len(missing)} of {len(found)} quantizers"
-    if len(missing) == len(found):
-        read = [names[-1] for calls in tensors.values() for names in calls if names]
-        raise CalibrationError(
-            f"{counted}; expected the cache of this network. It has {_few([*scales])}, and the "
-            f"model reads {_few(read)}"
-        )
-    rows = [
-        f"{path} reads {_few([*names], scales)}"
-        for path in missing[:5]
-        for names in tensors[path][:1]
-    ]
-    more = f", ... ({len(missing)} in all)" if len(missing) > len(rows) else ""
-    raise CalibrationError(
-        f"{counted}; expected a finite scale for each. {'; '.join(rows)}{more}. Leave these layers "
-        "in float with exclude=, or calibrate on data"
-    )
-
-
-def _few(names: list[str], scales: Mapping[str, float] | None = None) -> str:
-    """Return the first names, and whether a cache has infinite scales for them."""
-    infinite = scales is not None and not set(names).isdisjoint(scales)
-    more = ", ..." if len(names) > 3 else ""
-    text = f"{', '.join(names[:3])}{more}" if names else "no tensor of the file"
-    return f"{text}, whose scale is infinite" if infinite else text
 
 
 def _set_scale(quantizer: TensorQuantizer, scale: float) -> None:
@@ -167,50 +116,3 @@ def _set_scale(quantizer: TensorQuantizer, scale: float) -> None:
         quantizer.set_amax(scale * _QMAX)
     else:
         quantizer.set_range(-scale * _QMAX, scale * _QMAX)
-
-
-def _tensors_read(model: fx.GraphModule, example: Any) -> dict[str, list[list[str]]]:
-    """Return the names of the tensor that each call of a quantizer of an activation reads.
-
-    One tensor has several where layers in between became nothing, as folded norms do.
-    """
-    weights = weight_quantizers(model)
-    watched = {
-        path: q for path, q in quantizers(model).items() if q.quantizing and id(q) not in weights
-    }
-    found: dict[str, list[list[str]]] = {path: [] for path in watched}
-    run = _Named(model)
-    with untouched(model), quantizing_only(quantizers(model).values()), torch.no_grad():
-        handles = [
-            quantizer.register_forward_pre_hook(
-                lambda _, args, path=path: found[path].append(run.names(args[0]))
-            )
-            for path, quantizer in watched.items()
-        ]
-        try:
-            args, kwargs = call_arguments(model, example)
-            run.run(*args, *kwargs.values())
-        finally:
-            for handle in handles:
-                handle.remove()
-    return found
-
-
-class _Named(fx.Interpreter):
-    """Runs a graph and knows which tensors of the file its values are."""
-
-    def __init__(self, model: fx.GraphModule) -> None:
-        super().__init__(model)
-        self._seen: dict[int, tuple[Tensor, list[str]]] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Run a node, and note the names of its result."""
-        result = super().run_node(n)
-        if isinstance(result, Tensor):  # Kept alive, so that no other tensor gets its id.
-            _, names = self._seen.setdefault(id(result), (result, []))
-            names.extend(n.meta.get("onnx_tensors", ()))
-        return result
-
-    def names(self, tensor: Tensor) -> list[str]:
-        """Return the names of a tensor in the file, that of the last node behind the others."""
-        return list(dict.fromkeys(self._seen.get(id(tensor), (tensor, []))[1]))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,9 +20,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from torchq.errors import ConfigError, ExportError
+from torchq.errors import CalibrationError, ConfigError, ExportError
 from torchq.formats import IntFormat, integer_format
 from torchq.functional import QParams
+from torchq.nn import TensorQuantizer
 from torchq.onnx.export import export_onnx
 from torchq.onnx.ir import (
     Model,
@@ -39,9 +40,11 @@ from torchq.onnx.ir import (
     save_model,
     value_of,
 )
+from torchq.onnx.named_tensors import named_tensors
 from torchq.onnx.qdq import pair_name, qparams_of
 from torchq.runtime import Runtime
-from torchq.utils import bullets, check_fields, parse_json, replacing, short_repr
+from torchq.utils import bullets, check_fields, parse_json, replacing, short_repr, undone_on_error
+from torchq.workflow import calibrate_weights, quantizers
 
 #: Operators that only move or select elements: AIMET may skip the grid of their result, or give it
 #: to what they read; with 2.0.0 it was seen to do so with Reshape and MaxPool.
@@ -250,7 +253,7 @@ def read_encodings(path: str | os.PathLike[str]) -> dict[str, QParams]:
             fields, or codes that are no integers. The text names the entry.
     """
     where = f"read_encodings: {path}"
-    data = parse_json(Path(path).read_text(encoding="utf-8"), where)
+    data = parse_json(Path(path).read_text("utf-8", errors="replace"), where)
     version = data.get("version") if isinstance(data, dict) else None
     if version not in VERSIONS:
         raise ConfigError(
@@ -270,6 +273,64 @@ def read_encodings(path: str | os.PathLike[str]) -> dict[str, QParams]:
     return found
 
 
+def apply_encodings(
+    model: nn.Module, encodings: Mapping[str, QParams] | str | os.PathLike[str], example: Any
+) -> dict[str, tuple[str, ...]]:
+    """Give a quantized model the grids of a file of encodings, in place of calibrating it.
+
+    Scales and offsets of activations and weights are held as they are. Encodings of tensors that no
+    quantizer reads are left out.
+
+    Args:
+        model: What :func:`torchq.from_onnx` made of the ONNX file that the encodings belong to, and
+            quantized for a target or by a config whose formats are those of the encodings.
+        encodings: A path, or what :func:`read_encodings` returned.
+        example: As for :func:`apply_calibration_cache`.
+
+    Returns:
+        Path of a quantizer -> the names of the tensors that it reads.
+
+    Raises:
+        ConfigError: The model was not read from an ONNX file. And see :func:`read_encodings`.
+        CalibrationError: A quantizer's tensor has no encoding, as in those of another network, or
+            has a grid that the quantizer cannot hold. The model stays as it was.
+    """
+    grids = encodings if isinstance(encodings, Mapping) else read_encodings(encodings)
+    where = "the encodings" if isinstance(encodings, Mapping) else str(encodings)
+    found = named_tensors(where, model, example, dict.fromkeys(grids, True), weights=True)
+    known = quantizers(model)
+    with undone_on_error(model):
+        calibrate_weights(model)  # which gives each range the shape of its weight
+        for path, names in found.items():
+            for name in names:
+                _hold(path, known[path], name, grids[name], grids[names[0]])
+    return {path: tuple(dict.fromkeys(names)) for path, names in found.items()}
+
+
+def _hold(path: str, quantizer: TensorQuantizer, name: str, grid: QParams, first: QParams) -> None:
+    """Hold a grid as it is; that of the first tensor that the quantizer reads has to equal it."""
+    d, held = quantizer.descriptor, grid.stored(signed=not quantizer.descriptor.unsigned)
+    shape = quantizer.amax.shape if quantizer.calibrated else torch.Size()
+    fits = held.format.bits == d.format.bits and held.scale.numel() in (1, shape.numel())
+    if held.block or not fits or (d.symmetric and not held.has_zero_point(0)):
+        kind = "" if grid.has_zero_point(0) else "asymmetric "
+        raise CalibrationError(
+            f"{path}: got {kind}{grid.format} with {grid.scale.numel()} scales for {name}, and the "
+            f"quantizer is {d} with {shape.numel()}; expected the same. Pass quantize_ a config "
+            "with such descriptors, or leave the layer in float with exclude="
+        )
+    if not _equal(grid, first):
+        raise CalibrationError(
+            f"{path}: reads {name} and another tensor with another grid; expected one grid. Leave "
+            "the layer in float with exclude="
+        )
+    scale, point = (
+        number.expand(shape) if number.numel() == 1 else number.reshape(shape)
+        for number in (held.scale, held.zero_point)
+    )
+    quantizer.set_qparams(scale, None if d.symmetric else point)
+
+
 def _entries(data: dict[str, Any], keys: tuple[str, ...], where: str) -> Iterator[dict[str, Any]]:
     for key in keys:
         entries = data.get(key, [])
@@ -286,7 +347,7 @@ def _read_1(entry: dict[str, Any]) -> QParams:
     shape = () if entry["enc_type"] == "PER_TENSOR" else (-1,)
     scale = torch.tensor(entry["scale"], dtype=torch.float32).reshape(shape)
     offset = torch.tensor(entry["offset"], dtype=torch.float32).reshape(shape)
-    return QParams(scale, format.quant_min - offset, format)
+    return QParams(scale, (format.quant_min - offset).expand(scale.shape), format)
 
 
 def _read_2(entry: dict[str, Any]) -> QParams:

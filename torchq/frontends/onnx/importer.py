@@ -50,7 +50,8 @@ def from_onnx(source: Any, *, free_batch: bool = False) -> fx.GraphModule:
             ``output_names`` give the names in the file, ``input_shapes`` what it says of shapes;
             each graph node has the name and the operator of the file's node in
             ``meta["onnx_name"]`` and ``meta["onnx_op"]``, and the names of the tensors that it
-            computes in ``meta["onnx_tensors"]``.
+            computes in ``meta["onnx_tensors"]``; layers have that of their weight in
+            ``meta["onnx_weight"]``.
 
     Raises:
         FrontendError: the file is broken, or operators cannot be converted: the text names all of

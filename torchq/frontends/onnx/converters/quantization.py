@@ -71,7 +71,10 @@ def weighted(
         found = found.permuted((1, 0))
     own = None if found is None else quantizer_of(found, weight.tensor.dim())
     if own is None:
-        return node.module(module, x, name=name)
+        result = node.module(module, x, name=name)
+        if isinstance(result, fx.Node):
+            result.meta["onnx_weight"] = weight.name
+        return result
     source, of_input = builder.quantizers.get(x, (x, None)) if isinstance(x, fx.Node) else (x, None)
     given = None if of_input is None else of_input.descriptor
     convert_(module, input=given, weight=own.descriptor)

@@ -1,0 +1,132 @@
+"""Which tensors of an ONNX file the quantizers of its model read, for ranges that have names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from torchq.errors import CalibrationError, ConfigError
+from torchq.graph import call_arguments
+from torchq.nn import quantizing_only
+from torchq.utils import untouched
+from torchq.workflow import quantizers, weight_quantizers
+
+
+def named_tensors(
+    where: str, model: nn.Module, example: Any, known: Mapping[str, bool], *, weights: bool = False
+) -> dict[str, list[str]]:
+    """Return the names of the tensors that each quantizer of an activation reads, one for a call.
+
+    ``known`` has the names in a file of ranges, and whether the numbers are usable; ``weights``
+    adds quantizers of weights. A quantizer without any such tensor is an error.
+    """
+    if not isinstance(model, fx.GraphModule):
+        raise ConfigError(
+            f"{where}: got a {type(model).__name__}; expected what torchq.from_onnx made of the "
+            "ONNX file, since the ranges have names of its tensors"
+        )
+    tensors = _read(model, example) | (_stored(model) if weights else {})
+    found = {
+        path: [usable[-1] for names in calls if (usable := [n for n in names if known.get(n)])]
+        for path, calls in tensors.items()
+    }
+    _check_found(where, known, tensors, found)
+    return found
+
+
+def _check_found(
+    where: str,
+    known: Mapping[str, bool],
+    tensors: Mapping[str, list[list[str]]],
+    found: Mapping[str, list[str]],
+) -> None:
+    """Raise one error for all quantizers that the file has no scale for."""
+    missing = [path for path, names in found.items() if not names]
+    if not missing:
+        return
+    counted = f"{where}: matches {len(found) - len(missing)} of {len(found)} quantizers"
+    if len(missing) == len(found):
+        read = [names[-1] for calls in tensors.values() for names in calls if names]
+        raise CalibrationError(
+            f"{counted}; expected the ranges of this network. It has {_few([*known])}, and the "
+            f"model reads {_few(read)}"
+        )
+    rows = [
+        f"{path} reads {_few([*names], known)}"
+        for path in missing[:5]
+        for names in tensors[path][:1]
+    ]
+    more = f", ... ({len(missing)} in all)" if len(missing) > len(rows) else ""
+    raise CalibrationError(
+        f"{counted}; expected a finite scale for each. {'; '.join(rows)}{more}. Leave these layers "
+        "in float with exclude=, or calibrate on data"
+    )
+
+
+def _few(names: list[str], known: Mapping[str, bool] | None = None) -> str:
+    """Return the first names, and whether a file has infinite scales for them."""
+    infinite = known is not None and not set(names).isdisjoint(known)
+    more = ", ..." if len(names) > 3 else ""
+    text = f"{', '.join(names[:3])}{more}" if names else "no tensor of the file"
+    return f"{text}, whose scale is infinite" if infinite else text
+
+
+def _stored(model: fx.GraphModule) -> dict[str, list[list[str]]]:
+    """Return the name of the stored tensor that each quantizer of a weight reads."""
+    names = {f"{n.target}.weight_quantizer": n.meta.get("onnx_weight") for n in model.graph.nodes}
+    weights = weight_quantizers(model)
+    return {
+        path: [[names.get(path) or path.removesuffix("_quantizer")]]
+        for path, quantizer in quantizers(model).items()
+        if quantizer.quantizing and id(quantizer) in weights
+    }
+
+
+def _read(model: fx.GraphModule, example: Any) -> dict[str, list[list[str]]]:
+    """Return the names of the tensor that each call of a quantizer of an activation reads.
+
+    One tensor has several where layers in between became nothing, as folded norms do.
+    """
+    weights = weight_quantizers(model)
+    watched = {
+        path: q for path, q in quantizers(model).items() if q.quantizing and id(q) not in weights
+    }
+    found: dict[str, list[list[str]]] = {path: [] for path in watched}
+    run = _Named(model)
+    with untouched(model), quantizing_only(quantizers(model).values()), torch.no_grad():
+        handles = [
+            quantizer.register_forward_pre_hook(
+                lambda _, args, path=path: found[path].append(run.names(args[0]))
+            )
+            for path, quantizer in watched.items()
+        ]
+        try:
+            args, kwargs = call_arguments(model, example)
+            run.run(*args, *kwargs.values())
+        finally:
+            for handle in handles:
+                handle.remove()
+    return found
+
+
+class _Named(fx.Interpreter):
+    """Runs a graph and knows which tensors of the file its values are."""
+
+    def __init__(self, model: fx.GraphModule) -> None:
+        super().__init__(model)
+        self._seen: dict[int, tuple[Tensor, list[str]]] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node, and note the names of its result."""
+        result = super().run_node(n)
+        if isinstance(result, Tensor):  # Kept alive, so that no other tensor gets its id.
+            _, names = self._seen.setdefault(id(result), (result, []))
+            names.extend(n.meta.get("onnx_tensors", ()))
+        return result
+
+    def names(self, tensor: Tensor) -> list[str]:
+        """Return the names of a tensor in the file, that of the last node behind the others."""
+        return list(dict.fromkeys(self._seen.get(id(tensor), (tensor, []))[1]))
