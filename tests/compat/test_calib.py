@@ -122,7 +122,9 @@ def divergences(counts: np.ndarray, levels: int, stops: range) -> list[float]:
     [(8, False, 1, 128), (8, True, 3, 128), (4, False, 7, 100), (4, True, 1, 20)],
 )
 @pytest.mark.parametrize("relu", [False, True])
-def test_entropy_is_the_definition(bits, unsigned, stride, start, relu) -> None:
+def test_entropy_is_the_definition(
+    bits: int, unsigned: bool, stride: int, start: int, relu: bool
+) -> None:
     x = draw(3000, seed=bits)
     x = x.relu() if relu else x
     calibrator = calib.HistogramCalibrator(bits, None, unsigned, num_bins=160)
@@ -173,7 +175,9 @@ WITH_ZEROS = [torch.tensor([0, 0, 1, 2, 3, 4, 5]), torch.tensor([0, 6, 7, 8, 9, 
         ([HUNDRED], {}, 0, 0, 0),
     ],
 )
-def test_percentiles(batches, options, percentile, near, within) -> None:
+def test_percentiles(
+    batches: list[torch.Tensor], options: Any, percentile: float, near: float, within: float
+) -> None:
     """``within`` is about a bin: the answer is the lower edge of one."""
     calibrator = calib.HistogramCalibrator(8, None, **{"unsigned": False, **options})
     for batch in batches:

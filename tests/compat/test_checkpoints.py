@@ -49,7 +49,9 @@ def old_state(input_amax: Tensor, weight_amax: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("input_amax", AMAX, ids=lambda t: str(tuple(t.shape)))
 @pytest.mark.parametrize("weight_amax", PER_CHANNEL, ids=lambda t: str(tuple(t.shape)))
 @pytest.mark.parametrize("assign", [False, True])
-def test_old_keys_load_strictly_in_both(input_amax, weight_amax, assign) -> None:
+def test_old_keys_load_strictly_in_both(
+    input_amax: Tensor, weight_amax: Tensor, assign: bool
+) -> None:
     state = old_state(input_amax, weight_amax)
     legacy, core = legacy_model(), core_model()
     for model in (legacy, core):

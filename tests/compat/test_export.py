@@ -142,7 +142,9 @@ STANDARD = ("QuantizeLinear", "DequantizeLinear")
     ],
     ids=str,
 )
-def test_fp8(tmp_path, dynamo, opset, operators, dtype) -> None:
+def test_fp8(
+    tmp_path: Path, dynamo: bool, opset: int, operators: tuple[str, str], dtype: torch.dtype
+) -> None:
     """Before opset 19 there is no standard operator, so TensorRT's own are written."""
     model = calibrated((4, 3), per_channel=False, dtype=dtype)
     with enable_onnx_export():
@@ -259,7 +261,9 @@ class Functional(nn.Module):
     ],
     ids=["int8", "int8 channels", "uint8", "fp8", "fp8 plain", "class", "class plain"],
 )
-def test_functions_in_a_forward_become_operators(tmp_path, dynamo, function, arguments) -> None:
+def test_functions_in_a_forward_become_operators(
+    tmp_path: Path, dynamo: bool, function: Any, arguments: Any
+) -> None:
     if dynamo and function not in (fake_tensor_quant, scaled_e4m3):
         pytest.skip("the symbolic of the class serves the older exporter")
     x = torch.linspace(-3, 3, 12).reshape(3, 4)

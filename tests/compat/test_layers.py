@@ -41,7 +41,9 @@ def per_channel(weight: Tensor, axis: int) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "arguments", "shape", "axis"), WEIGHTED, ids=[row[0] for row in WEIGHTED]
 )
-def test_weighted_layers(name, arguments, shape, axis, bias) -> None:
+def test_weighted_layers(
+    name: str, arguments: tuple[Any, ...], shape: tuple[int, ...], axis: int, bias: bool
+) -> None:
     x = torch.randn(shape)
     layer = make(name, arguments, bias=bias)
     function = FUNCTIONS[name]
@@ -65,7 +67,9 @@ def test_weighted_layers(name, arguments, shape, axis, bias) -> None:
     ("name", "arguments", "shape"), INPUT_ONLY, ids=[row[0] for row in INPUT_ONLY]
 )
 @pytest.mark.parametrize("bits", [8, 4])
-def test_input_layers(name, arguments, shape, bits) -> None:
+def test_input_layers(
+    name: str, arguments: tuple[Any, ...], shape: tuple[int, ...], bits: int
+) -> None:
     x = torch.randn(shape, dtype=torch.float64)
     layer = make(name, arguments, quant_desc_input=QuantDescriptor(num_bits=bits))
     plain = getattr(nn, name)(*arguments)

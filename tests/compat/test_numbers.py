@@ -80,7 +80,9 @@ def test_defaults_of_each_entry() -> None:
 
 @pytest.mark.parametrize("axis", [0, 1, -1, (0,), (0, 2)])
 @pytest.mark.parametrize("unsigned", BOOLS)
-def test_per_axis_ranges_of_each_call(dtype, axis, unsigned) -> None:
+def test_per_axis_ranges_of_each_call(
+    dtype: torch.dtype, axis: int | tuple[int, ...], unsigned: bool
+) -> None:
     x = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(1)).to(dtype)
     x = x.abs() if unsigned else x
     kept = {a % 3 for a in ((axis,) if isinstance(axis, int) else axis)}
@@ -197,7 +199,9 @@ VECTORS = [
 
 
 @pytest.mark.parametrize(("x", "amax", "flags", "codes", "fake"), VECTORS)
-def test_hand_checked_vectors(x, amax, flags, codes, fake) -> None:
+def test_hand_checked_vectors(
+    x: list[float], amax: float, flags: tuple[int, bool, bool], codes: list[int], fake: list[float]
+) -> None:
     given = torch.tensor(x, dtype=torch.float32)
     got, scale = tensor_quant.tensor_quant(given, amax, *flags)
     assert got.tolist() == codes

@@ -71,7 +71,9 @@ def test_detector_flow(run: Any, tmp_path: Path) -> None:
     ("script", "file", "expected"),
     [("resnet_flow.py", "model.onnx", 19), ("detector_qat.py", "qat.onnx", 25)],
 )
-def test_export_of_each_flow(run, tmp_path, script, file, expected) -> None:
+def test_export_of_each_flow(
+    run: Any, tmp_path: Path, script: str, file: str, expected: int
+) -> None:
     onnx = pytest.importorskip("onnx")
     run(script, "--out", str(tmp_path), "--onnx")
     nodes = [node.op_type for node in onnx.load(str(tmp_path / file)).graph.node]
@@ -124,7 +126,9 @@ def test_the_search_path_alone_is_enough(tmp_path: Path) -> None:
     assert found.stdout == "torchq.compat.pytorch_quantization.calib\n", found.stderr
 
 
-def test_a_module_instead_of_a_script(tmp_path, monkeypatch, capsys) -> None:
+def test_a_module_instead_of_a_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = f"import sys, {OLD} as q\nprint(q.__name__, sys.argv[1:])\n"
     (tmp_path / "old_module.py").write_text(lines, encoding="utf-8")
     monkeypatch.chdir(tmp_path)

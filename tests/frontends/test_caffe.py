@@ -236,7 +236,9 @@ def test_broken_networks_are_refused(text: str, message: str) -> None:
         ("Pooling", "kernel_size: 2 pad: 2", [], "less than the kernel"),
     ],
 )
-def test_layers_whose_parts_do_not_fit_are_refused(kind, fields, shapes, message) -> None:
+def test_layers_whose_parts_do_not_fit_are_refused(
+    kind: str, fields: str, shapes: list[tuple[int, ...]], message: str
+) -> None:
     weights = caffemodel({"y": [np.ones(shape, "f") for shape in shapes]})
     snake = {"InnerProduct": "inner_product", "BatchNorm": "batch_norm"}.get(kind, kind.lower())
     with pytest.raises(FrontendError, match=re.escape(message)):

@@ -60,7 +60,9 @@ SSD = {
 
 @pytest.mark.parametrize("changes", SSD.values(), ids=SSD.keys())
 @EXPORTERS
-def test_detections_of_ssd_in_a_file_follow_the_image(changes, dynamo, tmp_path) -> None:
+def test_detections_of_ssd_in_a_file_follow_the_image(
+    changes: dict[str, str], dynamo: bool, tmp_path: Path
+) -> None:
     model = ssd(changes)
     session = exported(model, photos(1, 1.0), tmp_path, dynamo)
     counts = set()

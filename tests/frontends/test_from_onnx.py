@@ -249,7 +249,9 @@ def external(model: Any, location: str, offset: int, length: int) -> None:
         ("w" * 300, 4, 16, "cannot be read"),
     ],
 )
-def test_data_beside_the_file(tmp_path, location, offset, length, text) -> None:
+def test_data_beside_the_file(
+    tmp_path: Path, location: str, offset: int, length: int, text: str
+) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     values = torch.arange(5.0)

@@ -277,7 +277,9 @@ SMALL = {"kernel": "(1, 1)", "num_filter": "2"}
         ("SoftmaxActivation", {"mode": "row"}, [], "expected instance or channel"),
     ],
 )
-def test_operators_whose_parts_do_not_fit_are_refused(op, attributes, shapes, message) -> None:
+def test_operators_whose_parts_do_not_fit_are_refused(
+    op: str, attributes: dict[str, str], shapes: list[tuple[int, ...]], message: str
+) -> None:
     text = one_operator(op, attributes, 1 + len(shapes))
     parameters = {f"v{i}": torch.ones(shape) for i, shape in enumerate(shapes, 1)}
     with pytest.raises(FrontendError, match=re.escape(message)):

@@ -1,5 +1,6 @@
 """One script for each of two files: read, fuse, quantize, calibrate, train, export, run."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,7 +114,9 @@ CASES = [(detector, images, nn.Conv2d, 3), (transformer, sentences, nn.Linear, 1
 
 @pytest.mark.parametrize(("make", "batch", "kind", "least"), CASES, ids=["detector", "transformer"])
 @pytest.mark.parametrize("dynamo", [True, False], ids=["export", "torchscript"])
-def test_the_whole_way(make, batch, kind, least, dynamo, tmp_path) -> None:
+def test_the_whole_way(
+    make: Any, batch: Any, kind: type[nn.Module], least: int, dynamo: bool, tmp_path: Path
+) -> None:
     feeds = batch(2)
     read = assert_agrees(make(), feeds)
     assert sum(type(module) is kind for module in read.modules()) >= least

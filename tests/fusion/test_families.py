@@ -81,7 +81,9 @@ def no_gradients(*args: Any) -> NoReturn:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if CASES[case].family != "dbb"])
-def test_all_but_forwards_with_item_assignment_are_followed_symbolically(case, monkeypatch) -> None:
+def test_all_but_forwards_with_item_assignment_are_followed_symbolically(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Reading a kernel from gradients takes longer, and rounds differently."""
     monkeypatch.setattr(linear_map, "extract", no_gradients)
     report = fuse_(build(case)).require_all()

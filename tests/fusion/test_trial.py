@@ -66,7 +66,9 @@ def interrupted(times: int) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-def test_an_interrupted_fuse_leaves_the_model_as_it_was(quantized, monkeypatch) -> None:
+def test_an_interrupted_fuse_leaves_the_model_as_it_was(
+    quantized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = small()
     if quantized:
         restored = nn.Sequential(model[1], model[2])

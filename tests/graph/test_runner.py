@@ -93,7 +93,9 @@ def test_modules_and_duplicates_are_outputs(net: Net, runner: GraphRunner) -> No
 
 
 @pytest.mark.parametrize("others", [[], ["one.act"], ["one.second", "head"]])
-def test_a_value_is_that_of_its_node_whatever_else_is_asked_for(net, runner, others) -> None:
+def test_a_value_is_that_of_its_node_whatever_else_is_asked_for(
+    net: Net, runner: GraphRunner, others: list[str]
+) -> None:
     value = runner.run(X, outputs=["one.first", *others])[0]
     assert torch.equal(value, net.one.first(X))
     assert value.lt(0).any()

@@ -357,7 +357,9 @@ def test_a_bad_example_leaves_the_model_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("number", [1, 5])
-def test_ctrl_c_while_swapping_changes_nothing(number, monkeypatch) -> None:
+def test_ctrl_c_while_swapping_changes_nothing(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, calls = Net(), []
     before = pickle.dumps(model)
     original = torchq.TensorQuantizer.__init__

@@ -67,7 +67,9 @@ def rule(name: str) -> torchq.QuantConfig:
         pytest.param(Net(channels=8), {"x": None, "config": rule("wise")}, set(), id="its rule"),
     ],
 )
-def test_layers_that_are_faster_in_float_stay_float(model, options, expected) -> None:
+def test_layers_that_are_faster_in_float_stay_float(
+    model: nn.Module, options: dict[str, object], expected: set[str]
+) -> None:
     report = quantize(model, **options)
     assert float_parts(model) == expected
     for name in expected:

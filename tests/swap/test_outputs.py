@@ -180,7 +180,9 @@ class Padding(nn.Module):
     ],
     ids=["module", "constant", "call", "options", "ones", "reflect", "mode", "value", "gelu"],
 )
-def test_zeros_that_convolutions_add_need_no_quantizer(model, quantized_by_itself) -> None:
+def test_zeros_that_convolutions_add_need_no_quantizer(
+    model: nn.Module, quantized_by_itself: bool
+) -> None:
     torch.manual_seed(0)
     quantized(model.eval(), torch.randn(2, 3, 9, 9))
     assert ("stem" in outputs(model)) is quantized_by_itself

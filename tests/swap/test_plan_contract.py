@@ -109,7 +109,9 @@ def check_grids(model: nn.Module, plan: Plan) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*only .* quantized")
 @pytest.mark.parametrize(("name", "target", "has_example"), [*SMALL, *LARGE])
-def test_plan_report_copy_file_and_loaded_model_agree(name, target, has_example, tmp_path) -> None:
+def test_plan_report_copy_file_and_loaded_model_agree(
+    name: str, target: str | None, has_example: bool, tmp_path: Path
+) -> None:
     model, x = made(name)
     config = torchq.recipes.int8(recurrent=True)
     options = {"target": target, "example": x if has_example else None}
