@@ -33,6 +33,7 @@ import torchq
 from benchmarks import figures, scenes
 from benchmarks.accuracy_peers import PACKAGES, PEERS
 from benchmarks.cifar import (
+    ViT,
     accuracy,
     depthwise,
     read_split,
@@ -49,9 +50,8 @@ Run = Callable[[Tensor], Tensor]
 
 #: Images to calibrate are drawn from so many, and read in batches of this size.
 _POOL, _BATCH = 2048, 32
-#: Training steps of the MobileNet and of the detector, some minutes each.
-_STEPS = {"mobilenet": 1500, "detector": 900}
-_TRAINING_IMAGES = 30_000
+#: Training steps of the networks that are trained here, some minutes each.
+_STEPS = {"mobilenet": 1500, "detector": 900, "transformer": 1000}
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,11 @@ class Network:
         return self.compare(self.expected, self.outputs(run))
 
 
-def _classifier(name: str, options: argparse.Namespace) -> Network:
+def classifier(name: str, options: argparse.Namespace) -> Network:
+    """Return a network for CIFAR-10: "resnet20", "repvgg", "mobilenet" or "transformer"."""
     data = options.data
-    builds = {"resnet20": resnet20, "repvgg": repvgg_cifar, "mobilenet": _mobilenet}
-    model = builds[name](options if name == "mobilenet" else data)
+    ready = {"resnet20": resnet20, "repvgg": repvgg_cifar}
+    model = ready[name](data) if name in ready else _trained(name, options)
     test = read_split(data, "test", options.images)
     pool = read_split(data, "train", 64 if options.quick else _POOL)
 
@@ -101,12 +102,15 @@ def _classifier(name: str, options: argparse.Namespace) -> Network:
     return Network(model, test.images, pool.images, figures)
 
 
-def _mobilenet(options: argparse.Namespace) -> nn.Module:
-    def train(model: nn.Module, steps: int) -> None:
-        data = read_split(options.data, "train", 64 if options.quick else _TRAINING_IMAGES)
-        fit(model, data, Training(steps, 0.1, weight_decay=5e-4))
+def _trained(name: str, options: argparse.Namespace) -> nn.Module:
+    recipes = {"mobilenet": (depthwise, 0.1, 30_000), "transformer": (ViT, 0.05, 20_000)}
+    build, rate, images = recipes[name]
 
-    return _cached("mobilenet", depthwise, train, options)
+    def train(model: nn.Module, steps: int) -> None:
+        data = read_split(options.data, "train", 64 if options.quick else images)
+        fit(model, data, Training(steps, rate, weight_decay=5e-4))
+
+    return _cached(name, build, train, options)
 
 
 def _detector(name: str, options: argparse.Namespace) -> Network:
@@ -146,9 +150,9 @@ def _cached(
 
 
 NETWORKS: dict[str, Callable[[str, argparse.Namespace], Network]] = {
-    "resnet20": _classifier,
-    "repvgg": _classifier,
-    "mobilenet": _classifier,
+    "resnet20": classifier,
+    "repvgg": classifier,
+    "mobilenet": classifier,
     "detector": _detector,
 }
 

@@ -214,3 +214,38 @@ def depthwise() -> nn.Module:
     return nn.Sequential(
         stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10)
     )
+
+
+class _Encoder(nn.Module):
+    """Attention with one projection for query, key and value, and two layers with GELU."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, tokens, width = x.shape
+        parts = self.qkv(self.norm1(x)).view(n, tokens, 3, self.heads, width // self.heads)
+        q, k, v = parts.permute(2, 0, 3, 1, 4).unbind(0)
+        y = F.scaled_dot_product_attention(q, k, v)
+        x = x + self.proj(y.transpose(1, 2).reshape(n, tokens, width))
+        return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
+
+
+class ViT(nn.Module):
+    """A small vision transformer (Dosovitskiy et al., 2010.11929) for images of 32 by 32."""
+
+    def __init__(self, width: int = 128, depth: int = 4, heads: int = 4, patch: int = 8) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, patch, patch)
+        self.places = nn.Parameter(0.02 * torch.randn(1, (32 // patch) ** 2, width))
+        self.blocks = nn.Sequential(*(_Encoder(width, heads) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits (N, 10) of images (N, 3, 32, 32)."""
+        x = self.patches(x).flatten(2).transpose(1, 2) + self.places
+        return self.head(self.norm(self.blocks(x)).mean(1))

@@ -316,6 +316,23 @@ def files(measured: Measured) -> str:
     return markdown(("runtime (its quantizer)", *NETWORKS), rows)
 
 
+def executorch(measured: Measured) -> str:
+    def quality(found: Mapping[str, float]) -> str:
+        if "drop" in found:
+            return f"{found['float_accuracy'] - found['drop']:.2f} %"
+        return f"{found['precision']:.3f}, {found['recall']:.3f}"
+
+    rows = []
+    for row in measured.all("executorch", candidate="int8"):
+        plain = measured.all("executorch", candidate="float32", network=row["network"])[-1]
+        layers = f"{row['integer']} of {row['integer'] + len(row['in_float'])}"
+        figures = (quality(plain["file"]), quality(row["simulation"]), quality(row["file"]))
+        size = f"{row['kilobytes'] / plain['kilobytes']:.2f}"
+        rows.append((row["network"], layers, *figures, f"{row['ratio']:.2f}", size))
+    head = ("network", "layers on integers", "float file", "simulation", "INT8 file")
+    return markdown((*head, "time", "size"), rows)
+
+
 def deploy(measured: Measured) -> str:
     rows = []
     for batch, name in ((1, "one image"), (32, "32 images")):
@@ -387,7 +404,7 @@ TABLES: dict[str, Callable[[Measured], str]] = {
     table.__name__: table
     for table in (
         *(overview, fake_quant, qat_step, calibration, fuse, accuracy, training, methods, zoo),
-        *(conformance, fuzz, files, deploy, memory, agreement, codes),
+        *(conformance, fuzz, files, executorch, deploy, memory, agreement, codes),
     )
 }
 
