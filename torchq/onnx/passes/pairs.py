@@ -149,11 +149,6 @@ def merge_duplicates(model: Model) -> None:
     apart: sessions with ``session.x64quantprecision`` refuse a file whose weights share one.
     """
     _passes.DeduplicateInitializersPass(size_limit=_LARGEST)(model)
-    for node in nodes_of(model, "DequantizeLinear"):
-        zero_point = input_at(node, 2)
-        is_shared = zero_point is not None and len(readers(zero_point)) > 1
-        if is_shared and is_constant(node.inputs[0]) and data_type(zero_point).name == "INT8":
-            _own_zero_point(node, data_type(zero_point))
     merged: dict[str, str] = {}
     kept: dict[tuple[Any, ...], Any] = {}
     for node in nodes_of(model, "QuantizeLinear", "DequantizeLinear"):
@@ -165,6 +160,11 @@ def merge_duplicates(model: Model) -> None:
             node.outputs[0].replace_all_uses_with(kept[key].outputs[0])
             model.graph.remove(node, safe=True)
             merged[pair_name(node)] = pair_name(kept[key])
+    for node in nodes_of(model, "DequantizeLinear"):
+        zero_point = input_at(node, 2)
+        is_shared = zero_point is not None and len(readers(zero_point)) > 1
+        if is_shared and is_constant(node.inputs[0]) and data_type(zero_point).name == "INT8":
+            _own_zero_point(node, data_type(zero_point))
     add_to_record(model, "merged", merged)
 
 
