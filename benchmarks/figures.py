@@ -323,7 +323,8 @@ def executorch(measured: Measured) -> str:
         return f"{found['precision']:.3f}, {found['recall']:.3f}"
 
     rows = []
-    for row in measured.all("executorch", candidate="int8"):
+    newest = {row["network"]: row for row in measured.all("executorch", candidate="int8")}
+    for row in newest.values():
         plain = measured.all("executorch", candidate="float32", network=row["network"])[-1]
         layers = f"{row['integer']} of {row['integer'] + len(row['in_float'])}"
         figures = (quality(plain["file"]), quality(row["simulation"]), quality(row["file"]))
