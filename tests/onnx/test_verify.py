@@ -377,3 +377,16 @@ def test_a_model_that_fails_on_what_fits_the_file_is_another_one(
     message = r"Sequential fails on a batch that fits the file \(RuntimeError: .*; expected the mod"
     with pytest.raises(ExportError, match=message):
         torchq.verify_onnx(other, path, [torch.randn(2, 3, 16, 16)])
+
+
+def test_a_norm_that_was_not_fused_is_named(tmp_path: Path) -> None:
+    """ONNX Runtime folds it into the weight, and rounds that to other codes."""
+    x = torch.rand(8, 3, 32, 32) * 2 - 1
+    layers = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.MaxPool2d(3, 2, 1), nn.Conv2d(64, 16, 3))
+    calibrated(model, x, target="onnxruntime", example=x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        torchq.export_onnx(model, x, tmp_path / "m.onnx")
+    report = torchq.verify_onnx(model, tmp_path / "m.onnx", [x])
+    assert not report.ok and "call torchq.fuse_ before quantize_" in str(report), report

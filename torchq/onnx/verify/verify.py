@@ -53,6 +53,7 @@ from torchq.utils import check_batches, evaluating, progress_bar
 from torchq.workflow import quantizers, weight_quantizers
 
 _FEW_BITS = 4
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 #: Products of weights of more bits overflow the kernels of some CPUs.
 _NARROW = 7
 
@@ -309,6 +310,11 @@ def _hint(model: nn.Module, runtime: Runtime | None) -> str:
     )
     if wide and (excuse := (runtime or reference_runtime()).excuse()):
         return excuse
+    if any(isinstance(module, _NORMS) for module in model.modules()):
+        return (
+            "call torchq.fuse_ before quantize_: runtimes fold a BatchNorm into the weight in "
+            "front of it, and quantize that anew"
+        )
     if runtime is None or planned_target(model) == runtime.name:
         return "export again from this model, quantized for its target with example="
     return (
