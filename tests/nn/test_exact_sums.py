@@ -11,6 +11,8 @@ from torch.overrides import _get_current_function_mode
 
 import torchq
 from tests.models import simulated
+from torchq import QuantDescriptor
+from torchq.nn import QuantAdd, TensorQuantizer
 
 
 class Call(nn.Module):
@@ -129,3 +131,37 @@ def test_gradients_pass_and_float_layers_stay() -> None:
         model(x).sum().backward()
     assert torch.equal(seen[0], expected)
     assert all(p.grad is not None and p.grad.dtype is p.dtype for p in model.parameters())
+
+
+class Sum(nn.Module):
+    """Two tensors of codes, and the quantizer that a kernel rounds their sum for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add, codes = QuantAdd(), QuantDescriptor(8, symmetric=False, unsigned=True)
+        self.add.input_quantizer, self.add.other_quantizer, self.after = (
+            TensorQuantizer(codes) for _ in range(3)
+        )
+        self.add.rounded_by = "after"
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.after.codes(self.add(x, y).relu())
+
+
+def test_sums_of_codes_are_rounded_as_a_kernel_does() -> None:
+    """Of all pairs of codes, one is nearly at a tie, which fused multiply-adds turn over."""
+    model = Sum()
+    ends = [model.add.input_quantizer, model.add.other_quantizer, model.after]
+    numbers = [(0.064195, 113), (0.03233693, 0), (0.037360374, 0)]
+    for quantizer, (scale, zero_point) in zip(ends, numbers, strict=True):
+        quantizer.set_qparams(torch.tensor(scale), torch.tensor(zero_point))
+    codes = torch.arange(256.0)
+    x = ((codes - 113) * ends[0].scale)[:, None].expand(256, 256)
+    y = (codes * ends[1].scale)[None].expand(256, 256)
+    first, second = (ends[i].scale.double() / ends[2].scale.double() for i in (0, 1))
+    exact = (codes.double() - 113)[:, None] * first + codes.double()[None] * second
+    with torch.no_grad(), torchq.exact_sums(model):
+        found = model(x, y)
+    differs = found != exact.round().clamp(0, 255)
+    assert differs.nonzero().tolist() == [[112, 43]]
+    assert float(found[112, 43]) == 36 and 35.4999 < float(exact[112, 43]) < 35.5

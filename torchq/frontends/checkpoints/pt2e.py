@@ -68,7 +68,9 @@ def _is_idle(node: fx.Node, pairs: list[tuple[int, fx.Node]], held: set[fx.Node]
         source = pair.args[0].args[0]  # type: ignore[union-attr]
         while _moves(source) and source not in held:
             source = source.args[0]  # type: ignore[union-attr]
-        if not _moves(source) or source.args[0].args[1:] != pair.args[1:]:  # type: ignore[union-attr]
+        if not _moves(source):
+            return False
+        if source.args[0].args[1:] != pair.args[1:]:  # type: ignore[union-attr]
             return False
     return True  # what it reads is on the grid
 

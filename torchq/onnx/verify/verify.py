@@ -310,17 +310,17 @@ def _hint(model: nn.Module, runtime: Runtime | None) -> str:
     )
     if wide and (excuse := (runtime or reference_runtime()).excuse()):
         return excuse
+    if runtime is not None and planned_target(model) != runtime.name:
+        return (
+            f"torchq.quantize_(model, target={runtime.name!r}, example=...) before calibration, so "
+            "that the model has the codes and biases of the file"
+        )
     if any(isinstance(module, _NORMS) for module in model.modules()):
         return (
             "call torchq.fuse_ before quantize_: runtimes fold a BatchNorm into the weight in "
             "front of it, and quantize that anew"
         )
-    if runtime is None or planned_target(model) == runtime.name:
-        return "export again from this model, quantized for its target with example="
-    return (
-        f"torchq.quantize_(model, target={runtime.name!r}, example=...) before calibration, so "
-        "that the model has the codes and biases of the file"
-    )
+    return "export again from this model, quantized for its target with example="
 
 
 def _off_in_the_model(model: nn.Module, stored: tuple[str, ...]) -> list[str]:
