@@ -1,5 +1,6 @@
 import copy
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -105,20 +106,21 @@ def test_any_batch(images: Tensor, count: int) -> None:
         torch.testing.assert_close(int8(one), together, rtol=1e-5, atol=1e-5)
 
 
-def test_compiles_as_one_graph_for_any_batch(images: Tensor) -> None:
+def compiled(model: nn.Module, x: Tensor) -> object:
+    return torch.compile(model, backend="eager")(x)
+
+
+def exported(model: nn.Module, x: Tensor) -> object:
+    return torch.export.export(model, (x,))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated")
+@pytest.mark.parametrize("record", [compiled, exported, torch.jit.trace])
+def test_what_records_calls_is_refused(images: Tensor, record: Callable[..., object]) -> None:
     int8 = deployed(Residual(), images)
-    graphs: list[object] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: object) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    int8(images)  # drops the plain weights, which compiling brings back to stay
-    compiled = torch.compile(int8, fullgraph=True, dynamic=True, backend=backend)
-    for size in (4, 2, 7):
-        x = torch.randn(size, 3, 16, 16)
-        assert sqnr(compiled(x), int8(x)) > 40
-    assert len(graphs) == 1
+    text = "got a deployed model inside torch.compile, torch.export or torch.jit.trace; expected a"
+    with pytest.raises(torchq.errors.ExportError, match=text):
+        record(int8, images)
 
 
 # --- errors and warnings --------------------------------------------------------------------------

@@ -240,22 +240,6 @@ def test_autocast_changes_nothing(rows: int) -> None:
     assert got.dtype is torch.float32 and torch.equal(got, expected)
 
 
-@pytest.mark.parametrize(
-    "descriptors",
-    [PER_TOKEN, {"input": D(dynamic=True), "weight": D(BITS, axis=0)}],
-    ids=["per token", "per tensor"],
-)
-def test_exported_for_any_batch(descriptors: dict[str, torchq.QuantDescriptor]) -> None:
-    x = torch.randn(5, 64)
-    int8 = torchq.deploy(calibrated(nn.Linear(64, 16), x, config(**descriptors)))
-    program = torch.export.export(
-        int8, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},)
-    ).module()
-    for rows in (2, 5, 17):
-        x = torch.randn(rows, 64)
-        torch.testing.assert_close(program(x), int8(x), rtol=1e-5, atol=1e-5)
-
-
 def test_dynamic_ranges_along_features_are_refused() -> None:
     x = torch.randn(3, 64)
     model = calibrated(

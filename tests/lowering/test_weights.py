@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -99,37 +98,6 @@ def test_a_model_that_has_run_can_be_converted() -> None:
     model.to(torch.bfloat16), whole.to(torch.bfloat16)
     assert torch.equal(model(x.bfloat16()), whole(x.bfloat16()))
     assert {layer.weight_scale.dtype for layer in layers(model)} == {torch.float32}
-
-
-def compiled(model: nn.Module, x: Tensor) -> Callable[..., Tensor]:
-    return torch.compile(model, fullgraph=True, backend="eager")
-
-
-def exported(model: nn.Module, x: Tensor) -> Callable[..., Tensor]:
-    return torch.export.export(model, (x,)).module()
-
-
-@pytest.mark.parametrize("record", [compiled, exported])
-@pytest.mark.parametrize("has_run", [True, False])
-def test_programs_read_the_weight_of_a_model(
-    record: Callable[..., Callable[..., Tensor]], has_run: bool
-) -> None:
-    torch._dynamo.reset()
-    model, whole, x = dropped()
-    program = record(model if has_run else whole, x)
-    assert torch.equal(whole(x), model(x))
-    for data in (x, -x):
-        torch.testing.assert_close(program(data), model(data), rtol=1e-2, atol=1e-2)
-
-
-def test_a_compiled_program_sees_a_state_that_is_loaded() -> None:
-    torch._dynamo.reset()
-    (model, _, x), (other, _, _) = dropped(), dropped()
-    program = compiled(model, x)
-    before = program(x)
-    model.load_state_dict(other.state_dict())
-    torch.testing.assert_close(program(x), other(x), rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(program(x), before, rtol=1e-2)
 
 
 MAPS = Path("/proc/self/maps")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
@@ -218,16 +217,3 @@ def test_a_model_that_calls_what_is_not_its_own_keeps_its_code(images: Tensor) -
     int8 = torchq.deploy(model, images)
     assert type(int8) is Borrowing
     assert sqnr(int8(images), model(images)) > 40
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated")
-def test_deployed_models_are_traced_by_torch_jit(images: Tensor) -> None:
-    """A trace holds torch's own operators, for every batch size and value."""
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(392, 4))
-    deployed = torchq.deploy(calibrated(model, images), images)
-    file = io.BytesIO()
-    torch.jit.save(torch.jit.trace(deployed, images), file)
-    file.seek(0)
-    loaded = torch.jit.load(file)
-    for batch in (images, -images, torch.cat([images, images])):
-        torch.testing.assert_close(loaded(batch), deployed(batch), rtol=1e-3, atol=1e-3)

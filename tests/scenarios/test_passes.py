@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from torchq.fusion import passes as fusion
-from torchq.lowering import passes as lowering
+from torchq.lowering.fuse import RULES
+from torchq.lowering.known_forms import KNOWN_FORMS
 from torchq.onnx.passes import EXPORT_PASSES
 from torchq.runtimes import RUNTIMES
 
 LISTS: dict[str, tuple[Callable[..., Any], ...]] = {
     "fusion": fusion.PASSES,
-    "lowering": (*lowering.INSERT_QDQ, *lowering.FUSE, *lowering.FINISH),
+    "lowering": (*KNOWN_FORMS, *RULES),
     "export": EXPORT_PASSES,
     "runtimes": tuple(
         rewrite for runtime in RUNTIMES.values() if runtime.file for rewrite in runtime.file.passes

@@ -17,11 +17,11 @@ from torchq.lowering.attention import DeployedMultiheadAttention
 from torchq.lowering.calls import ProductCall, lower_calls_
 from torchq.lowering.check import ReferenceCheck
 from torchq.lowering.eligible import FLOAT_INPUT, lower
+from torchq.lowering.fuse import fuse_graph
 from torchq.lowering.kernel import saturates
 from torchq.lowering.layer import DynamicInt8Linear, Int8Layer
-from torchq.lowering.passes import run_passes
 from torchq.lowering.qparams import SIGNED_ZERO_POINT
-from torchq.lowering.traced import TracedModel, copy_plain_attributes, rows_of
+from torchq.lowering.traced import TracedModel, copy_plain_attributes
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.nn.calls.modules import RoutedModule
 from torchq.nn.correction import fold_corrections_
@@ -232,8 +232,7 @@ def _traced(model: nn.Module) -> TracedModel | None:
     if graph is None:
         return None
     dtype = next(m.dtype for m in model.modules() if isinstance(m, Int8Layer))
-    run_passes(graph, dtype)
-    return TracedModel.of(graph, rows_of(graph.graph), model)
+    return TracedModel(graph, fuse_graph(graph, dtype), type(model).__name__, model)
 
 
 def _may_be_taken_apart(module: nn.Module) -> bool:

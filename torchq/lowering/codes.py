@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchq.errors import QuantizationError
+from torchq.errors import ExportError, QuantizationError
 from torchq.lowering.kernel import (
     MOST_SHAPES,
     ConvParams,
@@ -26,12 +26,15 @@ from torchq.utils import calls_are_recorded
 _AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def eager(x: Tensor) -> bool:
-    """Return True if a kernel may be called directly, with its arguments bound.
-
-    ``torch.jit.trace`` needs the dispatcher: it cannot write down the arguments of oneDNN.
-    """
-    return type(x) is Tensor and x.is_cpu and not calls_are_recorded()
+def has_kernels(x: Tensor) -> bool:
+    """Return True if a tensor is where kernels are; refuse calls that are recorded."""
+    if calls_are_recorded():
+        raise ExportError(
+            "deploy: got a deployed model inside torch.compile, torch.export or torch.jit.trace; "
+            "expected a call of the model itself, as nothing records its kernels. Compile or "
+            "export the simulation"
+        )
+    return x.is_cpu
 
 
 def require_dtype(x: Tensor, dtype: torch.dtype | None, where: str) -> None:
@@ -49,11 +52,11 @@ def require_dtype(x: Tensor, dtype: torch.dtype | None, where: str) -> None:
 def require_numbers(x: Tensor, dtype: torch.dtype | None, where: str) -> None:
     """Refuse NaN too, for which there is no code.
 
-    Looking for it takes a quarter of the time of quantizing; nobody looks where a program is
-    recorded, or on GPUs, which would have to be waited for.
+    Looking for it takes a quarter of the time of quantizing; nobody looks on GPUs, which would have
+    to be waited for.
     """
     require_dtype(x, dtype, where)
-    if eager(x) and x.numel() and math.isnan(float(x.detach().amin())):
+    if has_kernels(x) and x.numel() and math.isnan(float(x.detach().amin())):
         text = f"{where}: got NaN; expected numbers, as no uint8 code stands for NaN. "
         text += "Look for the operation that makes it"
         raise QuantizationError(text)
@@ -79,13 +82,6 @@ class CodesModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         vars(self)["_runs"] = {}
-
-    def propagate_qparams(self, inputs: Sequence[ByteQParams | None]) -> ByteQParams | None:
-        """Accept the quantization parameters of the inputs and return those of the output.
-
-        Called in the order of the graph: passes that move clamps may move the zero point of codes.
-        """
-        return None
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -145,10 +141,6 @@ class Quantize(CodesModule):
         super().__init__()
         self.qparams, self.dtype = qparams, dtype
 
-    def propagate_qparams(self, inputs: Sequence[ByteQParams | None]) -> ByteQParams | None:
-        """See :meth:`CodesModule.propagate_qparams`; the input is floating point."""
-        return self.qparams
-
     def forward(self, x: Tensor) -> Tensor:
         """Return the codes of ``x``, of the same shape."""
         if not (self.finite and x.dtype is torch.float32):
@@ -165,11 +157,6 @@ class Dequantize(CodesModule):
         super().__init__()
         self.qparams, self.dtype = qparams, dtype
 
-    def propagate_qparams(self, inputs: Sequence[ByteQParams | None]) -> ByteQParams | None:
-        """See :meth:`CodesModule.propagate_qparams`; the output is floating point."""
-        self.qparams = inputs[0] or self.qparams
-        return None
-
     def forward(self, codes: Tensor) -> Tensor:
         """Return the values of ``codes``, of the same shape."""
         return self.qparams.dequantize(codes).to(self.dtype)
@@ -183,15 +170,11 @@ class CodesMaxPool2d(CodesModule):
         window = (pool.kernel_size, pool.stride, pool.padding, pool.dilation)
         self.window: Any = (*map(_pair, window), pool.ceil_mode)
 
-    def propagate_qparams(self, inputs: Sequence[ByteQParams | None]) -> ByteQParams | None:
-        """See :meth:`CodesModule.propagate_qparams`; the output is on those of the input."""
-        return inputs[0]
-
     def forward(self, codes: Tensor) -> Tensor:
         """Return the largest code of each window."""
         # torch's own max_pool2d refuses uint8 images that are channels last. This operator for
         # quantized tensors takes plain ones as well and is ten times faster.
-        if not (eager(codes) and codes.numel() and codes.dim() == 4):
+        if not (has_kernels(codes) and codes.numel() and codes.dim() == 4):
             size, stride, padding, dilation, ceil_mode = self.window
             pooled = F.max_pool2d(codes.float(), size, stride, padding, dilation, ceil_mode)
             return pooled.to(torch.uint8)
@@ -224,14 +207,9 @@ class CodesAvgPool2d(CodesModule):
         super().__init__()
         self.pool, self.input_qparams, self.output_qparams = pool, input_qparams, output_qparams
 
-    def propagate_qparams(self, inputs: Sequence[ByteQParams | None]) -> ByteQParams | None:
-        """See :meth:`CodesModule.propagate_qparams`."""
-        self.input_qparams = inputs[0] or self.input_qparams
-        return self.output_qparams
-
     def forward(self, codes: Tensor) -> Tensor:
         """Return the code of each window's average."""
-        if not eager(codes):
+        if not has_kernels(codes):
             return self._float(codes)
         shape = codes.shape
         return (self._runs.get(shape) or self._keep(shape, self._bind(shape)))(codes)

@@ -6,8 +6,7 @@ The order of scale, bias and rounding is that of :mod:`torchq.runtimes.torch`.
 import math
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from multiprocessing.context import get_spawning_popen
 from typing import Any, NamedTuple
 
@@ -125,12 +124,11 @@ def reference(
     params: ConvParams,
     epilogue: Epilogue,
     residual: Tensor | None = None,
-    dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """Return the product of uint8 codes by torch's own operators; float64 adds exactly."""
-    dims, codes = len(params.stride), x.to(dtype) - weights.x_zero_point
+    dims, codes = len(params.stride), x.double() - weights.x_zero_point
     multiply = _CONV[dims] if dims else F.linear
-    sums = multiply(codes, weights.codes.to(dtype), None, *(params if dims else ()))
+    sums = multiply(codes, weights.codes.double(), None, *(params if dims else ()))
     shape = (-1, *[1] * dims)
     y = sums.float() * (weights.scale * weights.x_scale).view(shape)
     y = y if weights.bias is None else y + weights.bias.view(shape)
@@ -160,12 +158,6 @@ def available() -> bool:
     )
 
 
-@cache
-def _mark_constants() -> None:
-    """Let compilers take a weight that stays plain for a constant; this imports Dynamo."""
-    torch.compiler.assume_constant_result(Kernel.keep_plain)
-
-
 class Kernel:
     """The integer weight of a layer, and the calls of oneDNN that read it.
 
@@ -178,8 +170,7 @@ class Kernel:
         self.plain: Tensor | None = codes
         self.shape, self.device = codes.shape, codes.device
         self._packed: dict[Any, Tensor] = {}
-        self._kept, self._lock = False, threading.RLock()
-        _mark_constants()
+        self._lock = threading.RLock()
 
     @property
     def codes(self) -> Tensor:
@@ -194,20 +185,10 @@ class Kernel:
             dense = dense.t() if packed.dim() == 2 else dense  # of a linear layer: (in, out)
             return dense.reshape(self.shape).contiguous()
 
-    def keep_plain(self) -> bool:
-        """Keep a plain weight from now on, since what records calls reads it; return True."""
-        with self._lock:
-            if self.plain is None:
-                # Recorders follow one thread, and unpacking is nothing that they can write down.
-                with ThreadPoolExecutor(1) as pool:
-                    self.plain = pool.submit(self._unpacked).result()
-            self._kept = True
-        return True
-
     def __reduce__(self) -> tuple[Any, ...]:
         if get_spawning_popen() is not None:
             # The process that starts reads the weight in shared memory, so it has to stay there.
-            self.keep_plain()
+            self.plain = self.codes
         return Kernel, (self.codes,)
 
     def move_(self, fn: Callable[[Tensor], Tensor]) -> None:
@@ -300,8 +281,7 @@ class Kernel:
         key = tuple(shape[2:]) if tell is None else bytes(tell(packed).tolist())
         with self._lock:
             packed = self._packed.setdefault(key, packed)
-            if not self._kept:
-                self.plain = None
+            self.plain = None
             return packed
 
 

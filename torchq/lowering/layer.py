@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torchq.descriptor import QuantDescriptor
 from torchq.errors import ExportError
 from torchq.functional import reduce_amax, scale_from_amax
 from torchq.functional.scale import divisor
-from torchq.lowering.codes import CodesModule, eager, require_dtype, require_numbers
+from torchq.lowering.codes import CodesModule, has_kernels, require_dtype, require_numbers
 from torchq.lowering.kernel import (
     ConvParams,
     Epilogue,
@@ -76,12 +75,6 @@ class DeployedLayer(CodesModule):
 
     def _product(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the product for codes, by a kernel that is bound once for their shape."""
-        if not eager(x):  # Programs record torch's own operators in float32.
-            self.kernel.keep_plain()
-            assert self.kernel.plain is not None
-            weights = Int8Weights(self.kernel.plain, self.weight_scale, *self._grid())
-            return reference(x, weights, self.params, self.epilogue(), residual, torch.float32)
-
         key: Any = x.shape if self.params.stride else x.numel()
         if residual is None:
             return (self._runs.get(key) or self._keep(key, self._bind(x)))(x)
@@ -92,13 +85,11 @@ class DeployedLayer(CodesModule):
         """Return the product as a function of codes, and residuals, like these."""
         weights = Int8Weights(self.weight_codes, self.weight_scale, *self._grid())
         rest = self.params, self.epilogue()
-        if x.numel() and available():
+        if x.numel() and has_kernels(x) and available():
             return self.kernel.bind(x.shape, weights, *rest, residual)
         return lambda x, residual=None: reference(x, weights, *rest, residual)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if keep_vars:  # for the tensors of the model themselves, such as an exporter wants them
-            self.kernel.keep_plain()
         destination[f"{prefix}weight_codes"] = self.weight_codes
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
@@ -171,14 +162,6 @@ class Int8Layer(DeployedLayer):
         self.output_qparams: ByteQParams | None = None
         self.residual_qparams: ByteQParams | None = None
         self.activation, self.arguments = "none", list[float]()
-
-    def propagate_qparams(self, inputs: Sequence[ByteQParams | None]) -> ByteQParams | None:
-        """See :meth:`CodesModule.propagate_qparams`; the second input is the residual."""
-        own, residual = (*inputs, None, None)[:2]
-        if own is not None:
-            self.input_qparams, self.reads_codes = own, True
-        self.residual_qparams = residual or self.residual_qparams
-        return self.output_qparams
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return ``activation(product + bias + residual)``; convolutions alone take a residual.

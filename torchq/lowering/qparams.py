@@ -10,7 +10,6 @@ from torch import Tensor
 
 from torchq.formats import IntFormat, PerTensor
 from torchq.nn import TensorQuantizer
-from torchq.utils import calls_are_recorded
 
 #: Kernels read unsigned codes, so a signed code q is stored as q + 128.
 SIGNED_ZERO_POINT = 128
@@ -118,18 +117,10 @@ class ByteQParams:
         """
         low, high = self.bounds
         x = x.detach() if x.requires_grad else x  # A call that changes nothing costs 2 us.
-        x = torch.clamp(x.to(torch.float32), low, high)
-        if calls_are_recorded():
-            # Compilers fuse this, and reinterpreting bits would stand in the way.
-            return torch.round(x / self.scale).add(self.zero_point).to(torch.uint8)
-        return self._rounded_(x).to(torch.uint8)
-
-    def _rounded_(self, x: Tensor) -> Tensor:
-        """Return integers whose low bytes are the codes, in the memory of clamped float32."""
-        odd = self.zero_point % 2
+        x, odd = torch.clamp(x.to(torch.float32), low, high), self.zero_point % 2
         offset = _OFFSETS[self.zero_point - odd]
-        rounded = x.div_(self.scale).add_(offset).view(torch.int32)
-        return rounded.add_(1) if odd else rounded
+        rounded = x.div_(self.scale).add_(offset).view(torch.int32)  # its low bytes are the codes
+        return (rounded.add_(1) if odd else rounded).to(torch.uint8)
 
     def dequantize(self, codes: Tensor) -> Tensor:
         """Return the values of codes, float32, of the same shape."""

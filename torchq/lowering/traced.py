@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,18 +16,10 @@ class TracedModel(fx.GraphModule):
     An example is ``f`` and ``i`` of the layers of a detector. Copies and files keep them.
     """
 
-    @classmethod
-    def of(cls, root: nn.Module, rows: Sequence[Any], original: nn.Module) -> TracedModel:
-        """Return a graph of :func:`rows_of` under the name of ``original``, in eval mode."""
-        graph, nodes = fx.Graph(), dict[str, fx.Node]()
-        for op, name, target, args, kwargs in rows:
-            args, kwargs = map_aggregate((args, kwargs), lambda a: _node_of(a, nodes))
-            if dataclasses.is_dataclass(target) and args:  # a dictionary with fields
-                kwargs, args = args[0], ()
-            nodes[name] = graph.create_node(op, target, args, kwargs, name)
-        result = cls(root, graph, class_name=type(original).__name__)
-        copy_plain_attributes(original, result)
-        return result.eval()
+    def __init__(self, root: nn.Module, graph: fx.Graph, name: str, original: nn.Module) -> None:
+        super().__init__(root, graph, class_name=name)
+        copy_plain_attributes(original, self)
+        self.eval()
 
     def recompile(self) -> Any:
         """Write the code of the graph; see :meth:`torch.fx.GraphModule.recompile`."""
@@ -49,36 +40,25 @@ class TracedModel(fx.GraphModule):
         for name in ("_modules", "_parameters", "_buffers"):
             vars(root)[name] = vars(self)[name]
         vars(root).update(_plain_attributes(self, nn.Module()))
-        return _rebuild, (root, rows_of(self.graph), type(self).__name__)
+        rows = [
+            (n.op, n.name, n.target, fx.map_arg((n.args, n.kwargs), lambda x: _Name(x.name)))
+            for n in self.graph.nodes
+        ]
+        return _rebuilt, (type(self).__name__, root, rows)
 
 
-def _rebuild(root: nn.Module, rows: Sequence[Any], name: str) -> TracedModel:
-    original = type(name, (nn.Module,), {})()
-    vars(original).update(_plain_attributes(root, original))
-    return TracedModel.of(root, rows, original)
+class _Name(str):
+    """Stands for a node in a file, as nodes that hold each other are too deep for one."""
+
+    __slots__ = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Ref:
-    """Stands for the result of a node in rows."""
-
-    name: str
-
-
-def rows_of(graph: fx.Graph) -> list[tuple[Any, ...]]:
-    """Return a graph as what can be pickled: operation, name, target and arguments of each node."""
-    return [
-        (node.op, node.name, node.target, *map_aggregate((node.args, node.kwargs), _ref_of))
-        for node in graph.nodes
-    ]
-
-
-def _ref_of(value: Any) -> Any:
-    return _Ref(value.name) if isinstance(value, fx.Node) else value
-
-
-def _node_of(value: Any, nodes: dict[str, fx.Node]) -> Any:
-    return nodes[value.name] if isinstance(value, _Ref) else value
+def _rebuilt(name: str, root: nn.Module, rows: Sequence[Any]) -> TracedModel:
+    graph, nodes = fx.Graph(), dict[str, fx.Node]()
+    for op, own, target, given in rows:
+        args, kwargs = map_aggregate(given, lambda a: nodes[a] if isinstance(a, _Name) else a)
+        nodes[own] = graph.create_node(op, target, args, kwargs, own)
+    return TracedModel(root, graph, name, root)
 
 
 def copy_plain_attributes(source: nn.Module, destination: nn.Module) -> None:

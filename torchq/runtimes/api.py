@@ -65,8 +65,8 @@ def deploy(
 
     Returns:
         A new module in eval mode; its attribute ``target`` names the runtime. It can be copied,
-        pickled and saved. On ``"torch"`` it is on the device of the model, it can be
-        compiled and exported, and its 4-d results are channels last in memory.
+        pickled and saved, but not compiled or traced. On ``"torch"`` it is on the device of the
+        model, and its 4-d results are channels last in memory.
 
     Raises:
         ConfigError: there is no such runtime, or it has no kernels here or no such option; or

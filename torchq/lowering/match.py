@@ -4,7 +4,7 @@ What an operator is and does is told by its row in :mod:`torchq.graph.operators`
 """
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -16,7 +16,6 @@ from torchq.lowering.traced import nth_chunk
 
 #: The name of an activation in :data:`~torchq.lowering.kernel.ACTIVATIONS`, and its arguments.
 ActivationCall = tuple[str, tuple[float, ...]]
-Modules = Mapping[str, nn.Module]
 
 _INF = float("inf")
 #: By :attr:`torchq.graph.Operator.name`.
@@ -40,7 +39,7 @@ _POOLS: dict[Any, tuple[str, ...]] = {
 }
 
 
-def module_of(node: object, modules: Modules) -> nn.Module | None:
+def module_of(node: object, trace: fx.GraphModule) -> nn.Module | None:
     """Return the module that ``node`` calls, if it computes what its class says.
 
     That excludes modules with forward hooks or a forward of their own, and subclasses defined
@@ -48,7 +47,7 @@ def module_of(node: object, modules: Modules) -> nn.Module | None:
     """
     if not isinstance(node, fx.Node) or node.op != "call_module":
         return None
-    module = modules[str(node.target)]
+    module = trace.get_submodule(str(node.target))
     if forward_hook_kind(module) or "forward" in vars(module):
         return None
     package = str(type(module).forward.__module__).partition(".")[0]
@@ -63,26 +62,26 @@ def input_node(node: object, index: int = 0) -> fx.Node | None:
     return argument if isinstance(argument, fx.Node) else None
 
 
-def row_of(node: fx.Node, modules: Modules) -> Operator | None:
+def row_of(node: fx.Node, trace: fx.GraphModule) -> Operator | None:
     """Return the operator that ``node`` computes as a function, method or module."""
     if node.op in ("call_function", "call_method"):
         return operator_of(node.target)
-    module = module_of(node, modules)
+    module = module_of(node, trace)
     return None if module is None else operator_of(module)
 
 
 def _name(node: fx.Node) -> str:
     """Return the name of the operator of a function or method; "" for other nodes."""
-    row = None if node.op == "call_module" else row_of(node, {})
+    row = operator_of(node.target) if node.op in ("call_function", "call_method") else None
     return "" if row is None else row.name
 
 
-def activation_of(node: fx.Node, modules: Modules) -> ActivationCall | None:
+def activation_of(node: fx.Node, trace: fx.GraphModule) -> ActivationCall | None:
     """Return the activation that ``node`` computes, if nothing else can notice the call.
 
     An activation that works in place counts only where its input has no other reader.
     """
-    module, row = module_of(node, modules), row_of(node, modules)
+    module, row = module_of(node, trace), row_of(node, trace)
     in_place = node.kwargs.get("inplace", False) or len(node.args) > 1 or _ends_in_place(node)
     if module is not None:
         in_place = getattr(module, "inplace", False)
@@ -139,24 +138,26 @@ def concat_operands(node: fx.Node) -> list[fx.Node]:
     return nodes if len(nodes) == len(tensors) else []
 
 
-def view_source(node: fx.Node, modules: Modules) -> fx.Node | None:
+def view_source(node: fx.Node, trace: fx.GraphModule) -> fx.Node | None:
     """Return the tensor whose elements ``node`` rearranges or repeats, or None.
 
     Such a node commutes with every function of single values, rounding included.
     """
     source = input_node(node)
     if node.target is operator.getitem:  # an item of a tuple or of a size rearranges nothing
-        module = module_of(source, modules)
-        known = isinstance(module, (nn.Conv2d, nn.Linear, nn.ReLU)) or hasattr(module, "qparams")
-        return source if known or hasattr(module, "input_qparams") else None
-    if node.target is nth_chunk or _repeats(node, modules) or _rearranges(node, modules):
+        module = module_of(source, trace)
+        known = isinstance(module, (nn.Conv2d, nn.Linear, nn.ReLU)) or hasattr(
+            module, "input_qparams"
+        )
+        return source if known or (source and activation_of(source, trace)) else None
+    if node.target is nth_chunk or _repeats(node, trace) or _rearranges(node, trace):
         return source
     return None
 
 
-def _rearranges(node: fx.Node, modules: Modules) -> bool:
+def _rearranges(node: fx.Node, trace: fx.GraphModule) -> bool:
     if node.op == "call_module":
-        row, module = row_of(node, modules), module_of(node, modules)
+        row, module = row_of(node, trace), module_of(node, trace)
         dropout = isinstance(module, nn.Dropout | nn.Identity)
         moves = row is not None and "move" in row.effects
         return (moves or dropout) and not getattr(module, "inplace", False)
@@ -173,18 +174,18 @@ def views_bits(node: fx.Node) -> bool:
     return node.target == "view" and any(isinstance(a, torch.dtype) for a in arguments)
 
 
-def _repeats(node: fx.Node, modules: Modules) -> bool:
+def _repeats(node: fx.Node, trace: fx.GraphModule) -> bool:
     """Return True if ``node`` enlarges an image by repeating its elements."""
-    module = module_of(node, modules)
+    module = module_of(node, trace)
     mode: object = module.mode if isinstance(module, nn.Upsample) else None
     if node.target is F.interpolate and len(node.args) < 4:
         mode = node.kwargs.get("mode", "nearest")
     return mode in ("nearest", "nearest-exact")
 
 
-def _pool_of(node: fx.Node, modules: Modules, kinds: Sequence[type]) -> Any:
+def _pool_of(node: fx.Node, trace: fx.GraphModule, kinds: Sequence[type]) -> Any:
     """Return the pooling of one of some kinds that ``node`` computes as a module, or None."""
-    module, row = module_of(node, modules), row_of(node, modules)
+    module, row = module_of(node, trace), row_of(node, trace)
     if type(module) in kinds:
         return module
     kind = next((k for k in kinds if row is not None and k in row.classes), None)
@@ -194,25 +195,27 @@ def _pool_of(node: fx.Node, modules: Modules, kinds: Sequence[type]) -> Any:
     return None if any(isinstance(v, fx.Node) for v in given.values()) else kind(**given)
 
 
-def max_pool_of(node: fx.Node, modules: Modules) -> nn.MaxPool2d | None:
+def max_pool_of(node: fx.Node, trace: fx.GraphModule) -> nn.MaxPool2d | None:
     """Return the max pooling of images that ``node`` computes, if codes can be pooled likewise."""
-    pool = None if input_node(node) is None else _pool_of(node, modules, [nn.MaxPool2d])
+    pool = None if input_node(node) is None else _pool_of(node, trace, [nn.MaxPool2d])
     return None if pool is None or pool.return_indices else cast("nn.MaxPool2d", pool)
 
 
-def average_pool_of(node: fx.Node, modules: Modules) -> nn.AvgPool2d | nn.AdaptiveAvgPool2d | None:
+def average_pool_of(
+    node: fx.Node, trace: fx.GraphModule
+) -> nn.AvgPool2d | nn.AdaptiveAvgPool2d | None:
     """Return the average pooling of images that ``node`` computes, or None."""
-    found = _pool_of(node, modules, [nn.AvgPool2d, nn.AdaptiveAvgPool2d])
+    found = _pool_of(node, trace, [nn.AvgPool2d, nn.AdaptiveAvgPool2d])
     return cast("nn.AvgPool2d | nn.AdaptiveAvgPool2d | None", found)
 
 
-def preserves_nonnegative(node: fx.Node, modules: Modules) -> bool:
+def preserves_nonnegative(node: fx.Node, trace: fx.GraphModule) -> bool:
     """Return True if the result is never negative where no tensor argument is negative."""
-    if view_source(node, modules) is not None:
+    if view_source(node, trace) is not None:
         return True
     if node.target is F.pad:
         return len(node.args) < 3 and node.kwargs.get("value") in (None, 0)
     numbers = [v for v in (*node.args, *node.kwargs.values()) if isinstance(v, (int, float))]
-    row = row_of(node, modules)
+    row = row_of(node, trace)
     kept = row is not None and row.nonnegative == "kept"
     return kept and all(bool(number >= 0) for number in numbers)
