@@ -225,7 +225,7 @@ def test_each_round_of_a_loop_has_quantizers_of_its_own() -> None:
         ([CallSite("linear", "no.weight")], "has no attribute"),
         ([CallSite("matmul", "kernel"), CallSite("matmul", "kernel")], "without a holder among 2"),
         ([CallSite("matmul", "kernel", site="@1")], "no call of matmul at @1"),
-        ([CallSite("linear", "kernel")], "may be any of 0"),
+        ([CallSite("linear", "kernel", site="@0")], "no call of linear at @0"),
         ([CallSite("matmul", "kernel", "forward")], "not an nn.Module"),
     ],
 )
@@ -243,27 +243,6 @@ def test_sites_are_read_strictly() -> None:
     for key, value in (("kind", "exec"), ("holder", "a b"), ("weight", "x()"), ("is_unseen", "1")):
         with pytest.raises(torchq.errors.ConfigError, match="call site"):
             CallSite.from_dict({**site.to_dict(), key: value})
-
-
-def test_files_of_an_earlier_release_are_read_where_one_place_is_meant() -> None:
-    old = {"holder": "", "weight_is_left": False, "number": 0, "total": 1}
-    named = CallSite.from_dict({"kind": "matmul", "weight": "kernel", **old})
-    assert route_(Projection(), calls=[named]).torchq_calls[0].site == "@0"
-    old |= {"holder": "linear_call_0", "weight": ""}
-    assert route_(Mixed(), calls=[CallSite.from_dict({"kind": "linear", **old})])
-    with pytest.raises(QuantizationError, match=r"may be any of 2; expected one.* again with exam"):
-        route_(Twice(), calls=[CallSite.from_dict({"kind": "linear", **old})])
-
-
-class Twice(nn.Module):
-    """Computes the weights of two calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernel = nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(F.linear(x, 2 * self.kernel), 3 * self.kernel)
 
 
 class LayerScale(Parts):

@@ -102,7 +102,7 @@ def test_a_product_with_a_computed_weight_is_one_of_a_layer_and_others_are_opera
 
 def test_operators_are_places_in_the_source() -> None:
     block = Attention()
-    sites = [CallSite("linear", "qkv", "qkv_call")]
-    with pytest.raises(QuantizationError, match="no operator matmul; expected a place"):
+    sites = [CallSite("linear", "qkv", "qkv_call", site="@linear0")]
+    with pytest.raises(QuantizationError, match="no operator matmul; expected the code"):
         route_(block, {"matmul": "quant_matmul"}, sites)
     assert type(block) is Attention

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import torchq
-from tests.models import simulated
+from tests.models import ConvNet, simulated
 from torchq import QuantConfig, QuantDescriptor, Rule, TensorQuantizer
-from torchq.errors import QuantizationError
+from torchq.errors import ConfigError, QuantizationError
 from torchq.swap import plan_of
 from torchq.workflow import quantizers
 
@@ -121,3 +121,18 @@ def test_a_fused_model_cannot_become_an_unfused_one(tmp_path: Path) -> None:
     with pytest.raises(QuantizationError, match="is fused; expected an unfused model"):
         torchq.load(target, tmp_path / "m.pt")
     assert torch.equal(target(x), expected)
+
+
+def test_a_file_of_0_2_0_is_refused_with_a_way_to_convert_it() -> None:
+    """The files are what that version wrote of a ConvNet in W4A4, and what this computed then."""
+    files = Path(__file__).parent / "files"
+    with pytest.raises(ConfigError, match=r"record of version 2; expected 3\. .*load_state_dict"):
+        torchq.load(ConvNet(), files / "0.2.0.pt")
+    model = ConvNet().eval()
+    torchq.quantize_(model, torchq.recipes.w4a4())
+    data = torch.load(files / "0.2.0.pt", weights_only=True)
+    model.load_state_dict(data["state_dict"])
+    expected = torch.load(files / "0.2.0_results.pt", weights_only=True)
+    images = torch.linspace(-2, 3, 2 * 3 * 8 * 8).sin().view(2, 3, 8, 8)
+    # Sums of floats differ between processors by some units in the last place.
+    torch.testing.assert_close(model(images), expected, rtol=1e-5, atol=1e-6)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import keyword
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +14,6 @@ from torchq.errors import ConfigError
 from torchq.nn.calls.functions import CallSite
 from torchq.swap import schema
 from torchq.swap.share import Share, Work
-from torchq.swap.version2 import upgraded
 from torchq.utils import table
 
 #: The classes whose products happen in the forward of the module around them.
@@ -190,8 +190,12 @@ class Plan:
         if self.work is None:
             return None
         products = (d for d in self.operator_rows() if d.class_name in _PRODUCTS)
-        owners = (name.rpartition(".")[0] for d in products for name in d.names)
-        return _share_of(self.work, self.decisions, frozenset(owners))
+        owners = {name.rpartition(".")[0] for d in products for name in d.names}
+        known = {d.name: d for d in sorted(self.decisions, key=lambda d: not d.reason)}
+        # Weights of modules without a decision may be no factors at all.
+        counted = {n: a for n, a in self.work.amounts.items() if self.work.measured or n in known}
+        reasons = {n: "" if n in owners else _reason(known.get(n)) for n in counted}
+        return self.work.share(counted, reasons, _CHOSEN)
 
     @cached_property
     def _by_path(self) -> dict[str, Decision]:
@@ -254,54 +258,32 @@ class Plan:
 
         The other entries are the attributes of a plan.
         """
-        operators = self.operators.items()
-        return {
-            "version": VERSION,
-            "target": self.target,
-            "recipe": self.recipe,
-            "fusions": [dict(entry) for entry in self.fusions],
-            "decisions": [_decision_data(d) for d in self.decisions],
-            "operators": {p: {"class": o.cls, "sites": dict(o.sites)} for p, o in operators},
-            "placed": {path: placed.to_dict() for path, placed in self.placed.items()},
-            "shared": [list(group) for group in self.shared],
-            "modes": dict(self.modes),
-            "work": None if self.work is None else asdict(self.work),
-        }
+        return {"version": VERSION, **{name: schema.plain(getattr(self, name)) for name in _PARTS}}
 
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
-        """Return the plan that :meth:`to_dict` described; a record of torchq 0.2.0 too.
+        """Return the plan that :meth:`to_dict` described.
 
         Raises:
             ConfigError: The data are damaged, or of another version.
         """
-        version = schema.version_of(data)
-        if version == 2:
-            data = upgraded(data)
-        elif version not in (None, VERSION):
+        entries = schema.read(Mapping[str, Any], data, "record")
+        version = entries.pop("version", None)
+        if type(version) is not int:
+            raise schema.damaged("version", version, str(VERSION))
+        if version != VERSION:
             raise ConfigError(
-                f"load: got a record of version {version}; expected {VERSION} or 2. Read the file "
-                "with the torchq that wrote it, restore the model and quantize it again"
+                f"load: got a record of version {version}; expected {VERSION}. Quantize the float "
+                "model with the recipe that it had, and get its tensors by "
+                "model.load_state_dict(torch.load(path, weights_only=True)['state_dict']); "
+                "calibrate again what was quantized for a target"
             )
-        schema.mapping(data, "record", required=("version", *(f.name for f in fields(cls))))
-        if schema.version_of(data) is None:
-            raise schema.damaged("version", data["version"], str(VERSION))
-        decisions = schema.entries(data["decisions"], "decisions")
-        placed = schema.mapping(data["placed"], "placed").items()
-        operators = schema.mapping(data["operators"], "operators").items()
-        shared = schema.entries(data["shared"], "shared")
-        target = data["target"]
-        return cls(
-            tuple(_read_decision(d, f"decisions[{i}]") for i, d in enumerate(decisions)),
-            {path: _read_operators(entry, f"operators[{path!r}]") for path, entry in operators},
-            {path: schema.descriptor(value, f"placed[{path!r}]") for path, value in placed},
-            canonical_groups([schema.paths(group, "shared", 2) for group in shared]),
-            schema.texts(data["modes"], "modes", schema.MODES),
-            tuple(schema.entries(data["fusions"], "fusions")),
-            None if target is None else schema.text(target, "target"),
-            schema.text(data["recipe"], "recipe"),
-            None if data["work"] is None else _read_work(data["work"], "work"),
-        )
+        if set(entries) != set(_PARTS):
+            raise schema.damaged("record", sorted(entries), f"the entries {', '.join(_PARTS)}")
+        found: Plan = schema.read(cls, entries, "record")
+        for where, got, expected in _problems(found):
+            raise schema.damaged(where, got, expected)
+        return replace(found, shared=canonical_groups(found.shared))
 
     def explain(self, path: str) -> str:
         """Return what is decided about ``path`` - of a module or a quantizer -, by whom and why."""
@@ -380,37 +362,6 @@ def _stages_of(decisions: Sequence[Decision]) -> str:
 _SCREEN, _SHOWN, _STAGES = 16, 3, 6
 
 
-def _share_of(
-    work: Work, decisions: Sequence[Decision], owners: frozenset[str] = frozenset()
-) -> Share | None:
-    """Return how much of ``work`` is quantized; None where there is none to quantize."""
-    known = {d.name: d for d in sorted(decisions, key=lambda d: not d.reason)}
-    amounts = work.amounts
-    if not work.measured:  # Weights of modules without a decision may be no factors at all.
-        amounts = {name: amount for name, amount in amounts.items() if name in known}
-    total = sum(amounts.values())
-    if not total:
-        return None
-    done = chosen = 0.0
-    left: dict[tuple[str, str], float] = {}
-    for name, amount in amounts.items():
-        reason = "" if name in owners else _reason(known.get(name))
-        if not reason:
-            done += amount
-        elif reason in _CHOSEN:
-            chosen += amount
-        else:
-            key = (work.classes[name], reason)
-            left[key] = left.get(key, 0.0) + amount / total
-    counts = Counter((work.classes[n], _reason(known.get(n))) for n in amounts)
-    texts = {}
-    for (kind, reason), part in sorted(left.items(), key=lambda item: -item[1]):
-        number = counts[kind, reason]
-        texts[f"{number} {kind}: {reason}" if number > 1 else f"{kind}: {reason}"] = part
-    unit = "multiply-adds" if work.measured else "weights of layers"
-    return Share(done / total, 1 - chosen / total, texts, unit)
-
-
 def _reason(decision: Decision | None) -> str:
     """Return why the work of a module stays float; "" where it is quantized."""
     if decision is None:
@@ -424,50 +375,49 @@ def _reason(decision: Decision | None) -> str:
 
 
 VERSION = 3
-_SLOTS = ("input", "weight", "output")
-_TEXTS = ("bias", "rounded_by", "reason", "by", "note")
+#: The attributes of a plan in a file, in order.
+_PARTS = (
+    *("target", "recipe", "fusions", "decisions"),
+    *("operators", "placed", "shared", "modes", "work"),
+)
 
 
-def _decision_data(decision: Decision) -> dict[str, Any]:
-    data: dict[str, Any] = {"names": list(decision.names), "class": decision.cls}
-    data |= {slot: value.to_dict() for slot, value in decision.descriptors.items()}
-    if decision.calls:
-        data["calls"] = [site.to_dict() for site in decision.calls]
-    if decision.ranges > 1:
-        data["ranges"] = decision.ranges
-    if decision.unsigned:
-        data["unsigned"] = list(decision.unsigned)
-    return data | {key: getattr(decision, key) for key in _TEXTS if getattr(decision, key)}
+_MODES = ("off", "observe", "quantize", "observe+quantize")
+#: The largest number of ranges that a concatenation can have.
+_MOST_RANGES = 256
 
 
-def _read_decision(value: Any, where: str) -> Decision:
-    entry = schema.mapping(value, where)
-    known = ("names", "class", *_SLOTS, "calls", "ranges", "unsigned", *_TEXTS)
-    if not {"names", "class"} <= set(entry) <= set(known):
-        raise schema.damaged(where, sorted(entry), f"the entries {', '.join(known)}")
-    names = schema.paths(entry["names"], f"{where}.names")
-    where = f"{where} of {names[0]!r}"
-    given = [slot for slot in _SLOTS if slot in entry]
-    parts: dict[str, Any] = {s: schema.descriptor(entry[s], f"{where}.{s}") for s in given}
-    parts["calls"] = schema.call_sites(entry.get("calls", []), f"{where}.calls")
-    if parts["calls"] and "output" in given:
-        raise schema.damaged(where, "output", "none for function calls")
-    parts["ranges"] = schema.ranges(entry.get("ranges", 1), f"{where}.ranges")
-    parts["unsigned"] = schema.paths(entry.get("unsigned", []), f"{where}.unsigned", 0)
-    parts |= {key: schema.text(entry.get(key, ""), f"{where}.{key}") for key in _TEXTS}
-    return Decision(names, schema.text(entry["class"], f"{where}.class"), **parts)
+def _problems(plan: Plan) -> Iterator[tuple[str, Any, str]]:
+    """Yield what no plan says although its types allow it: where, what it says, what it may."""
+    for number, d in enumerate(plan.decisions):
+        if not d.names:
+            yield f"decisions[{number}].names", [], "a list of one or more paths"
+        if not 1 <= d.ranges <= _MOST_RANGES:
+            yield f"decisions[{number}].ranges", d.ranges, f"a number from 1 to {_MOST_RANGES}"
+        if d.calls and d.output is not None:
+            yield f"decisions[{number}]", "output", "none for function calls"
+    for path, found in plan.operators.items():
+        children = list(found.sites.values())
+        if not all(map(_is_name, children)):
+            yield f"operators[{path!r}]", children, "names that are Python identifiers"
+        if len(set(children)) != len(children):
+            yield f"operators[{path!r}]", children, "every child once"
+    for path, mode in plan.modes.items():
+        if mode not in _MODES:
+            yield f"modes[{path!r}]", mode, f"one of {', '.join(_MODES)}"
+    if any(len(group) < 2 for group in plan.shared):
+        yield "shared", plan.shared, "lists of two or more paths"
+    yield from () if plan.work is None else _problems_of_work(plan.work)
 
 
-def _read_operators(value: Any, where: str) -> Operators:
-    entry = schema.mapping(value, where, required=("class", "sites"))
-    sites = schema.children(entry["sites"], f"{where}.sites")
-    return Operators(schema.text(entry["class"], f"{where}.class"), sites)
+def _is_name(child: str) -> bool:
+    """Return True for what can become an attribute in generated code."""
+    return child.isidentifier() and child.isascii() and not keyword.iskeyword(child)
 
 
-def _read_work(value: Any, where: str) -> Work:
-    entry = schema.mapping(value, where, required=("measured", "amounts", "classes"))
-    amounts = schema.amounts(entry["amounts"], f"{where}.amounts")
-    classes = schema.texts(entry["classes"], f"{where}.classes")
-    if type(entry["measured"]) is not bool or set(amounts) != set(classes):
-        raise schema.damaged(where, sorted(classes), "a class for each amount")
-    return Work(entry["measured"], amounts, classes)
+def _problems_of_work(work: Work) -> Iterator[tuple[str, Any, str]]:
+    for path, amount in work.amounts.items():
+        if not 0 <= amount < float("inf"):
+            yield f"work.amounts[{path!r}]", amount, "a number >= 0"
+    if set(work.amounts) != set(work.classes):
+        yield "work", sorted(work.classes), "a class for each amount"

@@ -1,8 +1,8 @@
 """The part of a model's work that is quantized: its products on an example, or its weights."""
 
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,21 +16,6 @@ from torchq.utils import plain_attention
 #: Below this share of what the user did not exclude, a warning says why.
 SMALL = 1 / 3
 _REASONS_SHOWN = 3
-
-
-@dataclass(frozen=True)
-class Work:
-    """What each module of a model computes in its own forward, without its children.
-
-    Attributes:
-        measured: the amounts are multiply-adds of a run; otherwise numbers of weights.
-        amounts: path of each module that computes anything -> how much.
-        classes: path of each of them -> the name of its class.
-    """
-
-    measured: bool
-    amounts: Mapping[str, float]
-    classes: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -52,6 +37,45 @@ class Share:
 
     def __str__(self) -> str:
         return f"{self.quantized:.1%} of the {self.unit} quantized"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What each module of a model computes in its own forward, without its children.
+
+    Attributes:
+        measured: the amounts are multiply-adds of a run; otherwise numbers of weights.
+        amounts: path of each module that computes anything -> how much.
+        classes: path of each of them -> the name of its class.
+    """
+
+    measured: bool
+    amounts: Mapping[str, float]
+    classes: Mapping[str, str]
+
+    def share(
+        self, amounts: Mapping[str, float], reasons: Mapping[str, str], chosen: Set[str]
+    ) -> Share | None:
+        """Return how much of some amounts is quantized; None where there is none to quantize.
+
+        ``reasons`` say why modules stay float; those that are ``chosen`` are the user's.
+        """
+        total = sum(amounts.values())
+        if not total:
+            return None
+        parts: dict[str, float] = defaultdict(float)
+        left: dict[tuple[str, str], float] = defaultdict(float)
+        for name, reason in reasons.items():
+            parts["done" if not reason else "chosen" if reason in chosen else ""] += amounts[name]
+            if reason and reason not in chosen:
+                left[self.classes[name], reason] += amounts[name] / total
+        counts = Counter((self.classes[name], reason) for name, reason in reasons.items())
+        texts = {}
+        for (kind, reason), part in sorted(left.items(), key=lambda item: -item[1]):
+            number = counts[kind, reason]
+            texts[f"{number} {kind}: {reason}" if number > 1 else f"{kind}: {reason}"] = part
+        unit = "multiply-adds" if self.measured else "weights of layers"
+        return Share(parts["done"] / total, 1 - parts["chosen"] / total, texts, unit)
 
 
 def work_of(model: nn.Module, products: Mapping[str, float] | None) -> Work:

@@ -1,7 +1,6 @@
 """Saving a quantized model to a file, and loading it: all of it or nothing."""
 
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,10 +13,8 @@ from torchq.formats import PerTensor
 from torchq.nn import TensorQuantizer
 from torchq.nn.convert import unchanged_on_error
 from torchq.nn.correction import CORRECTIONS
-from torchq.swap import schema
 from torchq.swap.apply import apply_, name_quantizers, plan_of, public_path
 from torchq.swap.plan import Plan
-from torchq.swap.version2 import upgraded
 from torchq.utils import deployed_part, qualified_name, replacing, undone_on_error, unwrapped
 from torchq.workflow.foreign_files import read_file, record_in
 from torchq.workflow.modes import quantized_weights, quantizers
@@ -141,36 +138,17 @@ def load(model: nn.Module, path: str | os.PathLike[str], *, map_location: Any = 
     content = read_file(path, map_location)
     with _without_wrappers(model) as inside, unchanged_on_error(inside):
         stored, state, part = _unpack(inside, path, content)
-        whole = _wrapped_as_in(state, inside)
-        apply_(whole if part is inside else part, stored)
-        for name, quantizer in quantizers(whole).items():
+        apply_(part, stored)
+        for name, quantizer in quantizers(inside).items():
             if quantizer.pre_quant_scale is not None and f"{name}.pre_quant_scale" not in state:
                 quantizer.pre_quant_scale = None
             if f"{name}.held_scale" not in state:
                 quantizer.drop_qparams()
-        _add_tied(whole, state)
-        _check_tensors(whole, state)
-        _check_ranges(whole, state)
-        _load_tensors(whole, state)
+        _add_tied(inside, state)
+        _check_tensors(inside, state)
+        _check_ranges(inside, state)
+        _load_tensors(inside, state)
         name_quantizers(inside)
-    return model
-
-
-def _wrapped_as_in(state: Mapping[str, Any], model: nn.Module) -> nn.Module:
-    """Return ``model`` in the wrappers that the names of tensors of a file of torchq 0.2.0 have."""
-    is_averaged = isinstance(state.get("n_averaged"), Tensor)
-    for child in ("module", "_orig_mod"):
-        inside = {
-            name.removeprefix(f"{child}."): value
-            for name, value in state.items()
-            if name.startswith(f"{child}.")
-        }
-        if inside and len(inside) + is_averaged == len(state) and not hasattr(model, child):
-            wrapper = nn.Module()
-            wrapper.add_module(child, _wrapped_as_in(inside, model))
-            if is_averaged:
-                wrapper.register_buffer("n_averaged", torch.zeros_like(state["n_averaged"]))
-            return wrapper
     return model
 
 
@@ -189,7 +167,7 @@ def _unpack(
                 f"load: {os.fspath(path)}: got no 'state_dict'; expected named tensors. The file "
                 "is damaged"
             )
-        return _read_plan(data["torchq"], state), state, model
+        return Plan.from_dict(data["torchq"]), state, model
     state = {} if state is None else dict(state)
     found = record_in(state)
     if found is None:
@@ -200,24 +178,11 @@ def _unpack(
     prefix, record = found
     parts = dict(model.named_modules(remove_duplicate=False))
     inside = f"{prefix}." if prefix else ""
-    stored = _read_plan(record, state, inside)
+    stored = Plan.from_dict(record)
     if prefix in parts:
         return stored, state, parts[prefix]
     own = {k.removeprefix(inside): v for k, v in state.items() if k.startswith(inside)}
     return stored, own, model
-
-
-def _read_plan(data: Any, state: Mapping[str, Any], prefix: str = "") -> Plan:
-    is_old = schema.version_of(data) == 2
-    plan = Plan.from_dict(upgraded(data, state, prefix) if is_old else data)
-    if is_old and plan.operators:
-        warnings.warn(
-            "load: got a model that torchq 0.2.0 quantized for a target; its codes are those that "
-            "it was calibrated with, and export_onnx writes these. For the codes of the target "
-            "call torchq.restore_, torchq.quantize_(target=, example=) and torchq.calibrate",
-            stacklevel=4,
-        )
-    return plan
 
 
 def public_state(model: nn.Module) -> dict[str, Any]:

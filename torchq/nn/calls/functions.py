@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
 
 from torchq.descriptor import QuantDescriptor
-from torchq.errors import ConfigError, QuantizationError
-from torchq.graph import OPERATORS, Operator, SourceSite, operator_of
-from torchq.nn.calls.routes import MARK, place_of
+from torchq.errors import ConfigError
+from torchq.graph import OPERATORS, Operator, operator_of
 from torchq.nn.modules.operators import OPERATORS as STAND_INS
-from torchq.utils import qualified_name
 
 _PRODUCTS = {row.word: row for row in map(OPERATORS.__getitem__, OPERATORS) if row.layer}
 
@@ -27,8 +25,7 @@ class CallSite:
         weight: The path of the parameter that is the weight, seen from the module; "" for none.
         holder: The path of the child whose quantizers are used; "" is the module itself.
         weight_is_left: True where the weight is the left operand of a symmetric function.
-        site: Where it is in the code (:mod:`torchq.nn.calls.routes`); :func:`located` finds the
-            place for files of torchq 0.2, which have another text or none.
+        site: Where it is in the code; see :mod:`torchq.nn.calls.routes`.
         is_unseen: True for a call that no run has shown, so that making it is an error.
     """
 
@@ -45,12 +42,7 @@ class CallSite:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> CallSite:
-        """Return the site that :meth:`to_dict` described, here or in torchq 0.2."""
-        counted = {"number", "total"}
-        if counted <= set(data) and all(type(data[name]) is int for name in counted):
-            new = {name: value for name, value in data.items() if name not in counted}
-            new |= {"site": f"{data['number']} of {data['total']}", "is_unseen": False}
-            return cls.from_dict(new)
+        """Return the site that :meth:`to_dict` described."""
         expected = {name: type(value) for name, value in asdict(cls("linear")).items()}
         types = {name: type(value) for name, value in data.items()}
         if types != expected or data["kind"] not in _PRODUCTS:
@@ -59,36 +51,6 @@ class CallSite:
             if path and not all(name.isidentifier() or name.isdigit() for name in path.split(".")):
                 raise ConfigError(f"call site: got the path {path!r}; expected names and dots")
         return cls(**data)
-
-
-def located(
-    cls: type[nn.Module], call: CallSite, sites: Sequence[SourceSite]
-) -> Iterator[CallSite]:
-    """Yield a call at its places in the code of a forward, which has these sites.
-
-    A call of torchq 0.2 is at every site with its weight, or at the one that may be meant.
-    QuantizationError says that the code has no such call, or several.
-    """
-    same = [site for site in sites if OPERATORS[site.operator].word == call.kind]
-    if call.site.startswith(MARK):
-        if all(place_of(call.site) != MARK + site.name for site in same):
-            text = f"{qualified_name(cls)}: its forward has no call of {call.kind} at {call.site}; "
-            text += "expected the code that was quantized"
-            raise QuantizationError(text)
-        yield call
-        return
-    found = [site for site in same if call.weight and call.weight in (site.left, site.right)]
-    if not found and len(same) == 1:
-        found = same
-    if not found:
-        raise QuantizationError(
-            f"{qualified_name(cls)}: got a call of {call.kind} without its place in the code, "
-            f"which may be any of {len(same)}; expected one, or its weight among its arguments. "
-            "Files of torchq 0.2 hold no places: quantize the model again with example=, and load "
-            "the ranges with load_state_dict"
-        )
-    for site in found:
-        yield replace(call, site=MARK + site.name)
 
 
 def product_of(func: Callable[..., Any], args: tuple[Any, ...]) -> Operator | None:

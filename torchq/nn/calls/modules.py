@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import QuantizationError
 from torchq.graph import (
+    OPERATORS,
     ForwardTracer,
     Rewritten,
     SourceSite,
@@ -31,7 +32,7 @@ from torchq.graph import (
     rewrite_forward,
     trace_call,
 )
-from torchq.nn.calls.functions import CallSite, located, operand, product_of, with_operands
+from torchq.nn.calls.functions import CallSite, operand, product_of, with_operands
 from torchq.nn.calls.routes import MARK, Recorder, Route, carry_out, place_of, visits_of
 from torchq.nn.convert import QuantModule, change_class, unchanged_on_error
 from torchq.nn.modules.operators import Call, ScaledDotProductAttention, Tap, function_of
@@ -40,11 +41,6 @@ from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.utils import qualified_name
 
 _META = "torchq_operators"
-#: What to do about names of operators that torchq 0.2 gave to forwards without source.
-NODE_NAMES = (
-    "A trace without source named it in torchq 0.2: quantize the model again, and load the ranges "
-    "with load_state_dict"
-)
 
 
 class OperatorOwner(QuantModule):
@@ -351,14 +347,13 @@ def route_(
     found = rewritten(cls)  # type: ignore[arg-type]
     twin = _routed_class(cls, not has_own)  # type: ignore[arg-type]
     sites = () if found is None else found.sites
-    calls = tuple(found for call in calls for found in located(cls, call, sites))
-    for name in operators:
-        _check_site(cls, name, sites)
+    for name, word in ({call.site: call.kind for call in calls} | dict.fromkeys(operators)).items():
+        _check_site(cls, name, word, sites)
     routed: Any = module
     with unchanged_on_error(module):
         _add_holders(module, planned)
         change_class(module, twin)
-        routed.torchq_routes = Routes(calls, dict(operators))
+        routed.torchq_routes = Routes(tuple(calls), dict(operators))
         routed.attach_quantizers(**({"input": input, "weight": weight} if has_own else {}))
     return module
 
@@ -415,16 +410,15 @@ def _add_holders(module: nn.Module, calls: Sequence[CallSite]) -> None:
         module.add_module(site.holder, holder.train(module.training))
 
 
-def _check_site(cls: type[nn.Module], name: str, sites: Sequence[SourceSite]) -> None:
-    places = {f"{MARK}{site.name}" for site in sites}
-    if place_of(name) in places:
-        return
-    text = (
-        "expected the code that was quantized"
-        if name.startswith(MARK)
-        else f"expected a place in its source. {NODE_NAMES}"
-    )
-    raise QuantizationError(f"{qualified_name(cls)}: its forward has no operator {name}; {text}")
+def _check_site(
+    cls: type[nn.Module], name: str, word: str | None, sites: Sequence[SourceSite]
+) -> None:
+    """Raise QuantizationError if the code has no such operator, or no call of such a function."""
+    known = {MARK + s.name: OPERATORS[s.operator].word for s in sites}
+    if place_of(name) not in known or word not in (None, known[place_of(name)]):
+        what = "operator" if word is None else f"call of {word} at"
+        text = f"{qualified_name(cls)}: its forward has no {what} {name}; "
+        raise QuantizationError(f"{text}expected the code that was quantized")
 
 
 class RewrittenGraph(OperatorOwner):
