@@ -34,7 +34,7 @@ def test_names_of_runs_and_of_aten_are_the_same_operator() -> None:
 
 
 class Maxout(nn.Module):
-    """The larger one of two convolutions, beside a sum that 0.2 knew already."""
+    """The larger one of two convolutions, beside a sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def test_maximum_is_quantized_for_runtimes_that_take_it(tmp_path: Path) -> None:
     model = quantized("qnn")
     names = [n for n, _ in model.named_children() if n.startswith("quant_")]
     assert names == ["quant_maximum", "quant_maximum_1", "quant_add"]
-    # Names of places in the code that files of 0.2 hold are not moved by new operators.
+    # Names of places in the code that files hold are not moved by new operators.
     assert model.replacements["@0"] == "quant_add"
     first = model.quant_maximum
     a, b = model.first(X), model.second(X)

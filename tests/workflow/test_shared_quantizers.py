@@ -5,15 +5,51 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchq
 from tests.models import simulated
-from tests.workflow.test_files_of_0_2_0 import PooledTwice, Sum, TwoPlaces
 from torchq import QuantDescriptor, TensorQuantizer
 from torchq.swap import plan_of
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+class PooledTwice(nn.Module):
+    """A tensor and what a pooling makes of it, twice, are concatenated, as in YOLO's SPP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(F.relu(self.first(x)))
+        pooled = F.max_pool2d(x, 3, 1, 1)
+        return torch.cat([x, pooled, pooled, pooled.relu()], 1)
+
+
+class Sum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + self.b(x)
+
+
+class TwoPlaces(nn.Module):
+    """A network that stands in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Sum()
+        self.again = self.net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.again(x)
+
+
 OWNERS: dict[Callable[[], nn.Module], str] = {
     PooledTwice: "quant_cat",
     Sum: "quant_add",

@@ -15,7 +15,6 @@ from torch.optim.swa_utils import AveragedModel
 import torchq
 from tests.models import simulated
 from tests.rank_processes import needs_gloo
-from torchq.swap import plan_of
 from torchq.utils import unwrapped
 from torchq.workflow import embed_record_
 
@@ -49,18 +48,12 @@ def as_trainers_do(model: nn.Module, path: Path) -> None:
     torch.save(model.state_dict(), path)
 
 
-def as_version_0_2_0_did(model: nn.Module, path: Path) -> None:
-    torch.save({"torchq": plan_of(model).to_dict(), "state_dict": model.state_dict()}, path)
-
-
 @pytest.mark.parametrize("into", WRAPPERS)
 @pytest.mark.parametrize("saved", WRAPPERS)
-@pytest.mark.parametrize("write", [torchq.save, as_trainers_do, as_version_0_2_0_did])
+@pytest.mark.parametrize("write", [torchq.save, as_trainers_do])
 def test_files_do_not_depend_on_wrappers(
     write: Callable[[nn.Module, Path], None], saved: str, into: str, tmp_path: Path
 ) -> None:
-    if write is as_version_0_2_0_did and saved == "checkpoint_wrapper":
-        pytest.skip("its names of tensors are those of the module inside")
     model = quantized()
     write(WRAPPERS[saved](model), tmp_path / "m.bin")
     target = WRAPPERS[into](net())

@@ -30,8 +30,8 @@ from torchq.graph.operators import OPERATORS, Operator, operator_of
 _ROUTE, _START, _FUNCTION = "__torchq_route__", "__torchq_start__", "__torchq_function__"
 _ROWS = [OPERATORS[name] for name in OPERATORS]
 _BINARY = {getattr(ast, row.syntax): row.name for row in _ROWS if row.syntax}
-#: The kinds of sites that share one count, as in files of torchq 0.2; other operators have their
-#: own, so that a new row of the table renames no site.
+#: The kinds of sites that share one count; other operators have their own, so that a new row of
+#: the table renames no site.
 _NUMBERED = frozenset(["add", "mul", "matmul", "cat", "pool", "activation", "attention"])
 #: Classes of torch whose methods are followed from those of subclasses.
 _FOLLOWED = frozenset(["Sequential", "_ConvNd", *(row.layer for row in _ROWS)])
