@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -17,7 +17,6 @@ from torchq.swap.draft import Draft, obstacle
 from torchq.utils import (
     Pattern,
     check_pattern,
-    matches,
     modules_with_names,
     pattern_text,
     qualified_name,
@@ -45,11 +44,43 @@ def patterns(given: Sequence[Pattern] | Pattern | None) -> tuple[Pattern, ...]:
     return tuple(check_pattern(pattern) for pattern in given)
 
 
+@dataclass(frozen=True)
+class Rules:
+    """The rules of a configuration, and patterns of which a module must match one if there are."""
+
+    config: QuantConfig
+    include: tuple[Pattern, ...] = ()
+
+    def about(
+        self, names: tuple[str, ...], module: nn.Module, layer: type[nn.Module] | None = None
+    ) -> Draft:
+        """Return what they say about one module that can be swapped, or has been."""
+        cls = type(module).float_class if isinstance(module, QuantModule) else type(module)
+        layer = layer or quantized_as(cls)
+        base = Draft(names, module, cls, layer=layer)
+        rule = next((r for r in reversed(self.config.rules) if base.matches(r.pattern)), None)
+        if self.include and not any(map(base.matches, self.include)):
+            return replace(base, reason="not in include")
+        if rule is None:
+            hint = _RECURRENT if issubclass(cls, nn.RNNBase) else ""
+            return replace(base, reason=f"no rule matches{hint}")
+        base = replace(base, rule=str(rule))
+        if rule.skip:
+            return replace(base, reason="excluded")
+        twin = None if layer is None else quantized_class(layer)
+        used = {name: getattr(rule, name) for name in (twin.descriptor_names() if twin else ())}
+        if not any(used.values()):
+            return replace(base, reason="the rule has no descriptor for it")
+        return replace(base, **used)
+
+
+#: Recipes leave recurrent layers in float unless asked: their steps run one by one on integers.
+_RECURRENT = "; torchq.recipes.int8(recurrent=True) has one"
+
+
 def decide(
     model: nn.Module,
-    config: QuantConfig,
-    include: tuple[Pattern, ...] = (),
-    *,
+    rules: Rules,
     found: Mapping[int, FoundCalls] | None = None,
     rewritten: frozenset[int] = frozenset(),
 ) -> tuple[Draft, ...]:
@@ -58,12 +89,8 @@ def decide(
     ``found`` are the calls of a run, if there was one, ``rewritten`` the ids of modules in whose
     forwards children stand for operators.
     """
-
-    def decide_call(names: tuple[str, ...], module: nn.Module, layer: type[nn.Module]) -> Draft:
-        return by_rules(names, module, config, include, layer)
-
-    layers = _decide_layers(model, config, include)
-    decisions = decide_calls(model, layers, decide_call, found, rewritten)
+    layers = _decide_layers(model, rules)
+    decisions = decide_calls(model, layers, rules.about, found, rewritten)
     swapped = {id(d.parent or d.module) for d in decisions if not d.reason}
     for names, module in modules_with_names(model):
         parts = module.modules() if _is_container(module) else ()
@@ -79,9 +106,7 @@ def _is_container(module: nn.Module) -> bool:
     return twin is not None and twin.is_container
 
 
-def _decide_layers(
-    model: nn.Module, config: QuantConfig, include: tuple[Pattern, ...]
-) -> list[Draft]:
+def _decide_layers(model: nn.Module, rules: Rules) -> list[Draft]:
     """Return the decisions about modules that are quantized as a whole."""
     inside = inside_quantizers(model)
     decisions: list[Draft] = []
@@ -95,7 +120,7 @@ def _decide_layers(
             decisions.append(Draft(names, module, type(module), reason=reason))
         elif reason is not None:
             twin = quantized_class(type(module))
-            found = _by_places(model, names, module, config, include)
+            found = _by_places(model, names, module, rules)
             decisions += [d for d in found if twin is None or not twin.is_marker or _is_named(d)]
     return decisions
 
@@ -117,7 +142,7 @@ def resolve_positions(
     if not any(rule.position for rule in config.rules):
         return config
     general = tuple(r for r in config.rules if r.position is None and not r.skip)
-    decisions = decide(model, replace(config, rules=general), found=found)
+    decisions = decide(model, Rules(replace(config, rules=general)), found)
     layers = [d for d in decisions if d.weight is not None and not d.reason]
     ends = {"first": layers[0], "last": layers[-1]} if layers else {}
     rules: list[Rule] = []
@@ -125,7 +150,7 @@ def resolve_positions(
         layer = ends.get(str(rule.position))
         if rule.position is None:
             rules.append(rule)
-        elif layer is not None and _selects(rule.pattern, layer):
+        elif layer is not None and layer.matches(rule.pattern):
             rules.append(replace(rule, pattern=_exactly(layer.name)))
         elif not rule.optional:
             raise ConfigError(
@@ -142,11 +167,7 @@ def _exactly(name: str) -> str:
 
 
 def _by_places(
-    model: nn.Module,
-    names: tuple[str, ...],
-    module: nn.Module,
-    config: QuantConfig,
-    include: tuple[Pattern, ...],
+    model: nn.Module, names: tuple[str, ...], module: nn.Module, rules: Rules
 ) -> list[Draft]:
     """Return what the rules say about a module, for each place of one that has no state."""
     places: dict[tuple[int, str], list[str]] = {}
@@ -154,66 +175,16 @@ def _by_places(
         path, _, leaf = name.rpartition(".")
         places.setdefault((id(model.get_submodule(path)), leaf), []).append(name)
     state = (*module.parameters(), *module.buffers(), *module.children())
-    found = [by_rules(tuple(paths), module, config, include) for paths in places.values()]
+    found = [rules.about(tuple(paths), module) for paths in places.values()]
     if state or all(d.reason for d in found):
-        return [by_rules(names, module, config, include)]
+        return [rules.about(names, module)]
     return found
 
 
-def by_rules(
-    names: tuple[str, ...],
-    module: nn.Module,
-    config: QuantConfig,
-    include: tuple[Pattern, ...] = (),
-    layer: type[nn.Module] | None = None,
-) -> Draft:
-    """Return what the rules say about one module that can be swapped, or has been."""
-    cls = type(module).float_class if isinstance(module, QuantModule) else type(module)
-    layer = layer or quantized_as(cls)
-    base = Draft(names, module, cls, layer=layer)
-
-    def selects(pattern: Pattern) -> bool:
-        return _selects(pattern, base)
-
-    rule = next((r for r in reversed(config.rules) if selects(r.pattern)), None)
-    if include and not any(map(selects, include)):
-        return replace(base, reason="not in include")
-    if rule is None:
-        hint = _RECURRENT if issubclass(cls, nn.RNNBase) else ""
-        return replace(base, reason=f"no rule matches{hint}")
-    base = replace(base, rule=str(rule))
-    if rule.skip:
-        return replace(base, reason="excluded")
-    twin = None if layer is None else quantized_class(layer)
-    used = {name: getattr(rule, name) for name in (twin.descriptor_names() if twin else ())}
-    if not any(used.values()):
-        return replace(base, reason="the rule has no descriptor for it")
-    return replace(base, **used)
-
-
-#: Recipes leave recurrent layers in float unless asked: their steps run one by one on integers.
-_RECURRENT = "; torchq.recipes.int8(recurrent=True) has one"
-
-
-def _selects(pattern: Pattern, decision: Draft) -> bool:
-    """Return True if ``pattern`` selects a module, by its class or the one it is quantized as."""
-    classes = {decision.float_class, decision.layer or decision.float_class}
-    return any(matches(pattern, decision.names, decision.module, cls) for cls in classes)
-
-
-def check_used(
-    model: nn.Module,
-    config: QuantConfig,
-    include: tuple[Pattern, ...],
-    decisions: tuple[Draft, ...],
-) -> None:
+def check_used(model: nn.Module, rules: Rules, decisions: tuple[Draft, ...]) -> None:
     """Raise :class:`ConfigError` where a pattern selects nothing, or nothing is quantized."""
-
-    def selects(pattern: Pattern) -> bool:
-        return any(_selects(pattern, d) for d in decisions)
-
-    wanted = [rule.pattern for rule in config.rules if not rule.optional] + list(include)
-    unused = [pattern for pattern in wanted if not selects(pattern)]
+    wanted = [r.pattern for r in rules.config.rules if not r.optional] + list(rules.include)
+    unused = [p for p in wanted if not any(d.matches(p) for d in decisions)]
     where = qualified_name(type(model))
     if unused:
         known = ", ".join(d.name or "(root)" for d in decisions[:8]) or "none"

@@ -12,7 +12,7 @@ from torchq.nn import QUANTIZED, QuantModule, quantized_class
 from torchq.nn.calls.functions import CallSite
 from torchq.nn.subclasses import unparametrized
 from torchq.swap.plan import ALREADY, Decision
-from torchq.utils import qualified_name
+from torchq.utils import Pattern, matches, qualified_name
 
 _NO_TWIN = "no quantized twin of "
 
@@ -57,6 +57,11 @@ class Draft:
     def name(self) -> str:
         """The first dotted path."""
         return self.names[0]
+
+    def matches(self, pattern: Pattern) -> bool:
+        """Return True if a pattern selects it, by its class or the one it is quantized as."""
+        classes = {self.float_class, self.layer or self.float_class}
+        return any(matches(pattern, self.names, self.module, cls) for cls in classes)
 
     def decision(self) -> Decision:
         """Return the decision without its module."""

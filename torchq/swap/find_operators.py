@@ -61,15 +61,8 @@ class Operator:
         return stand_in(MODULES[self.kind])
 
 
-@dataclass(frozen=True)
-class Untraceable:
-    """A module whose operators cannot be found, and why not."""
-
-    owner: nn.Module
-    owner_names: tuple[str, ...]
-    reason: str
-
-
+#: A module whose operators cannot be found, its names, and why not.
+Untraceable = tuple[nn.Module, tuple[str, ...], str]
 #: An operator between tensors, before it has a name: its site -> kind and main operand.
 _Candidates = dict[str, tuple[str, int | None]]
 
@@ -101,7 +94,7 @@ def find_operators(
         failed = {key: reason for key, reason in failed.items() if key not in recorded}
     failed |= hidden
     operators = [op for names, m in modules for op in _named(m, names, found.get(id(m), {}))]
-    return operators, [Untraceable(m, n, failed[id(m)]) for n, m in modules if id(m) in failed]
+    return operators, [(m, n, failed[id(m)]) for n, m in modules if id(m) in failed]
 
 
 def _is_of_the_user(module: nn.Module) -> bool:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Any
-
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
@@ -12,7 +9,7 @@ from torchq.config import QuantConfig
 from torchq.errors import ConfigError
 from torchq.nn import QuantModule, TensorQuantizer, revert_
 from torchq.swap.apply import convert_as
-from torchq.swap.decisions import by_rules, config_or_default, decide
+from torchq.swap.decisions import Rules, config_or_default, decide
 from torchq.swap.draft import Draft
 from torchq.utils import modules_with_names
 
@@ -43,10 +40,11 @@ class Patch:
         for names, module in list(modules_with_names(holder)):
             before = self._converted.get(id(module))
             if before is not None and isinstance(module, QuantModule):
-                after = by_rules(names, module, self.config)
-                if _outcome(after) != _outcome(before):
+                after = Rules(self.config).about(names, module)
+                outcomes = [(d.reason, d.input, d.weight) for d in (after, before)]
+                if outcomes[0] != outcomes[1]:
                     revert_(module)
-        for decision in decide(holder, self.config):
+        for decision in decide(holder, Rules(self.config)):
             if not decision.reason:
                 convert_as(decision.module, decision.decision())
                 # The decision holds the module, so no other one can get its id.
@@ -60,17 +58,8 @@ class Patch:
     def __enter__(self) -> Patch:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.restore()
-
-
-def _outcome(decision: Draft) -> tuple[Any, ...]:
-    return decision.reason, decision.input, decision.weight
 
 
 class _Named(nn.Module):

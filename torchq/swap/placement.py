@@ -1,7 +1,7 @@
 """What a target adds to the rules: operators that become modules, and layers that stay float."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -13,58 +13,67 @@ from torchq.errors import ConfigError
 from torchq.formats import PerTensor
 from torchq.nn.calls.find import FoundCalls
 from torchq.runtime import Placement, Runtime
-from torchq.swap.decisions import by_rules, decide
+from torchq.swap.decisions import Rules, decide
 from torchq.swap.draft import Draft
 from torchq.swap.find_operators import MODULES, Operator, find_operators
 from torchq.swap.passes import is_depthwise
 from torchq.swap.plan import FLOAT_INPUT
-from torchq.utils import Pattern, matches, qualified_name
+from torchq.utils import matches, qualified_name
 
 
-@dataclass(frozen=True)
-class Placed:
-    """What a target adds to a plan: rules in front, operators, and what it leaves float."""
-
-    config: QuantConfig
-    operators: tuple[tuple[Operator, Draft], ...]
-    skipped: tuple[Draft, ...]
-
-
-def plan_placement(
+def decide_for_target(
     model: nn.Module,
-    config: QuantConfig,
+    rules: Rules,
     target: Runtime,
     placement: Placement,
-    include: tuple[Pattern, ...],
-    example: Any = None,
-) -> Placed:
-    """Decide which operators a target wants quantized.
+    example: Any,
+    calls: Mapping[int, FoundCalls] | None,
+) -> tuple[Rules, tuple[Draft, ...], tuple[tuple[Operator, Draft], ...]]:
+    """Return the rules with those of a target, every decision, and those about operators.
 
-    Before: ``config`` says how activations are quantized. After: it has the target's rules in
-    front, so that its own rules win, and every operator of the kinds that the target names has a
-    decision.
+    Before: the rules say how activations are quantized. After: those of the target are in front, so
+    that the user's own win, every operator of the kinds that the target names has a decision, and
+    layers have what its integer kernels take.
     """
-    descriptor = _activation_descriptor(config, target)
+    rules, found, skipped = _placed(model, rules, target, placement, example)
+    rewritten = frozenset(id(operator.owner) for operator, _ in found)
+    layers = [
+        _adapted(draft, target, placement) for draft in decide(model, rules, calls, rewritten)
+    ]
+    sites = {id(d.module): {c.site for c in d.calls if not c.is_unseen} for d in layers if d.calls}
+    beside = [pair for pair in found if pair[0].site in sites.get(id(pair[0].owner), ())]
+    operators = tuple(pair for pair in found if pair not in beside)
+    skipped = [*(replace(draft, reason=_BESIDE_CALL) for _, draft in beside), *skipped]
+    return rules, (*layers, *(draft for _, draft in operators), *skipped), operators
+
+
+_BESIDE_CALL = "its operand is a weight, and the call is quantized as that of a layer"
+
+
+def _placed(
+    model: nn.Module, rules: Rules, target: Runtime, placement: Placement, example: Any
+) -> tuple[Rules, list[tuple[Operator, Draft]], list[Draft]]:
+    """Return the rules with those for operators, the operators to quantize, and the others."""
+    descriptor = _activation_descriptor(rules.config, target)
     if descriptor is None:
-        return Placed(config, (), ())
+        return rules, [], []
     patterns = [f"type:{qualified_name(MODULES[kind])}" for kind in sorted(placement.operators)]
-    rules = [
+    own = [
         Rule(pattern, input=descriptor, optional=True)
         for pattern in (*patterns, *placement.modules)
     ]
-    config = replace(config, rules=(*rules, *config.rules))
+    rules = replace(rules, config=replace(rules.config, rules=(*own, *rules.config.rules)))
     found, untraceable = find_operators(model, placement.operators, example)
     decisions = [
-        (operator, by_rules(operator.names, operator.module(), config, include))
+        (operator, rules.about(operator.names, operator.module()))
         for operator in found
         if operator.kind in ("matmul", "attention") or _has_convolution(operator.owner)
     ]
     skipped = [decision for _, decision in decisions if decision.reason]
-    for u in untraceable:
-        reason = f"{u.reason}; its operators stay float. {_WRITE}"
-        skipped.append(Draft(u.owner_names, u.owner, type(u.owner), reason=reason))
-    chosen = tuple((operator, d) for operator, d in decisions if not d.reason)
-    return Placed(config, chosen, tuple(skipped))
+    for owner, names, reason in untraceable:
+        text = f"{reason}; its operators stay float. {_WRITE}"
+        skipped.append(Draft(names, owner, type(owner), reason=text))
+    return rules, [pair for pair in decisions if not pair[1].reason], skipped
 
 
 def _has_convolution(module: nn.Module) -> bool:
@@ -94,20 +103,12 @@ def _activation_descriptor(config: QuantConfig, target: Runtime) -> QuantDescrip
     return found.replace(name=None)
 
 
-def adapt_to_target(
-    decisions: Sequence[Draft], target: Runtime, placement: Placement
-) -> tuple[Draft, ...]:
-    """Return the decisions without what the integer kernels of a target cannot take.
-
-    Before: every layer is quantized as the rules say. After: inputs are float where the target
-    has no integer kernel, with a note in the report, and weights have one scale where its kernels
-    take no more.
-    """
-    return tuple(_adapted(decision, target, placement) for decision in decisions)
-
-
 def _adapted(decision: Draft, target: Runtime, placement: Placement) -> Draft:
-    """Return one decision as :func:`adapt_to_target` does."""
+    """Return a decision without what the integer kernels of a target cannot take.
+
+    Inputs are float where the target has no integer kernel, with a note in the report, and weights
+    have one scale where its kernels take no more.
+    """
 
     def selected(patterns: tuple[str, ...]) -> bool:
         return any(matches(pattern, decision.names, decision.module) for pattern in patterns)
@@ -127,32 +128,3 @@ def _adapted(decision: Draft, target: Runtime, placement: Placement) -> Draft:
     if weight is not None and weight.axis is not None and selected(placement.per_tensor_weights):
         decision = replace(decision, weight=weight.replace(axis=None, name=None))
     return decision
-
-
-def decide_for_target(
-    model: nn.Module,
-    config: QuantConfig,
-    include: tuple[Pattern, ...],
-    target: Runtime,
-    placement: Placement,
-    example: Any,
-    calls: Mapping[int, FoundCalls] | None,
-) -> tuple[QuantConfig, tuple[Draft, ...], tuple[tuple[Operator, Draft], ...]]:
-    """Return the rules with those of a target, every decision, and those about operators."""
-    placed = plan_placement(model, config, target, placement, include, example)
-    rewritten = frozenset(id(operator.owner) for operator, _ in placed.operators)
-    decisions = decide(model, placed.config, include, found=calls, rewritten=rewritten)
-    layers = adapt_to_target(decisions, target, placement)
-    sites = {id(d.module): d.calls for d in layers if d.calls}
-    operators, skipped = [], []
-    for operator, draft in placed.operators:
-        own = sites.get(id(operator.owner), ())
-        if operator.site in {call.site for call in own if not call.is_unseen}:
-            skipped.append(replace(draft, reason=_BESIDE_CALL))
-        else:
-            operators.append((operator, draft))
-    rows = (*layers, *(draft for _, draft in operators), *skipped, *placed.skipped)
-    return placed.config, rows, tuple(operators)
-
-
-_BESIDE_CALL = "its operand is a weight, and the call is quantized as that of a layer"

@@ -13,6 +13,7 @@ from torchq.nn.convert import unchanged_on_error
 from torchq.runtime import Runtime, remember_target, runtime_of
 from torchq.swap.apply import as_it_is, carry_out_, class_name, keep_plan
 from torchq.swap.decisions import (
+    Rules,
     check_used,
     config_or_default,
     decide,
@@ -142,19 +143,19 @@ def _planned(
     placement = None if runtime is None else runtime.placement
     config = config_or_default(config, runtime)
     _refuse_programs(model)
-    wanted = patterns(include)
     config = config.with_rules(*(Rule(pattern, skip=True) for pattern in patterns(exclude)))
+    rules = Rules(config, patterns(include))
     operators: tuple[tuple[Operator, Draft], ...] = ()
     with state_kept(model):
         calls, products = _run(model, example)
-        config = resolve_positions(model, config, calls)
+        rules = replace(rules, config=resolve_positions(model, config, calls))
         if runtime is None or placement is None:
-            drafts = decide(model, config, wanted, found=calls)
+            drafts = decide(model, rules, calls)
         else:
-            config, drafts, operators = decide_for_target(
-                model, config, wanted, runtime, placement, example, calls
+            rules, drafts, operators = decide_for_target(
+                model, rules, runtime, placement, example, calls
             )
-    check_used(model, config, wanted, drafts)
+    check_used(model, rules, drafts)
     found = replace(
         as_it_is(model),
         decisions=tuple(draft.decision() for draft in drafts),
@@ -162,7 +163,7 @@ def _planned(
         shared=(),
         modes=_open_branches(operators) if placement and placement.one_branch else {},
         target=None if runtime is None else runtime.name,
-        recipe=config.name,
+        recipe=rules.config.name,
         work=work_of(model, products),
     )
     facts = Facts.of(model, found, example, runtime)
