@@ -93,22 +93,6 @@ def test_the_helper_undoes_it_after_an_exception() -> None:
     assert current() == PLAIN
 
 
-def test_applying_is_all_or_nothing() -> None:
-    class Sealed:
-        Layer = nn.Linear
-
-        def __setattr__(self, name: str, value: object) -> None:
-            raise TypeError("sealed")
-
-    helper = QuantModuleReplacementHelper()
-    helper.default_quant_map = []
-    helper.prepare_state(custom_map=[(torch.nn, "Linear", quant_nn.QuantLinear)])
-    helper.quant_map.append(quant_modules._quant_entry(Sealed(), "Layer", quant_nn.QuantLinear))
-    with pytest.raises(TypeError, match="sealed"):
-        helper.apply_quant_modules()
-    assert current() == PLAIN
-
-
 def test_enable_onnx_export_is_a_context_that_gives_back() -> None:
     quantizer = quant_nn.TensorQuantizer
     assert not quantizer._enable_onnx_export

@@ -45,9 +45,6 @@ def test_resnet_flow(run: Any, tmp_path: Path, calibrator: str, methods: list[st
     # Of 64 images in four classes, INT8 may cost a few, and a broken range costs far more.
     assert all(accuracy > 0.9 for accuracy in report["calibrated"].values())
     assert report["finetuned"] > 0.9
-    parts = ("conv1", "conv2", "conv3", "residual_quantizer")
-    layers = {"conv1", "fc", "avgpool"} | {f"layer1.{i}.{part}" for i in (0, 1) for part in parts}
-    assert set(report["sensitivity"]) == layers
 
 
 def test_detector_flow(run: Any, tmp_path: Path) -> None:
@@ -58,9 +55,6 @@ def test_detector_flow(run: Any, tmp_path: Path) -> None:
     assert report["lidar"] == [1, 1, 1, 1, 2]
     parts = ("lidar._weight_quantizer", "cat._input_quantizer", "add._input1_quantizer")
     assert {f"{part}._amax" for part in parts} <= set(report["keys"])
-    assert list(report["sensitivity"]) == ["1", "2", "3"]
-    assert all(0 < one <= 2 * report["distance"]["mse"] for one in report["sensitivity"].values())
-    assert max(report["distilled"]) < 1e-3
     assert report["losses"][-1] < report["losses"][0]
     assert report["half"] == "torch.float32"
 

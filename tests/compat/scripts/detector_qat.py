@@ -1,8 +1,8 @@
 """Quantize a detector of images and point clouds as the published YOLO and BEV scripts do.
 
 The model is not rebuilt; each layer is swapped by hand. Own classes derive from the mixins. The
-script has a regex skip list, patched forwards with a shared quantizer, per-block sensitivity,
-feature distillation, training and an export. It prints one JSON line.
+script has a regex skip list, patched forwards with a shared quantizer, training and an export. It
+prints one JSON line.
 """
 
 import json
@@ -209,45 +209,6 @@ def train(model, optimizer, loss_of, steps: int) -> list:
     return losses
 
 
-def distill(model, origin) -> list:
-    """Train the quantized model to reproduce the features of the float one, block by block."""
-    pairs, handles = [], []
-    # As published, the shorter list ends the loop.
-    for (_, ml), (_, ori) in zip(model.named_modules(), origin.named_modules()):  # noqa: B905
-        if isinstance(ml, C3) and isinstance(ori, C3):
-            for module in (ml, ori):
-                pairs.append([])
-                handles.append(
-                    module.register_forward_hook(lambda m, i, o, store=pairs[-1]: store.append(o))
-                )
-
-    def loss_of(batch):
-        for store in pairs:
-            store.clear()
-        loss = F.mse_loss(model(*batch), origin(*batch).detach())
-        for ml, ori in zip(pairs[0::2], pairs[1::2]):  # noqa: B905
-            loss = loss + F.mse_loss(ml[0], ori[0].detach())
-        return loss
-
-    losses = train(model, torch.optim.Adam(model.parameters(), 1e-5), loss_of, 6)
-    for handle in handles:
-        handle.remove()
-    return losses
-
-
-def sensitivity_analysis(model, origin) -> dict:
-    """The distance with one block quantized at a time."""
-    found = {}
-    disable_quantization(model).apply(True)
-    for i, block in enumerate(model.model):
-        if quantizers(block):
-            disable_quantization(block).apply(False)
-            found[str(i)] = distance(model, origin)
-            disable_quantization(block).apply(True)
-    disable_quantization(model).apply(False)
-    return found
-
-
 def export(model, path: str) -> None:
     quant_nn.TensorQuantizer.use_fb_fake_quant = True
     names = {"input_names": ["images", "points"], "output_names": ["out"]}
@@ -284,8 +245,6 @@ def main() -> None:
     report["keys"] = [k for k in model.state_dict() if k.endswith("_amax")]
     with disable_quantization(model):
         report["off"] = distance(model, origin)
-    report["sensitivity"] = sensitivity_analysis(model, origin)
-    report["distilled"] = distill(model, origin)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model.train()
     report["losses"] = train(model, optimizer, lambda b: model(*b).square().mean(), 8)

@@ -1,4 +1,4 @@
-"""Calibrate, evaluate, profile, fine-tune and export a residual net.
+"""Calibrate, evaluate, fine-tune and export a residual net.
 
 The order of calls is that of the original's classification example.
 
@@ -89,25 +89,6 @@ def calibrate_model(model, calibrator: str, percentiles) -> dict:
     return found
 
 
-def switch(model, on: bool, part: str = "") -> None:
-    for name, module in model.named_modules():
-        if name.endswith("_quantizer") and part in name:
-            module.enable() if on else module.disable()
-
-
-def sensitivity(model) -> dict:
-    names = [name for name, _ in model.named_modules() if name.endswith("_quantizer")]
-    layers = {n.replace("._input_quantizer", "").replace("._weight_quantizer", "") for n in names}
-    switch(model, False)
-    profile = {}
-    for layer in sorted(layers):
-        switch(model, True, layer)
-        profile[layer] = evaluate(model)
-        switch(model, False, layer)
-    switch(model, True)
-    return profile
-
-
 def export(model, path: str) -> None:
     quant_nn.TensorQuantizer.use_fb_fake_quant = True
     model.eval()
@@ -133,7 +114,6 @@ def main() -> None:
     for quantizer in quantizers(model):
         quantizer.enable()
     report["calibrated"] = calibrate_model(model, args.calibrator, [99.9, 99.99])
-    report["sensitivity"] = sensitivity(model)
     train(model, 5, 0.001)
     report["finetuned"] = evaluate(model)
     torch.save(model.state_dict(), args.out + "/model.pth")

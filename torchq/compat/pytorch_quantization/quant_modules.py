@@ -65,13 +65,9 @@ class QuantModuleReplacementHelper:
         self.quant_map += entries
 
     def apply_quant_modules(self) -> None:
-        """Replace all entries, or none if one fails."""
-        try:
-            for entry in self.quant_map:
-                setattr(entry.orig_mod, entry.mod_name, entry.replace_mod)
-        except Exception:
-            self.restore_float_modules()
-            raise
+        """Replace all entries."""
+        for entry in self.quant_map:
+            setattr(entry.orig_mod, entry.mod_name, entry.replace_mod)
 
     def restore_float_modules(self) -> None:
         """Restore the classes from before."""

@@ -1,5 +1,6 @@
 """Quantized LSTM with the parameters, names and arguments of torch's, and a loop of its own."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from torchq.compat.pytorch_quantization.mixins import (
     pop_quant_desc_in_kwargs,
 )
 from torchq.compat.pytorch_quantization.recurrent_step import LSTMCell as lstm_cell
-from torchq.compat.pytorch_quantization.recurrent_step import direction
+from torchq.compat.pytorch_quantization.recurrent_step import quantize_together
 from torchq.compat.pytorch_quantization.tensor_quant import QuantDescriptor
 from torchq.errors import ConfigError
+from torchq.functional.recurrent import run_over_steps
 
 _OWN = {"input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout"}
 _OWN |= {"bidirectional", "proj_size", "device", "dtype"}
@@ -58,49 +60,59 @@ class QuantLSTM(_Recurrent, nn.LSTM):
     def forward(self, input: Any, hx: tuple[Tensor, Tensor] | None = None) -> Any:
         """Return what :class:`torch.nn.LSTM` returns."""
         if isinstance(input, PackedSequence):
-            data, sizes, sorted_indices, unsorted_indices = input
-            hx = None if hx is None else self.permute_hidden(hx, sorted_indices)
-            outputs, state = self._layers(list(data.split(sizes.tolist())), hx)
-            packed = PackedSequence(torch.cat(outputs), sizes, sorted_indices, unsorted_indices)
-            return packed, self.permute_hidden(state, unsorted_indices)
+            data, counts, order, back = input
+            hx = None if hx is None else self.permute_hidden(hx, order)
+            flat, state = self._layers(data, counts.tolist(), hx)
+            return PackedSequence(flat, counts, order, back), self.permute_hidden(state, back)
+        time = 1 if self.batch_first else 0
         batched = input.dim() == 3
         if not batched:
-            input = input.unsqueeze(0 if self.batch_first else 1)
+            input = input.unsqueeze(1 - time)
             hx = None if hx is None else (hx[0].unsqueeze(1), hx[1].unsqueeze(1))
-        steps = input.unbind(1 if self.batch_first else 0)
-        outputs, state = self._layers(list(steps), hx)
-        output = torch.stack(outputs, 1 if self.batch_first else 0)
+        steps, rows = input.shape[time], input.shape[1 - time]
+        flat, state = self._layers(torch.cat(input.unbind(time)), [rows] * steps, hx)
+        output = torch.stack(flat.split(rows), time)
         if batched:
             return output, state
-        return output.squeeze(0 if self.batch_first else 1), tuple(s.squeeze(1) for s in state)
+        return output.squeeze(1 - time), tuple(part.squeeze(1) for part in state)
 
     def _layers(
-        self, steps: list[Tensor], hx: tuple[Tensor, Tensor] | None
-    ) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
-        """Run all layers over ``steps`` (see :func:`direction`); stack the hidden states."""
+        self, flat: Tensor, sizes: list[int], hx: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Run all layers over a flat sequence, see :mod:`torchq.functional.recurrent`."""
         directions = 1 + self.bidirectional
-        shape = (self.num_layers * directions, steps[0].shape[0], self.hidden_size)
+        shape = (self.num_layers * directions, sizes[0], self.hidden_size)
         if hx is None:
-            hx = (steps[0].new_zeros(shape), steps[0].new_zeros(shape))
-        if steps[0].shape[1] != self.input_size or any(tuple(part.shape) != shape for part in hx):
-            got = (steps[0].shape[1], tuple(hx[0].shape), tuple(hx[1].shape))
+            hx = (flat.new_zeros(shape), flat.new_zeros(shape))
+        if flat.shape[1] != self.input_size or any(tuple(part.shape) != shape for part in hx):
+            got = (flat.shape[1], tuple(hx[0].shape), tuple(hx[1].shape))
             raise ConfigError(
                 f"QuantLSTM: got input size and states {got}; "
                 f"expected {(self.input_size, shape, shape)}"
             )
-        states = []
+        ends = []
         for layer in range(self.num_layers):
-            found = []
+            if layer:
+                flat = F.dropout(flat, self.dropout, self.training)
+            outputs = []
             for i in range(layer * directions, (layer + 1) * directions):
-                quantizers = self._input_quantizers[i], self._weight_quantizers[i]
-                parts = steps, (hx[0][i], hx[1][i]), self.all_weights[i]
-                outputs, state = direction(*parts, *quantizers, reverse=bool(i % directions))
-                found.append(outputs)
-                states.append(state)
-            steps = [torch.cat(parts, 1) for parts in zip(*found, strict=True)]
-            if self.dropout and layer < self.num_layers - 1:
-                steps = [F.dropout(step, self.dropout, self.training) for step in steps]
-        return steps, (torch.stack([h for h, _ in states]), torch.stack([c for _, c in states]))
+                cell = self._cell(flat.split(sizes), i)
+                state = hx[0][i], hx[1][i]
+                output, end = run_over_steps(cell, state, sizes, reverse=bool(i % directions))
+                outputs.append(output)
+                ends.append(end)
+            flat = torch.cat(outputs, 1)
+        return flat, (torch.stack([h for h, _ in ends]), torch.stack([c for _, c in ends]))
+
+    def _cell(self, steps: Sequence[Tensor], i: int) -> Callable[[int, Any], tuple[Tensor, Tensor]]:
+        """Return the function of one step in a direction, with weights that are quantized once."""
+        w_ih, w_hh, *biases = self.all_weights[i]
+        w_ih, w_hh = quantize_together(self._weight_quantizers[i], w_ih, w_hh)
+        quantizer = self._input_quantizers[i]
+        b_ih, b_hh = biases or (None, None)
+        return lambda step, state: lstm_cell(
+            steps[step], state, w_ih, w_hh, b_ih, b_hh, input_quantizer=quantizer
+        )
 
 
 class QuantLSTMCell(_Recurrent, nn.LSTMCell):

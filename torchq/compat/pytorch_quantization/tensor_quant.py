@@ -362,26 +362,3 @@ def _write_float8(g: Any, inputs: Any, scale: float) -> Any:
         result = g.op("trt::TRT_FP8DequantizeLinear", codes, constant)
     result.setType(inputs.type())
     return result
-
-
-def _onnx_int8_helper(
-    g: Any, inputs: Any, amax: Tensor, num_bits: int, unsigned: bool, narrow_range: bool
-) -> Any:
-    """Write Q and DQ of 8 bits into a TorchScript graph; scripts call this private name."""
-    axes = [d for d, size in enumerate(amax.shape) if size != 1]
-    if num_bits != 8 or (narrow_range and not unsigned) or len(axes) > 1:
-        raise ExportError(
-            f"INT8 export: got num_bits={num_bits}, narrow_range={narrow_range} and amax of shape "
-            f"{tuple(amax.shape)}; expected 8 bits, the full range and at most one axis"
-        )
-    format = by_bits(8, unsigned=unsigned)
-    scales = scale_from_amax(live_range(amax.detach().float().cpu()), format).reshape(
-        -1 if axes else ()
-    )
-    zeros = torch.zeros(scales.shape, dtype=torch.uint8 if unsigned else torch.int8)
-    scale, zero = g.op("Constant", value_t=scales), g.op("Constant", value_t=zeros)
-    attributes = {"axis_i": axes[0]} if axes else {}
-    codes = g.op("QuantizeLinear", inputs, scale, zero, **attributes)
-    result = g.op("DequantizeLinear", codes, scale, zero, **attributes)
-    result.setType(inputs.type())
-    return result
