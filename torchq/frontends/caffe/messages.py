@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,16 +17,16 @@ from torchq.frontends.building.importer import bytes_of
 #: A number, a flag, or text; names of enumerations are text too.
 Scalar = float | bool | str
 _DEEPEST = 32
+_SPACE = re.compile(r"(?:\s|#[^\n]*)*")
 _TOKEN = re.compile(
-    r"""(?P<skip>\s+|\#[^\n]*)
-      | (?P<string>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')
+    r"""(?P<string>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')
       | (?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?f?(?![\w.]))
       | (?P<word>-?[A-Za-z_][\w.]*)
-      | (?P<mark>[:{}<>\[\],;])""",
+      | (?P<mark>[:{}<>\[\],;])
+      | (?P<end>\Z)""",
     re.VERBOSE,
 )
-_ESCAPE = re.compile(r"\\(?:([abfnrtv\\'\"])|([0-7]{1,3})|x([0-9a-fA-F]{1,2}))")
-_ESCAPED = dict(zip("abfnrtv\\'\"", "\a\b\f\n\r\t\v\\'\"", strict=True))
+_ESCAPE = re.compile(r"\\(?:[abfnrtv\\'\"]|[0-3]?[0-7]{1,2}|x[0-9a-fA-F]{2})")
 
 
 class Message:
@@ -57,69 +58,61 @@ class Message:
 
 def parse_text(text: str, where: str) -> Message:
     """Return the message that a text describes."""
-    parser = _Parser(text, where)
-    return parser.message(end="", depth=0)
+    return _Parser(text, where).message(end="", depth=0)
 
 
 class _Parser:
+    """A text, and the token of it that comes next."""
+
     def __init__(self, text: str, where: str) -> None:
-        self._where, self._text = where, text
-        self._tokens = self._split()
-        self._kind, self._token = next(self._tokens)
+        self._where, self._text, self._at = where, text, 0
+        self._kind = self._token = ""
+        self._next()
 
-    def _split(self) -> Iterator[tuple[str, str]]:
-        at = 0
-        while at < len(self._text):
-            found = _TOKEN.match(self._text, at)
-            if found is None:
-                self._at = at
-                self._fail(f"got {self._text[at : at + 20]!r}")
-            assert found is not None
-            at = self._at = found.end()
-            if found.lastgroup != "skip":
-                yield str(found.lastgroup), found[0]
-        yield "end", ""
-
-    def _fail(self, text: str) -> None:
+    def _fail(self, text: str) -> NoReturn:
         line = self._text.count("\n", 0, self._at) + 1
         raise FrontendError(f"{self._where}, line {line}: {text}; expected `name: value`")
 
     def _next(self) -> str:
-        token = self._token
-        self._kind, self._token = next(self._tokens, ("end", ""))
+        """Return the token, and go on to the one behind it."""
+        space = _SPACE.match(self._text, self._at)
+        self._at = space.end() if space else self._at
+        token, found = self._token, _TOKEN.match(self._text, self._at)
+        if found is None:
+            self._fail(f"got {self._text[self._at : self._at + 20]!r}")
+        self._kind, self._at = str(found.lastgroup), found.end()
+        self._token = found[self._kind]
         return token
+
+    def _accept(self, *marks: str) -> bool:
+        """Go on if the token is one of some marks; return True if it was."""
+        is_there = self._token in marks
+        if is_there:
+            self._next()
+        return is_there
 
     def message(self, end: str, depth: int) -> Message:
         """Return the fields up to the token ``end``."""
         if depth > _DEEPEST:
             self._fail(f"got messages inside each other, more than {_DEEPEST}")
         result = Message()
-        while self._token != end or (self._kind == "end" and end):
+        while self._token != end:
             if self._kind != "word":
                 self._fail(f"got {self._token or 'the end'!r}")
             values = result.values.setdefault(self._next(), [])
-            colon = self._token == ":"
-            if colon:
-                self._next()
-            if self._token == "[" and colon:
-                self._list(values, depth)
+            colon = self._accept(":")
+            if colon and self._accept("["):
+                while not self._accept("]"):
+                    values.append(self._value(True, depth))
+                    self._accept(",")
             else:
                 values.append(self._value(colon, depth))
-            if self._token in (",", ";"):
-                self._next()
+            self._accept(",", ";")
         self._next()
         return result
 
-    def _list(self, values: list[Scalar | Message], depth: int) -> None:
-        self._next()
-        while self._token != "]":
-            values.append(self._value(True, depth))
-            if self._token == ",":
-                self._next()
-        self._next()
-
     def _value(self, colon: bool, depth: int) -> Scalar | Message:
-        if self._kind == "mark" and self._token in "{<":
+        if self._token in ("{", "<"):
             return self.message({"{": "}", "<": ">"}[self._next()], depth + 1)
         if not colon or self._kind in ("mark", "end"):
             self._fail(f"got {self._token or 'the end'!r}")
@@ -130,17 +123,8 @@ class _Parser:
             return {"true": True, "false": False}.get(word, word)
         text = ""
         while self._kind == "string":
-            text += _unescaped(self._next()[1:-1])
-        return text
-
-
-def _unescaped(text: str) -> str:
-    def plain(found: re.Match[str]) -> str:
-        if found[1]:
-            return _ESCAPED[found[1]]
-        return chr(int(found[2], 8) if found[2] else int(found[3], 16))
-
-    return _ESCAPE.sub(plain, text)
+            text += self._next()[1:-1]
+        return _ESCAPE.sub(lambda found: codecs.decode(found[0], "unicode_escape"), text)
 
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5

@@ -4,6 +4,7 @@ The differences between generations of the format end here: inputs of five kinds
 1 with types in capitals, layers for one phase, and layers that overwrite what they read.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,26 +103,24 @@ class _Reader:
             )
         return self._current[name]
 
-    def _add_input(self, name: str, shape: list[Any] | None) -> None:
-        sizes = None if not shape else tuple(int(size) for size in shape)
-        self._inputs.append((name, sizes))
-        self._enter(name, (-len(self._inputs), 0))
+    def _add_inputs(self, names: list[str], shapes: list[list[Any]]) -> None:
+        """Note inputs with their shapes; there may be fewer of these, or empty ones."""
+        for name, shape in itertools.zip_longest(names, shapes[: len(names)]):
+            self._inputs.append((name, tuple(map(int, shape)) if shape else None))
+            self._enter(name, (-len(self._inputs), 0))
 
     def _declared_inputs(self) -> None:
-        names = self._message.texts("input")
         shapes = [shape.scalars("dim") for shape in self._message.messages("input_shape")]
         sizes = self._message.scalars("input_dim")
         shapes += [sizes[i : i + 4] for i in range(0, len(sizes), 4)]
-        for number, name in enumerate(names):
-            self._add_input(name, shapes[number] if number < len(shapes) else None)
+        self._add_inputs(self._message.texts("input"), shapes)
 
     def _input_layer(self, kind: str, message: Message) -> None:
         shapes = [s.scalars("dim") for s in message.message("input_param").messages("shape")]
         tops = message.texts("top")
-        if kind == "Input" and len(shapes) == 1:
-            shapes *= len(tops)
-        for number, top in enumerate(tops):
-            self._add_input(top, shapes[number] if number < len(shapes) else None)
+        self._add_inputs(
+            tops, shapes * len(tops) if kind == "Input" and len(shapes) == 1 else shapes
+        )
 
 
 def _type_of(message: Message, old: bool) -> str:

@@ -9,8 +9,8 @@ from torch import Tensor, fx, nn
 
 from torchq.config import QuantConfig, Rule
 from torchq.errors import ConfigError
-from torchq.frontends.checkpoints import brevitas, modelopt, pt2e, quanto
-from torchq.frontends.checkpoints.found import Grid, Layer, Layers, modules_of
+from torchq.frontends.checkpoints import makers, pt2e
+from torchq.frontends.checkpoints.makers import Grid, Layer, Layers, modules_of
 from torchq.nn import QuantModule, TensorQuantizer, quantized_class
 from torchq.nn.convert import unchanged_on_error
 from torchq.swap import Plan, quantize_
@@ -32,9 +32,9 @@ class Maker(NamedTuple):
 
 
 MAKERS = (
-    Maker("ModelOpt", modelopt.PACKAGE, modelopt.read_modelopt),
-    Maker("Brevitas", brevitas.PACKAGE, brevitas.read_brevitas),
-    Maker("quanto", quanto.PACKAGE, quanto.read_quanto),
+    Maker("ModelOpt", makers.MODELOPT, makers.read_modelopt),
+    Maker("Brevitas", makers.BREVITAS, makers.read_brevitas),
+    Maker("quanto", makers.QUANTO, makers.read_quanto),
     Maker("PT2E", pt2e.PACKAGE, pt2e.read_pt2e),
 )
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.descriptor import QuantDescriptor
-from torchq.frontends.checkpoints.found import Grid, Layer, Layers, RefusedError
+from torchq.frontends.checkpoints.makers import Grid, Layer, Layers, RefusedError
 from torchq.nn import quantized_class
 
 PACKAGE = "quantized_decomposed"
