@@ -163,9 +163,71 @@ def test_fp8_with_channels_is_refused(tmp_path: Path) -> None:
         export(model, example(), tmp_path / "model.onnx", dynamo=False)
 
 
+# Scripts export the model right after the layers were replaced, only to read from the graph which
+# layers feed one concatenation. Those share a quantizer then; after that comes the calibration.
+
+
+class Branches(nn.Module):
+    """Two convolutions of one input, and one that reads their concatenation beside the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = quant_nn.QuantConv2d(4, 4, 3, padding=1)
+        self.right = quant_nn.QuantConv2d(4, 4, 1)
+        self.after_left = quant_nn.QuantConv2d(4, 4, 1)
+        self.after_both = quant_nn.QuantConv2d(8, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left = self.left(x)
+        return self.after_both(torch.cat((left, self.right(x)), 1)) + self.after_left(left).mean()
+
+
+def images(seed: int) -> Tensor:
+    return torch.rand(2, 4, 6, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def convolutions_by_input(file: Any) -> dict[str, list[str]]:
+    """Return the names of the convolutions whose quantized input is the same tensor."""
+    producers = {name: node for node in file.graph.node for name in node.output}
+
+    def quantize_before(name: str) -> Any:
+        node = producers[name]
+        while node.op_type != "QuantizeLinear":
+            node = producers[node.input[0]]
+        return node
+
+    found: dict[str, list[str]] = {}
+    for node in file.graph.node:
+        if node.op_type == "Conv":
+            weight = quantize_before(node.input[1]).input[0]
+            source = quantize_before(node.input[0]).input[0]
+            found.setdefault(source, []).append(weight.removesuffix(".weight"))
+    return found
+
+
+@EXPORTERS
+def test_rules_read_from_an_uncalibrated_export(tmp_path: Path, dynamo: bool) -> None:
+    torch.manual_seed(4)
+    model = Branches().eval()
+    quant_nn.TensorQuantizer.use_fb_fake_quant = True
+    rules = export(model, images(0), tmp_path / "rules.onnx", dynamo=dynamo)
+    pairs = [names for names in convolutions_by_input(rules).values() if len(names) == 2]
+    quant_nn.TensorQuantizer.use_fb_fake_quant = False
+    assert pairs == [["left", "right"]]
+    assert all(quantizer.amax is None for quantizer in quantizers(model))
+    for first, second in pairs:
+        shared = model.get_submodule(first)._input_quantizer
+        model.get_submodule(second)._input_quantizer = shared
+    calibrate(model, [images(seed) for seed in range(3)])
+    with enable_onnx_export():
+        file = export(model, images(0), tmp_path / "model.onnx", dynamo=dynamo)
+    assert count(file, "QuantizeLinear") >= 7
+    # The runtime may round a tie to the other code: one step of the output's inputs.
+    close(tmp_path / "model.onnx", model, images(5), atol=0.02)
+
+
 @EXPORTERS
 def test_an_unknown_range_is_refused_only_on_request(tmp_path: Path, dynamo: bool) -> None:
-    """Scripts export before they calibrate, to read from the graph what feeds a concatenation."""
     model = quant_nn.QuantLinear(6, 8).eval()
     x = example()
     file = export(model, x, tmp_path / "model.onnx", dynamo=dynamo)

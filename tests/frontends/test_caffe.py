@@ -84,17 +84,6 @@ def test_layers_become_modules_under_their_names() -> None:
     assert (conv.meta["caffe_name"], conv.meta["caffe_op"]) == ("conv1", "Convolution")
 
 
-def test_the_whole_way_to_a_quantized_model() -> None:
-    model = torchq.from_caffe(*files_of("classifier"))
-    (x,) = recorded("classifier")[0].values()
-    expected = model(x)
-    report = torchq.fuse_(model, x)
-    assert [fusion.name for fusion in report.fused] == ["conv1"]
-    torchq.quantize_(model)
-    torchq.calibrate(model, [x], progress=False)
-    assert (model(x) - expected).abs().max() < 0.1  # probabilities on 8-bit codes
-
-
 OLD = """
 name: "old"  # a layer of version 1 that overwrites its input, and layers of the training phase
 input: "data" input_dim: 1 input_dim: 2 input_dim: 4 input_dim: 4

@@ -370,28 +370,6 @@ def test_a_fixed_batch_is_freed_on_request(batch: int, target: list[int]) -> Non
         read(torch.randn(4, 3, 4, 8))
 
 
-def attention(batch: int, heads: int = 2) -> Any:
-    """Return the reshapes of an attention layer: (batch, length, heads * size), all fixed."""
-    w = Writer(13)
-    x = w.input("x", [batch, 5, 4 * heads])
-    parts = [w.node("MatMul", x, w.random(4 * heads, 4 * heads)) for _ in range(3)]
-    shape = w.constant([batch, 5, heads, 4])
-    q, k, v = (w.node("Transpose", w.node("Reshape", p, shape), perm=[0, 2, 1, 3]) for p in parts)
-    weights = w.node("MatMul", q, w.node("Transpose", k, perm=[0, 1, 3, 2]))
-    mixed = w.node("MatMul", w.node("Softmax", weights, axis=-1), v)
-    mixed = w.node("Transpose", mixed, perm=[0, 2, 1, 3])
-    return w.model(w.node("Reshape", mixed, w.constant([batch, 5, 4 * heads])))
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-def test_the_batch_of_attention_is_freed(batch: int) -> None:
-    model = attention(batch)
-    read = torchq.from_onnx(model, free_batch=True)
-    x = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(1))
-    wanted = torch.cat([run_reference(model, {"x": p})[0] for p in x.split(batch)])
-    torch.testing.assert_close(read(x), wanted, rtol=1e-4, atol=1e-5)
-
-
 def taken(op_type: str) -> Any:
     """Return a file that computes with the one image of its batch."""
     w = Writer(13)

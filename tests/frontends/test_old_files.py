@@ -168,6 +168,15 @@ def with_boxes_without_an_area() -> Case:
     return w.model((y, torch.int64)), [{"boxes": values, "scores": random(1, 1, 4)}]
 
 
+def softmax_of_an_unknown_shape() -> Case:
+    """A softmax of old opsets is over several axes, here of a tensor of unknown shape."""
+    w = Writer(12)
+    y = w.conv(w.input("x", ["n", 3, 17, 17]), 3, 4)
+    shape = w.input("shape", [4], torch.int64)
+    model = w.model(w.node("Softmax", w.node("Reshape", y, shape), axis=2))
+    return model, [{"x": random(2, 3, 17, 17), "shape": torch.tensor([2, 4, 17, 17])}]
+
+
 CASES: list[Callable[[], Case]] = [
     upsampled_by_computed_scales,
     of_the_first_opsets,
@@ -177,6 +186,7 @@ CASES: list[Callable[[], Case]] = [
     with_conditions_on_dimensions,
     with_a_negative_size,
     with_boxes_without_an_area,
+    softmax_of_an_unknown_shape,
 ]
 
 

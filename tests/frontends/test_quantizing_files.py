@@ -51,14 +51,6 @@ def grid_of_a_detector() -> Any:
     return w.model(w.node("Add", y, w.node("Mul", column, ends[1])))
 
 
-def old_softmax() -> Any:
-    """Write a softmax of old opsets, over several axes of a tensor of unknown shape."""
-    w = Writer(12)
-    y = w.conv(w.input("x", ["n", 3, 17, 17]), 3, 4)
-    shape = w.input("shape", [4], torch.int64)
-    return w.model(w.node("Softmax", w.node("Reshape", y, shape), axis=2))
-
-
 CASES: dict[str, Callable[[], Any]] = {
     "uneven pooling": uneven_pooling,
     "affine blocks": affine_blocks,
@@ -90,8 +82,3 @@ def test_files_are_quantized_for_a_runtime(name: str, tmp_path: Path) -> None:
 
 def decibels(wanted: Tensor, found: Tensor) -> float:
     return float(20 * torch.log10(wanted.norm() / (wanted - found).norm().clamp(min=1e-12)))
-
-
-def test_old_softmax_needs_no_shape() -> None:
-    x, shape = torch.randn(2, 3, 17, 17), torch.tensor([2, 4, 17, 17])
-    assert_agrees(old_softmax(), {"x": x, "shape": shape})

@@ -54,9 +54,9 @@ _LAYERS = ("Conv2d", "Linear")
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino", None])
 @pytest.mark.parametrize("unsigned", [True, False])
 def test_files_compute_what_is_simulated(
-    target: str | None, unsigned: bool, generator: torch.Generator, tmp_path: Path
+    target: str | None, unsigned: bool, generator: torch.Generator, path: Path
 ) -> None:
-    model, path = quantized(generator, unsigned=unsigned), tmp_path / "net.onnx"
+    model = quantized(generator, unsigned=unsigned)
     example = images(generator)
     torchq.export_onnx(model, example, path, target=target)
     report = torchq.verify_onnx(model, path, [example])
@@ -69,30 +69,30 @@ def test_files_compute_what_is_simulated(
         assert found.quant_min < found.zero_point < found.quant_max
 
 
-def test_the_runtime_gets_the_same_numbers(generator: torch.Generator, tmp_path: Path) -> None:
+def test_the_runtime_gets_the_same_numbers(generator: torch.Generator, path: Path) -> None:
     q = TensorQuantizer(QuantDescriptor(unsigned=True, symmetric=False, amin=-0.17, amax=3.0))
     model, x = nn.Sequential(q), torch.linspace(-1, 4, 1001)
-    torchq.export_onnx(model, x, tmp_path / "q.onnx", target="onnxruntime")
-    session = onnxruntime.InferenceSession(tmp_path / "q.onnx")
+    torchq.export_onnx(model, x, path, target="onnxruntime")
+    session = onnxruntime.InferenceSession(path)
     (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     assert torch.equal(torch.from_numpy(y), model(x))
 
 
 @pytest.mark.parametrize("dynamo", [True, False])
 def test_few_bits_per_axis_and_both_exporters(
-    dynamo: bool, generator: torch.Generator, tmp_path: Path
+    dynamo: bool, generator: torch.Generator, path: Path
 ) -> None:
     descriptor = QuantDescriptor(4, unsigned=True, symmetric=False, axis=1)
     model, x = nn.Sequential(TensorQuantizer(descriptor)), torch.randn(2, 3, 5, generator=generator)
     torchq.calibrate(model, [x], progress=False)
-    torchq.export_onnx(model, x, tmp_path / "q.onnx", opset=21 if dynamo else 18, dynamo=dynamo)
-    session = onnxruntime.InferenceSession(tmp_path / "q.onnx")
+    torchq.export_onnx(model, x, path, opset=21 if dynamo else 18, dynamo=dynamo)
+    session = onnxruntime.InferenceSession(path)
     (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     assert torch.equal(torch.from_numpy(y), model(x))
 
 
-def test_power_of_two_scales_are_in_the_file(generator: torch.Generator, tmp_path: Path) -> None:
-    model, path = quantized(generator, power_of_two=True, unsigned=True), tmp_path / "p.onnx"
+def test_power_of_two_scales_are_in_the_file(generator: torch.Generator, path: Path) -> None:
+    model = quantized(generator, power_of_two=True, unsigned=True)
     torchq.export_onnx(model, images(generator), path)
     for found in activation_qparams(load_model(path)).values():
         assert torch.frexp(found.scale).mantissa == 0.5
@@ -100,30 +100,30 @@ def test_power_of_two_scales_are_in_the_file(generator: torch.Generator, tmp_pat
 
 
 @pytest.mark.filterwarnings("ignore:export_onnx")  # QNN wants quantized outputs of layers.
-def test_signed_codes_are_moved_for_qnn(generator: torch.Generator, tmp_path: Path) -> None:
-    model, path = quantized(generator, unsigned=False), tmp_path / "q.onnx"
+def test_signed_codes_are_moved_for_qnn(generator: torch.Generator, path: Path) -> None:
+    model = quantized(generator, unsigned=False)
     torchq.export_onnx(model, images(generator), path, target="qnn")
     found = activation_qparams(load_model(path))
     assert {q.format.name for q in found.values()} == {"uint8"}
     assert torchq.verify_onnx(model, path, [images(generator)]).ok
 
 
-def test_tensorrt_refuses_by_name(generator: torch.Generator, tmp_path: Path) -> None:
+def test_tensorrt_refuses_by_name(generator: torch.Generator, path: Path) -> None:
     model = quantized(generator)
     with pytest.raises(
         ExportError,
         match=r"first\.input_quantizer, second\.input_quantizer, head\.input_quantizer: has an "
         r"asymmetric range, and tensorrt takes no zero point but 0",
     ):
-        torchq.export_onnx(model, images(generator), tmp_path / "t.onnx", target="tensorrt")
-    assert not (tmp_path / "t.onnx").exists()
+        torchq.export_onnx(model, images(generator), path, target="tensorrt")
+    assert not (path).exists()
 
 
-def test_roundings_and_delegates_are_refused(generator: torch.Generator, tmp_path: Path) -> None:
+def test_roundings_and_delegates_are_refused(generator: torch.Generator, path: Path) -> None:
     model = quantized(generator, symmetric=True, rounding="half_away")
     with pytest.raises(ExportError, match=r"first\.input_quantizer: .* rounding 'half_away'"):
-        torchq.export_onnx(model, images(generator), tmp_path / "r.onnx")
+        torchq.export_onnx(model, images(generator), path)
     model = quantized(generator)
     model.get_submodule("first.input_quantizer").delegate = lambda x, quantizer: x
     with pytest.raises(ExportError, match=r"first\.input_quantizer: has a delegate"):
-        torchq.export_onnx(model, images(generator), tmp_path / "r.onnx")
+        torchq.export_onnx(model, images(generator), path)

@@ -361,7 +361,7 @@ class Bounds(nn.Module):
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino", "few bits", "half"])
-def test_every_bound_says_no_to_a_factor_of_less_than_a_code(target: str, tmp_path: Path) -> None:
+def test_every_bound_says_no_to_a_factor_of_less_than_a_code(target: str, path: Path) -> None:
     """No parameter shows it: 1 % in half precision, 3 % for codes of 4 bits, or 3 per mille."""
     runtime = target if target == "onnxruntime" else "openvino"
     if runtime == "openvino" and target != "half":
@@ -376,12 +376,12 @@ def test_every_bound_says_no_to_a_factor_of_less_than_a_code(target: str, tmp_pa
         model, x = model.half(), x.half()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        torchq.export_onnx(model, x[:1], tmp_path / "m.onnx", dynamo=False)
-    report = torchq.verify_onnx(model, tmp_path / "m.onnx", [x])
+        torchq.export_onnx(model, x[:1], path, dynamo=False)
+    report = torchq.verify_onnx(model, path, [x])
     assert report.ok, report.table()
     factor = 1.03 if few else 1.01 if half else 1.003
     for name, tap in model.taps.items():
         with tap.register_forward_hook(lambda _, inputs, out: out * factor):
-            report = torchq.verify_onnx(model, tmp_path / "m.onnx", [x])
+            report = torchq.verify_onnx(model, path, [x])
         assert report.first is not None, name
         assert report.first.name == f"{name}.input_quantizer", report.table()

@@ -50,11 +50,11 @@ def quantized(cls: type[nn.Module], shape: tuple[int, ...], **options: Any) -> t
 @pytest.mark.parametrize("version", ["1.0.0", "2.0.0"])
 @pytest.mark.parametrize(("cls", "shape"), NETWORKS)
 def test_encodings_are_those_of_the_file_with_pairs(
-    cls: type[nn.Module], shape: tuple[int, ...], version: Any, tmp_path: Path
+    cls: type[nn.Module], shape: tuple[int, ...], version: Any, path: Path, tmp_path: Path
 ) -> None:
     """Names are those of the tensors that the pairs quantize; weights are on their grid."""
     model, x = quantized(cls, shape)
-    report = export_encodings(model, x, tmp_path / "m.onnx", version=version)
+    report = export_encodings(model, x, path, version=version)
     torchq.export_onnx(model, x, tmp_path / "pairs.onnx", target="qnn", progress=False)
     pairs, plain = load_model(tmp_path / "pairs.onnx"), load_model(report.path)
     found = read_encodings(report.encodings)
@@ -79,13 +79,13 @@ def test_encodings_are_those_of_the_file_with_pairs(
 @pytest.mark.parametrize("version", ["1.0.0", "2.0.0"])
 @pytest.mark.parametrize(("cls", "shape"), NETWORKS)
 def test_aimet_holds_what_is_written(
-    cls: type[nn.Module], shape: tuple[int, ...], version: Any, tmp_path: Path
+    cls: type[nn.Module], shape: tuple[int, ...], version: Any, path: Path
 ) -> None:
     """All tensors with 1.0.0; with 2.0.0 those that the report does not say are moved."""
     onnx = pytest.importorskip("onnx")
     quantsim = pytest.importorskip("aimet_onnx.quantsim")
     model, x = quantized(cls, shape)
-    report = export_encodings(model, x, tmp_path / "m.onnx", version=version)
+    report = export_encodings(model, x, path, version=version)
     simulation = quantsim.QuantizationSimModel(
         onnx.load(report.path), param_type="int8", activation_type="int8",
         providers=["CPUExecutionProvider"],
@@ -114,12 +114,12 @@ def activation_grids(file: Any) -> list[tuple[float, float, str]]:
     [*((*network, "1.0.0") for network in NETWORKS), (*NETWORKS[2], "2.0.0")],
 )
 def test_encodings_on_the_float_file_give_the_codes_of_the_model(
-    cls: type[nn.Module], shape: tuple[int, ...], version: Any, tmp_path: Path
+    cls: type[nn.Module], shape: tuple[int, ...], version: Any, path: Path, tmp_path: Path
 ) -> None:
     """The float file has weights off the grid, as that of AIMET may have."""
     pytest.importorskip("onnxruntime")
     model, x = quantized(cls, shape)
-    report = export_encodings(model, x, tmp_path / "m.onnx", version=version)
+    report = export_encodings(model, x, path, version=version)
     options: dict[str, Any] = {"progress": False, "dynamo": False}
     torchq.export_onnx(model, x, tmp_path / "own.onnx", **options)
     graph, own = load_model(report.path), dict(model.named_parameters())
@@ -149,9 +149,9 @@ def test_encodings_on_the_float_file_give_the_codes_of_the_model(
         assert torch.equal(result, expected)
 
 
-def test_encodings_that_do_not_fit_are_one_error(tmp_path: Path) -> None:
+def test_encodings_that_do_not_fit_are_one_error(path: Path) -> None:
     model, x = quantized(Tokens, (4, 6, 12))
-    report = export_encodings(model, x, tmp_path / "m.onnx")
+    report = export_encodings(model, x, path)
     grids, read = read_encodings(report.encodings), torchq.from_onnx(report.path)
     torchq.quantize_(read, target="qnn", example=x)
     one, wide = grids["relu"], torch.full((24,), 0.1)
@@ -176,9 +176,9 @@ def test_encodings_that_do_not_fit_are_one_error(tmp_path: Path) -> None:
         apply_encodings(model, grids, x)
 
 
-def test_a_quantizer_of_two_tensors_wants_one_grid(tmp_path: Path) -> None:
+def test_a_quantizer_of_two_tensors_wants_one_grid(path: Path) -> None:
     model, x = quantized(Residual, (4, 3, 16, 16))
-    report = export_encodings(model, x, tmp_path / "m.onnx")
+    report = export_encodings(model, x, path)
     grids, read = read_encodings(report.encodings), torchq.from_onnx(report.path)
     torchq.quantize_(read, target="qnn", example=x)
     grids["relu_5"] = replace(grids["relu_5"], scale=grids["relu_5"].scale * 2)
@@ -187,10 +187,10 @@ def test_a_quantizer_of_two_tensors_wants_one_grid(tmp_path: Path) -> None:
 
 
 def test_one_command_makes_a_file_of_encodings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, x = quantized(Residual, (4, 3, 16, 16))
-    report = export_encodings(model, x, tmp_path / "m.onnx")
+    report = export_encodings(model, x, path)
     ranges = ["--encodings", str(report.encodings)]
     arguments = ["quantize", str(report.path), "--target", "qnn", "--export"]
     assert main([*arguments, str(tmp_path / "q.onnx"), *ranges]) == 0
@@ -201,18 +201,17 @@ def test_one_command_makes_a_file_of_encodings(
     assert "not allowed with argument --encodings" in capsys.readouterr().err
 
 
-def test_the_report_names_what_readers_do_otherwise(tmp_path: Path) -> None:
+def test_the_report_names_what_readers_do_otherwise(path: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 3, 16, 16)
     model = calibrated(Residual(), x)  # for no target: additions read in float
-    report = export_encodings(model, x[:1], tmp_path / "m.onnx", target=None)
+    report = export_encodings(model, x[:1], path, target=None)
     assert report.moved == ("max_pool2d", "view")
     assert len(report.widened) == 2 and "node_add" in report.widened[0]
     assert "may skip its encoding" in str(report) and "which reads it in float here" in str(report)
 
 
-def test_a_failure_leaves_both_files(tmp_path: Path) -> None:
-    path = tmp_path / "m.onnx"
+def test_a_failure_leaves_both_files(path: Path, tmp_path: Path) -> None:
     for name in ("m.onnx", "m.encodings"):
         (tmp_path / name).write_text("old")
     model, x = quantized(Layers, (4, 3, 16, 16))

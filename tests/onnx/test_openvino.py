@@ -115,13 +115,13 @@ SUMS_ALIKE_DB = 100
 
 
 @pytest.mark.parametrize("name", SUMS)
-def test_sums_are_rounded_as_in_the_file(name: str, tmp_path: Path) -> None:
-    assert net_agreement(SUMS[name], tmp_path / "model.onnx") > SUMS_ALIKE_DB
+def test_sums_are_rounded_as_in_the_file(name: str, path: Path) -> None:
+    assert net_agreement(SUMS[name], path) > SUMS_ALIKE_DB
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_concatenated_tensors_are_read_right(name: str, tmp_path: Path) -> None:
-    assert net_agreement(PATTERNS[name], tmp_path / "model.onnx") > ALIKE_DB
+def test_concatenated_tensors_are_read_right(name: str, path: Path) -> None:
+    assert net_agreement(PATTERNS[name], path) > ALIKE_DB
 
 
 #: Results of reductions whose quantization OpenVINO would compute in the same kernel.
@@ -135,8 +135,8 @@ REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
-def test_results_of_reductions_are_quantized_right(name: str, tmp_path: Path) -> None:
-    assert net_agreement(REDUCTIONS[name], tmp_path / "model.onnx") > ALIKE_DB
+def test_results_of_reductions_are_quantized_right(name: str, path: Path) -> None:
+    assert net_agreement(REDUCTIONS[name], path) > ALIKE_DB
 
 
 class Tokens(nn.Module):
@@ -162,13 +162,13 @@ JOINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", JOINED)
-def test_products_read_joined_tokens(name: str, tmp_path: Path) -> None:
+def test_products_read_joined_tokens(name: str, path: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 6, 5, 16)
     model = Tokens(JOINED[name]).eval()
     model(x)
     model = quantized(model, x)
-    assert agreement(model, x, tmp_path / "model.onnx") > ALIKE_DB
+    assert agreement(model, x, path) > ALIKE_DB
 
 
 #: Average pooling over padding that counts.
@@ -181,12 +181,11 @@ AVERAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", AVERAGES)
-def test_padding_counts_as_zero_in_averages(name: str, tmp_path: Path) -> None:
-    assert net_agreement(AVERAGES[name], tmp_path / "model.onnx") > ALIKE_DB
+def test_padding_counts_as_zero_in_averages(name: str, path: Path) -> None:
+    assert net_agreement(AVERAGES[name], path) > ALIKE_DB
 
 
-def test_averages_of_codes_that_begin_at_zero_stay_as_they_are(tmp_path: Path) -> None:
-    path = tmp_path / "model.onnx"
+def test_averages_of_codes_that_begin_at_zero_stay_as_they_are(path: Path) -> None:
     assert net_agreement(lambda a, b: F.avg_pool2d(a.relu(), 3, 1, 1), path) > ALIKE_DB
     assert not nodes_of(load_model(path), "Max")
 
@@ -204,17 +203,17 @@ class Pooled(nn.Module):
         return self.last(torch.cat([x, F.leaky_relu(self.third(x))], 1))
 
 
-def test_pooled_values_are_read_right_beside_a_concatenation(tmp_path: Path) -> None:
+def test_pooled_values_are_read_right_beside_a_concatenation(path: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(1, 3, 20, 20)
     model = quantized(Pooled().eval(), x)
-    assert agreement(model, x, tmp_path / "model.onnx") > ALIKE_DB
+    assert agreement(model, x, path) > ALIKE_DB
 
 
 @pytest.mark.parametrize("bias", [None, 0.0, -0.5])
 @pytest.mark.parametrize("shape", [(2, 64), (2, 5, 64)])
 def test_linear_layers_with_equal_biases_read_no_foreign_memory(
-    bias: float | None, shape: tuple[int, ...], tmp_path: Path
+    bias: float | None, shape: tuple[int, ...], path: Path
 ) -> None:
     torch.manual_seed(0)
     first, last = (nn.Linear(64, width, bias=bias is not None) for width in (64, 16))
@@ -223,7 +222,7 @@ def test_linear_layers_with_equal_biases_read_no_foreign_memory(
     x = torch.randn(shape)
     model = nn.Sequential(first, nn.ReLU(), last).eval()
     model = quantized(model, x)
-    assert agreement(model, x, tmp_path / "model.onnx", dynamic_batch=True) > ALIKE_DB
+    assert agreement(model, x, path, dynamic_batch=True) > ALIKE_DB
 
 
 class Dense(nn.Module):
@@ -249,12 +248,11 @@ class Dense(nn.Module):
     ids=["nothing", "norm", "norm and ReLU"],
 )
 def test_concatenations_that_no_layer_reads_keep_signed_codes(
-    norm: nn.Module, dtype: str, tmp_path: Path
+    norm: nn.Module, dtype: str, path: Path
 ) -> None:
     torch.manual_seed(0)
     x = torch.randn(1, 8, 10, 10)
     model = quantized(Dense(norm).eval(), x)
-    path = tmp_path / "model.onnx"
     assert agreement(model, x, path) > ALIKE_DB
     (node,) = nodes_of(load_model(path), "Concat")
     pairs = [computed_by(value, "DequantizeLinear") for value in node.inputs]
@@ -278,11 +276,11 @@ class Again(nn.Module):
 @pytest.mark.parametrize("between", [torch.clone, torch.relu, lambda x: x[:, :16]])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_pairs_in_a_row_behind_a_concatenation_are_kept_apart(
-    symmetric: bool, between: Callable[[Tensor], Tensor], tmp_path: Path
+    symmetric: bool, between: Callable[[Tensor], Tensor], path: Path
 ) -> None:
     """OpenVINO ends the process otherwise."""
     torch.manual_seed(0)
-    x, path = torch.randn(1, 8, 10, 10), tmp_path / "model.onnx"
+    x = torch.randn(1, 8, 10, 10)
     config = torchq.recipes.int8(reduce_range=True, symmetric=symmetric)
     model = calibrated(Again(between).eval(), x, config=config, target="openvino", example=x)
     torchq.export_onnx(model, x, path, target="openvino", dynamo=False)
@@ -317,11 +315,10 @@ def kernels(path: Path, shape: tuple[int, ...]) -> list[str]:
     return [row["primitiveType"].lower() for row in layers]
 
 
-def test_layers_of_as_many_channels_compute_in_integers(tmp_path: Path) -> None:
+def test_layers_of_as_many_channels_compute_in_integers(path: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(1, 3, 10, 10)
     model = quantized(Mixed().eval(), x)
-    path = tmp_path / "model.onnx"
     torchq.export_onnx(model, x, path, target="openvino", dynamo=False, dynamic_batch=True)
     found = kernels(path, tuple(x.shape))
     assert len(found) == 2
@@ -344,10 +341,10 @@ class Rows(nn.Module):
 
 @pytest.mark.parametrize("head", [True, False], ids=["a layer", "the result"])
 @pytest.mark.eight_bit_products
-def test_norms_of_images_read_rows(head: bool, tmp_path: Path) -> None:
+def test_norms_of_images_read_rows(head: bool, path: Path) -> None:
     """OpenVINO has one kernel for these."""
     torch.manual_seed(0)
-    path, x = tmp_path / "model.onnx", torch.randn(2, 3, 10, 12)
+    x = torch.randn(2, 3, 10, 12)
     model = quantized(Rows(head=head).eval(), x)
     shapes = {"x": {2: "height", 3: "width"}}
     for images in (x, x[:1], torch.cat([x, x], 3)):
@@ -362,9 +359,8 @@ def test_norms_of_images_read_rows(head: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "model", [Rows((10, 16)), nn.Sequential(nn.Linear(10, 16), nn.LayerNorm(16))]
 )
-def test_other_norms_stay_as_they_are(model: nn.Module, tmp_path: Path) -> None:
+def test_other_norms_stay_as_they_are(model: nn.Module, path: Path) -> None:
     x = torch.randn(2, 3, 10, 12) if isinstance(model, Rows) else torch.randn(2, 5, 10)
-    path = tmp_path / "model.onnx"
     torchq.export_onnx(quantized(model.eval(), x), x, path, target="openvino", dynamo=False)
     (norm,) = nodes_of(load_model(path), "LayerNormalization")
     assert computed_by(norm.inputs[0], "Reshape") is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,6 @@ from tests.onnx.exported import activation_qparams, calibrated, graph_of, run_fi
 from tests.onnx.exported import exported as write
 from torchq.errors import ExportError
 from torchq.onnx.ir import attribute, load_model, nodes_of, onnx_ir, save_model
-from torchq.onnx.passes.constants import fold_shapes
 from torchq.onnx.passes.convolutions import fold_pads, with_lengths
 from torchq.onnx.qdq import read_record, write_record
 
@@ -113,8 +113,8 @@ SINGLE = torchq.runtimes.TensorRt(precision="float32")
 @pytest.mark.eight_bit_products
 @pytest.mark.parametrize("target", [None, "onnxruntime", "openvino", SINGLE, "qnn"], ids=str)
 @pytest.mark.parametrize("dynamo", EXPORTERS)
-def test_zeros_become_pads(target: Any, dynamo: bool, tmp_path: Path) -> None:
-    path, x = tmp_path / "model.onnx", images(2, 16, 12, 10)
+def test_zeros_become_pads(target: Any, dynamo: bool, path: Path) -> None:
+    x = images(2, 16, 12, 10)
     layers = (nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.ZeroPad2d((0, 1, 2, 3)))
     model = nn.Sequential(*layers, nn.Conv2d(16, 32, 2, padding=1), torchq.nn.QuantIdentity())
     model = exported(model, x, path, target, dynamo=dynamo)
@@ -137,9 +137,9 @@ def test_zeros_become_pads(target: Any, dynamo: bool, tmp_path: Path) -> None:
     ids=["one", "three", "twice", "depthwise", "valid"],
 )
 def test_dimensions(
-    layers: list[nn.Module], shape: tuple[int, ...], expected: list[int], tmp_path: Path
+    layers: list[nn.Module], shape: tuple[int, ...], expected: list[int], path: Path
 ) -> None:
-    path, x = tmp_path / "model.onnx", images(*shape)
+    x = images(*shape)
     model = exported(nn.Sequential(*layers), x, path, None)
     assert pads(path) == [expected]
     onnx.checker.check_model(path, full_check=True)
@@ -147,49 +147,36 @@ def test_dimensions(
     assert sqnr(run_file(path, x)[0], model(x)) > 100
 
 
-def test_float_convolutions_pad_too(tmp_path: Path) -> None:
-    path, x = tmp_path / "model.onnx", images(1, 3, 6, 6)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), Pad(1, 1, 0, 0), nn.Conv2d(4, 4, 3))
-    with pytest.warns(UserWarning, match="no active quantizer"):
-        torchq.export_onnx(model.eval(), x, path, dynamo=False)
-    assert pads(path) == [[0] * 4, [0, 1, 0, 1]]
-    assert sqnr(run_file(path, x)[0], model(x)) > 100
+NARROW_CONV = nn.Conv2d(8, 4, 2)
 
 
 @pytest.mark.parametrize(
-    "pad",
+    ("pad", "last"),
     [
-        Pad(0, 1, 0, 1, value=1.0),
-        Pad(0, 1, 0, 1, mode="reflect"),
-        Pad(0, -1, 0, 1),
-        Pad(0, 1, 0, 1, 0, 2),
+        (Pad(0, 1, 0, 1, value=1.0), NARROW_CONV),
+        (Pad(0, 1, 0, 1, mode="reflect"), NARROW_CONV),
+        (Pad(0, -1, 0, 1), NARROW_CONV),
+        (Pad(0, 1, 0, 1, 0, 2), nn.Conv2d(10, 4, 2)),
+        (Pad(0, 1, 0, 1), nn.Conv2d(8, 4, 3, padding="same")),
     ],
-    ids=["ones", "reflected", "cut", "channels"],
+    ids=["ones", "reflected", "cut", "channels", "auto_pad"],
 )
-def test_other_pads_stay(pad: Pad, tmp_path: Path) -> None:
-    path, x = tmp_path / "model.onnx", images(1, 3, 6, 6)
-    last = nn.Conv2d(8 if len(pad.amounts) < 6 else 10, 4, 2)
-    model = exported(nn.Sequential(nn.Conv2d(3, 8, 3), pad, last), x, path, None)
-    assert len(nodes_of(load_model(path), "Pad")) == 1
-    assert torchq.verify_onnx(model, path, [x]).ok
-    assert sqnr(run_file(path, x)[0], model(x)) > 100
-
-
-def test_same_padding_stays(tmp_path: Path) -> None:
+def test_other_pads_stay(pad: Pad, last: nn.Module, path: Path) -> None:
     """How much ``auto_pad`` adds depends on what the convolution reads."""
-    path, x = tmp_path / "model.onnx", images(1, 3, 6, 6)
-    layers = (nn.Conv2d(3, 8, 3), Pad(0, 1, 0, 1), nn.Conv2d(8, 4, 3, padding="same"))
+    x = images(1, 3, 6, 6)
+    layers = (nn.Conv2d(3, 8, 3), pad, copy.deepcopy(last))
     model = exported(nn.Sequential(*layers), x, path, None)
     assert len(nodes_of(load_model(path), "Pad")) == 1
+    assert torchq.verify_onnx(model, path, [x]).ok
     assert sqnr(run_file(path, x)[0], model(x)) > 100
 
 
 @pytest.mark.eight_bit_products
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
 @pytest.mark.parametrize("value", [-1.0, 1.0])
-def test_codes_behind_other_numbers(target: str, value: float, tmp_path: Path) -> None:
+def test_codes_behind_other_numbers(target: str, value: float, path: Path) -> None:
     """Zeros or more leave unsigned codes behind a ReLU; less needs codes for it."""
-    path, x = tmp_path / "model.onnx", images(1, 3, 6, 6)
+    x = images(1, 3, 6, 6)
     layers = (nn.Conv2d(3, 8, 3), nn.ReLU(), Pad(1, 1, 1, 1, value=value), nn.Conv2d(8, 4, 2))
     model = exported(nn.Sequential(*layers, torchq.nn.QuantIdentity()), x, path, target)
     found = torchq.verify_onnx(model, path, [x])
@@ -199,8 +186,8 @@ def test_codes_behind_other_numbers(target: str, value: float, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("other", ["output", "pool"])
-def test_other_readers_keep_the_pad(other: str, tmp_path: Path) -> None:
-    path, x = tmp_path / "model.onnx", images(1, 3, 6, 6)
+def test_other_readers_keep_the_pad(other: str, path: Path) -> None:
+    x = images(1, 3, 6, 6)
     model = exported(Shared(other), x, path, None)
     assert len(nodes_of(load_model(path), "Pad")) == 1
     assert torchq.verify_onnx(model, path, [x]).ok
@@ -210,8 +197,8 @@ def test_other_readers_keep_the_pad(other: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("axis", "count"), [(1, 0), (3, 1)])
-def test_scales_of_pixels_keep_the_pad(axis: int, count: int, tmp_path: Path) -> None:
-    path, x = tmp_path / "model.onnx", images(1, 4, 6, 6)
+def test_scales_of_pixels_keep_the_pad(axis: int, count: int, path: Path) -> None:
+    x = images(1, 4, 6, 6)
     weight = torchq.QuantDescriptor(axis=0)
     rule = torchq.Rule("1", input=torchq.QuantDescriptor(axis=axis), weight=weight)
     config = torchq.QuantConfig((rule,))
@@ -248,18 +235,6 @@ def test_axes_of_pads(axes: list[int]) -> None:
     assert list(attribute(node, "pads")) == ([1, 0, 2, 3] if axes[0] == 2 else [0, 1, 3, 2])
 
 
-@pytest.mark.parametrize(("count", "left"), [(4, 0), (4096, 1)])
-def test_large_constants_are_not_stored(count: int, left: int) -> None:
-    model = graph_of(
-        ("ConstantOfShape", ["count"], ["zeros"], {}),
-        ("Add", ["x", "zeros"], ["y"], {}),
-        stored={"count": torch.tensor([count])},
-        shape=(count,),
-    )
-    fold_shapes(model)
-    assert len(nodes_of(model, "ConstantOfShape")) == left
-
-
 def damaged(path: Path, change: str) -> Path:
     """Write a file beside another one, with other pads or another record of them."""
     model, other = load_model(path), path.with_name("damaged.onnx")
@@ -275,8 +250,8 @@ def damaged(path: Path, change: str) -> Path:
 
 
 @pytest.mark.parametrize("change", ["record", "no record", "pads"])
-def test_damage_is_found(change: str, tmp_path: Path) -> None:
-    path, x = tmp_path / "model.onnx", images(1, 3, 6, 6)
+def test_damage_is_found(change: str, path: Path) -> None:
+    x = images(1, 3, 6, 6)
     layers = (nn.Conv2d(3, 4, 3), Pad(1, 0, 1, 0), nn.Conv2d(4, 4, 2), nn.ReLU())
     model = exported(nn.Sequential(*layers, nn.Conv2d(4, 4, 1)), x, path, None)
     assert torchq.verify_onnx(model, path, [x]).ok
@@ -287,7 +262,7 @@ def test_damage_is_found(change: str, tmp_path: Path) -> None:
         assert not torchq.verify_onnx(model, damaged(path, change), [x]).ok
 
 
-def test_equal_quantizers_become_one(tmp_path: Path) -> None:
+def test_equal_quantizers_become_one(path: Path) -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -298,7 +273,7 @@ def test_equal_quantizers_become_one(tmp_path: Path) -> None:
             x = self.stem(x)
             return self.side(x)[..., :4, :4] + self.up(x)
 
-    path, x = tmp_path / "model.onnx", images(1, 3, 6, 6)
+    x = images(1, 3, 6, 6)
     model = exported(Branches(), x, path)
     assert pads(path) == [[0] * 4, [0, 0, 1, 1], [0] * 4]
     stem = nodes_of(load_model(path), "Conv")[0].outputs[0]
@@ -307,8 +282,8 @@ def test_equal_quantizers_become_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dynamo", EXPORTERS)
-def test_known_lengths_are_computed(dynamo: bool, tmp_path: Path) -> None:
-    path, x = tmp_path / "model.onnx", images(2, 3, 13, 16)
+def test_known_lengths_are_computed(dynamo: bool, path: Path) -> None:
+    x = images(2, 3, 13, 16)
     model = exported(Mobile(), x, path, dynamo=dynamo)
     assert pads(path) == [[1, 0, 1, 1], [1, 1, 2, 1]]
     assert not nodes_of(load_model(path), "Shape", "Ceil", "Concat", "ConstantOfShape", "Cast")
@@ -337,8 +312,8 @@ def test_open_lengths_become_known(target: str, tmp_path: Path) -> None:
     assert path.read_bytes() == graph
 
 
-def test_files_without_computed_pads_stay(tmp_path: Path) -> None:
-    path, x = tmp_path / "model.onnx", images(1, 3, 6, 6)
+def test_files_without_computed_pads_stay(path: Path) -> None:
+    x = images(1, 3, 6, 6)
     exported(nn.Sequential(nn.Conv2d(3, 4, 3), Pad(1, 0, value=2.0)), x, path, None)
     graph = path.read_bytes()
     assert b"Pad" in graph and with_lengths(graph, [("x", (1, 3, 6, 6))]) is graph

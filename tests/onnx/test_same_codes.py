@@ -61,8 +61,7 @@ def share_equal(model: nn.Module, path: Path, x: Tensor) -> float:
 
 @pytest.mark.parametrize("dynamo", [True, False])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_images_get_equal_results_in_a_session(recipe: str, dynamo: bool, tmp_path: Path) -> None:
-    path = tmp_path / "m.onnx"
+def test_images_get_equal_results_in_a_session(recipe: str, dynamo: bool, path: Path) -> None:
     model, x = made(recipe, path, dynamo)
     assert share_equal(model, path, x) >= _MOST
     with folded_corrections(model):  # files have gains in the scales of weights
@@ -73,9 +72,8 @@ def test_images_get_equal_results_in_a_session(recipe: str, dynamo: bool, tmp_pa
     assert ("blocks.0.first" in biases) is (recipe != "w4a4")
 
 
-def test_exact_sums_give_every_code_of_the_session(tmp_path: Path) -> None:
+def test_exact_sums_give_every_code_of_the_session(path: Path) -> None:
     """With one float32 product for the scale, as ONNX Runtime has; without it some codes differ."""
-    path = tmp_path / "m.onnx"
     model, x = made("int8", path)
     report = torchq.verify_onnx(model, path, [x], exact=True, progress=False)
     assert report.outputs[0].equal == 1 and sum(layer.differ for layer in report.layers) == 0
@@ -106,9 +104,8 @@ def last_bit(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("damage", [float_biases, signed_codes, last_bit])
 def test_another_grid_bias_or_last_bit_shows(
-    damage: Callable[[nn.Module], None], tmp_path: Path
+    damage: Callable[[nn.Module], None], path: Path
 ) -> None:
-    path = tmp_path / "m.onnx"
     model, x = made("int8", path)
     damage(model)
     is_seen = share_equal(model, path, x) < _MOST
@@ -137,10 +134,10 @@ class Forked(nn.Module):
     [("one", True), ("padded", True), ("two", False), ("reshaped", False)],
 )
 def test_a_result_of_two_ranges_is_computed_in_float(
-    kind: str, on_integers: bool, tmp_path: Path
+    kind: str, on_integers: bool, path: Path, tmp_path: Path
 ) -> None:
     """Kernels return codes of one range; the plan knows, the file shows, and the codes agree."""
-    model, x, path = Forked(kind).eval(), torch.randn(8, 3, 8, 8), tmp_path / "m.onnx"
+    model, x = Forked(kind).eval(), torch.randn(8, 3, 8, 8)
     config, weight = RECIPES["int8"](), torchq.QuantDescriptor(7, axis=0)
     if kind == "two":
         narrow = torchq.QuantDescriptor(calib_method="percentile", calib_options={"percentile": 90})
@@ -162,8 +159,8 @@ def test_a_result_of_two_ranges_is_computed_in_float(
     assert max(layer.elements for layer in report.layers) <= 8 * 8 * 100  # each reader has a row
 
 
-def test_biases_are_rounded_in_training_too_and_stored_as_they_were(tmp_path: Path) -> None:
-    model, _ = made("int8", tmp_path / "m.onnx")
+def test_biases_are_rounded_in_training_too_and_stored_as_they_were(path: Path) -> None:
+    model, _ = made("int8", path)
     layer = model.get_submodule("blocks.0.second")
     stored = layer.bias.detach().clone()
     step = layer.input_quantizer.scale * layer.weight_quantizer.scale.flatten()
@@ -200,13 +197,13 @@ def test_tensorrt_has_signed_codes_and_rules_that_fix_unsigned_ones_stay() -> No
         assert plan.decision("2").input.unsigned is wanted and plan.decision("2").unsigned == ()
 
 
-def test_a_model_for_no_target_keeps_its_grid_with_a_warning(tmp_path: Path) -> None:
+def test_a_model_for_no_target_keeps_its_grid_with_a_warning(path: Path) -> None:
     torch.manual_seed(0)
     model, x = Residual().eval(), torch.randn(2, 3, 12, 12)
     torchq.quantize_(model, progress=False)
     torchq.calibrate(model, [x], progress=False)
     with pytest.warns(UserWarning, match="quantized for no target") as seen:
-        torchq.export_onnx(model, x, tmp_path / "m.onnx", target="openvino", progress=False)
+        torchq.export_onnx(model, x, path, target="openvino", progress=False)
     texts = [str(w.message) for w in seen if "quantized for no target" in str(w.message)]
     assert len(texts) == 1 and "target='openvino'" in texts[0]
-    assert other_scales(model, tmp_path / "m.onnx") == []
+    assert other_scales(model, path) == []

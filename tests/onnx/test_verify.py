@@ -105,10 +105,10 @@ def test_the_last_bit_of_a_number_is_seen(name: str, exported: tuple[nn.Module, 
     assert report.first is not None and report.first.name.startswith("blocks.0.second")
 
 
-def test_with_exact_sums_no_code_differs(tmp_path: Path) -> None:
+def test_with_exact_sums_no_code_differs(path: Path) -> None:
     x = torch.randn(4, 3, 16, 16)
-    model = write(Residual(), x, tmp_path / "m.onnx", config=torchq.recipes.int8())
-    report = torchq.verify_onnx(model, tmp_path / "m.onnx", [x], exact=True)
+    model = write(Residual(), x, path, config=torchq.recipes.int8())
+    report = torchq.verify_onnx(model, path, [x], exact=True)
     assert report.ok and "the optimised file in onnxruntime" in str(report)
     assert sum(layer.differ for layer in report.layers) == 0
     assert report.outputs[0].equal == 1
@@ -142,10 +142,10 @@ class Repeated(nn.Module):
         return x
 
 
-def test_repeated_layers_are_told_apart(tmp_path: Path) -> None:
+def test_repeated_layers_are_told_apart(path: Path) -> None:
     model = calibrated(Repeated(), torch.randn(16, 6))
-    torchq.export_onnx(model, torch.randn(1, 6), tmp_path / "m.onnx", dynamo=False)
-    report = torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(9, 6), torch.randn(2, 6)])
+    torchq.export_onnx(model, torch.randn(1, 6), path, dynamo=False)
+    report = torchq.verify_onnx(model, path, [torch.randn(9, 6), torch.randn(2, 6)])
     names = {layer.name for layer in report.layers if "input" in layer.name}
     assert names == {
         "linear.input_quantizer",
@@ -155,48 +155,25 @@ def test_repeated_layers_are_told_apart(tmp_path: Path) -> None:
     assert report.ok, str(report)
 
 
-def test_several_outputs_and_dict_batches(tmp_path: Path) -> None:
+def test_several_outputs_and_dict_batches(path: Path) -> None:
     model = calibrated(Layers(), torch.randn(8, 3, 9, 9))
     torchq.export_onnx(
         model,
         {"x": torch.randn(1, 3, 9, 9)},
-        tmp_path / "m.onnx",
+        path,
         dynamo=False,
         output_names=["up", "left", "right"],
     )
-    report = torchq.verify_onnx(model, tmp_path / "m.onnx", [{"x": torch.randn(2, 3, 9, 9)}])
+    report = torchq.verify_onnx(model, path, [{"x": torch.randn(2, 3, 9, 9)}])
     assert [o.name for o in report.outputs] == ["up", "left", "right"]
     assert report.ok
 
 
-class Nested(nn.Module):
-    """A head that takes its features in containers, as detectors and trackers do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(4, 3), nn.Linear(5, 3)
-
-    def forward(self, features: dict[str, Any]) -> torch.Tensor:
-        first, (second,) = features["first"], features["rest"]
-        return self.left(first) + self.right(second)
-
-
-def test_batches_with_tensors_in_containers(tmp_path: Path) -> None:
-    batch = {"features": {"first": torch.randn(2, 4), "rest": (torch.randn(2, 5),)}}
-    model = Nested()
-    torchq.quantize_(model)
-    torchq.calibrate(model, [batch], progress=False)
-    torchq.export_onnx(model, batch, tmp_path / "m.onnx", dynamo=True)
-    assert torchq.verify_onnx(model, tmp_path / "m.onnx", [batch]).ok
-
-
-def test_a_plain_export_is_compared_end_to_end(tmp_path: Path) -> None:
+def test_a_plain_export_is_compared_end_to_end(path: Path) -> None:
     """A file that torch.onnx.export wrote by itself has no names of quantizers."""
     model = calibrated(nn.Sequential(nn.Linear(6, 6)), torch.randn(8, 6))
-    torch.onnx.export(
-        model, (torch.randn(2, 6),), tmp_path / "m.onnx", opset_version=21, verbose=False
-    )
-    report = torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(2, 6)])
+    torch.onnx.export(model, (torch.randn(2, 6),), path, opset_version=21, verbose=False)
+    report = torchq.verify_onnx(model, path, [torch.randn(2, 6)])
     assert report.layers == ()
     assert report.ok and report.outputs[0].max_diff < 1e-6
 
@@ -212,41 +189,41 @@ def test_float_nodes_are_explained(exported: tuple[nn.Module, Path]) -> None:
 
 @pytest.mark.parametrize(("reduce_range", "wide"), [(False, 7), (True, 0)])
 def test_weights_that_overflow_without_vnni_are_counted(
-    reduce_range: bool, wide: int, tmp_path: Path
+    reduce_range: bool, wide: int, path: Path
 ) -> None:
     x = torch.randn(4, 3, 16, 16)
     config = torchq.recipes.int8(reduce_range=reduce_range)
-    model = write(Residual(), x, tmp_path / "m.onnx", config=config)
+    model = write(Residual(), x, path, config=config)
     stored = [
         t
-        for t in onnx.load(str(tmp_path / "m.onnx")).graph.initializer
+        for t in onnx.load(str(path)).graph.initializer
         if t.name.endswith(("/weight", "/weight.T"))
     ]
     largest = max(abs(onnx.numpy_helper.to_array(t).astype(int)).max() for t in stored)
     assert largest == (64 if reduce_range else 127) or largest == (63 if reduce_range else 128)
-    report = torchq.inspect_onnx(tmp_path / "m.onnx")
+    report = torchq.inspect_onnx(path)
     assert len(report.wide) >= wide if wide else report.wide == ()
     assert ("recipes.int8(reduce_range=True)" in str(report)) == bool(wide)
-    assert torchq.verify_onnx(model, tmp_path / "m.onnx", [x]).ok
+    assert torchq.verify_onnx(model, path, [x]).ok
 
 
 @pytest.mark.parametrize("dynamo", [False, True])
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino", "qnn", "tensorrt"])
 def test_activations_of_four_bits_verify_with_every_sign(
-    target: str, dynamo: bool, tmp_path: Path
+    target: str, dynamo: bool, path: Path
 ) -> None:
     """Files hold them as 8 bits. Signed codes may be moved by 128; those up to 15 fit int8."""
     torch.manual_seed(0)
     x = torch.randn(2, 3, 8, 8)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 1))
     config = torchq.recipes.integer(8, 4, first_last=4)
-    write(model, x, tmp_path / "m.onnx", target, config=config, dynamo=dynamo)
-    report = torchq.verify_onnx(model, tmp_path / "m.onnx", [x], progress=False)
+    write(model, x, path, target, config=config, dynamo=dynamo)
+    report = torchq.verify_onnx(model, path, [x], progress=False)
     assert report.ok, str(report)
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
-def test_zero_points_in_the_middle_verify_with_every_sign(target: str, tmp_path: Path) -> None:
+def test_zero_points_in_the_middle_verify_with_every_sign(target: str, path: Path) -> None:
     """Codes with the zero point 128 may be written as signed ones."""
     torch.manual_seed(0)
     x = torch.randn(2, 3, 8, 8)
@@ -256,8 +233,8 @@ def test_zero_points_in_the_middle_verify_with_every_sign(target: str, tmp_path:
     model[0].input_quantizer.set_range(-1.28, 1.27)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        torchq.export_onnx(model, x, tmp_path / "m.onnx", target=target, dynamo=False)
-    assert torchq.verify_onnx(model, tmp_path / "m.onnx", [x], progress=False).ok
+        torchq.export_onnx(model, x, path, target=target, dynamo=False)
+    assert torchq.verify_onnx(model, path, [x], progress=False).ok
 
 
 def fp8_file(path: Path, target: str | None = "onnxruntime") -> nn.Module:
@@ -272,17 +249,17 @@ def fp8_file(path: Path, target: str | None = "onnxruntime") -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore:verify_onnx. onnxruntime .* cannot run the model")
-def test_fp8_files_verify_with_every_runtime(tmp_path: Path) -> None:
+def test_fp8_files_verify_with_every_runtime(path: Path) -> None:
     """ONNX Runtime 1.31 makes an invalid graph of a Gemm of FP8; 1.32 optimises it."""
-    model = fp8_file(tmp_path / "m.onnx")
-    report = torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(5, 8)])
+    model = fp8_file(path)
+    report = torchq.verify_onnx(model, path, [torch.randn(5, 8)])
     assert report.ok and len(report.layers) == 7
     # 1.32 removes a ReLU in front of FP8 codes, which costs all but 2 dB.
     assert all(output.sqnr_db > 100 for output in report.outputs)
 
 
 def test_what_the_runtime_cannot_optimise_is_compared_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def without_optimisations(path: Path, *, optimize: bool) -> Session:
         if optimize:
@@ -290,31 +267,31 @@ def test_what_the_runtime_cannot_optimise_is_compared_as_it_is(
         return Session(path, optimize=False)
 
     monkeypatch.setattr("torchq.onnx.verify.verify.open_session", without_optimisations)
-    model = fp8_file(tmp_path / "m.onnx")
+    model = fp8_file(path)
     with pytest.warns(
         UserWarning,
         match=r"verify_onnx: onnxruntime .* cannot run the model.* Compared without optimisations",
     ):
-        report = torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(5, 8)])
+        report = torchq.verify_onnx(model, path, [torch.randn(5, 8)])
     assert report.ok and "as it is written" in report.session
 
 
-def test_batches_that_do_not_fit_the_file_are_refused(tmp_path: Path) -> None:
+def test_batches_that_do_not_fit_the_file_are_refused(path: Path) -> None:
     model = calibrated(nn.Sequential(nn.Linear(8, 8)), torch.randn(16, 8))
-    torchq.export_onnx(model, torch.randn(2, 8), tmp_path / "m.onnx", dynamo=False)
+    torchq.export_onnx(model, torch.randn(2, 8), path, dynamo=False)
     with pytest.raises(
         ExportError,
         match=r"has torch.float32 of shape \[5, 4, 8\] .* torch.float32 of shape \['batch', 8\]",
     ):
-        torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(5, 4, 8)])
+        torchq.verify_onnx(model, path, [torch.randn(5, 4, 8)])
 
 
 def test_files_above_the_limit_of_protobuf_keep_tensors_beside_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The limit is 2 GB; here every file is above it."""
     monkeypatch.setattr("torchq.onnx.ir._EXTERNAL_ABOVE", 0)
-    x, path = torch.randn(4, 3, 16, 16), tmp_path / "m.onnx"
+    x = torch.randn(4, 3, 16, 16)
     model = calibrated(Residual(), x)
     for _ in range(2):  # writing again replaces the tensors
         report = torchq.export_onnx(model, x[:1], path, dynamo=False)
@@ -379,14 +356,11 @@ def test_a_model_that_fails_on_what_fits_the_file_is_another_one(
         torchq.verify_onnx(other, path, [torch.randn(2, 3, 16, 16)])
 
 
-def test_a_norm_that_was_not_fused_is_named(tmp_path: Path) -> None:
+def test_a_norm_that_was_not_fused_is_named(path: Path) -> None:
     """ONNX Runtime folds it into the weight, and rounds that to other codes."""
     x = torch.rand(8, 3, 32, 32) * 2 - 1
     layers = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
     model = nn.Sequential(*layers, nn.MaxPool2d(3, 2, 1), nn.Conv2d(64, 16, 3))
-    calibrated(model, x, target="onnxruntime", example=x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        torchq.export_onnx(model, x, tmp_path / "m.onnx")
-    report = torchq.verify_onnx(model, tmp_path / "m.onnx", [x])
+    write(model, x, path, dynamo=True)
+    report = torchq.verify_onnx(model, path, [x])
     assert not report.ok and "call torchq.fuse_ before quantize_" in str(report), report

@@ -134,7 +134,7 @@ def evaluate(
         [_helper.make_empty_tensor_value_info(value.name)],
         initializer=[*map(stored_proto, constants)],
     )
-    imports = [_helper.make_opsetid(d, v) for d, v in model.graph.opset_imports.items()]
+    imports = _opsets(model.graph.opset_imports)
     evaluator = _reference.ReferenceEvaluator(_helper.make_model(graph, opset_imports=imports))
     (result,) = evaluator.run(None, {v.name: tensor.numpy() for v, tensor in given.items()})
     # The result may be a number without dimensions, or an expanded view.
@@ -148,17 +148,16 @@ def known_shapes(model: Model, open_names: bool = False) -> dict[str, Shape]:
     Shapes that the exporter noted elsewhere are not used: the TorchScript exporter notes the batch
     size of the example there.
     """
-    slim = _slim(model)
+    found = _inferred(model)
     # Inference makes up names for dimensions that it does not know.
-    names = {d.dim_param for value in slim.graph.input for d in value.type.tensor_type.shape.dim}
-    found = _onnx.shape_inference.infer_shapes(slim, data_prop=True).graph
+    given = [found[str(value.name)].shape.dim for value in model.graph.inputs]
+    names = {dim.dim_param for dims in given for dim in dims}
     stored = model.graph.initializers.values()
-    shapes = {value.name: tuple(value.shape.numpy()) for value in stored}
-    for value in (*found.input, *found.value_info, *found.output):
-        kind = value.type.tensor_type
+    shapes: dict[str, Shape] = {value.name: tuple(value.shape.numpy()) for value in stored}
+    for name, kind in found.items():
         if kind.HasField("shape"):
             lengths = (_length(dim) for dim in kind.shape.dim)
-            shapes[value.name] = tuple(
+            shapes[name] = tuple(
                 n if open_names or isinstance(n, int) or n in names else None for n in lengths
             )
     return shapes
@@ -166,29 +165,38 @@ def known_shapes(model: Model, open_names: bool = False) -> dict[str, Shape]:
 
 def known_types(model: Model) -> dict[str, DataType]:
     """Return the types of the elements of all tensors of the graph, by name of the value."""
-    found = _onnx.shape_inference.infer_shapes(_slim(model)).graph
-    inferred = (*found.input, *found.value_info, *found.output)
-    types = {value.name: onnx_ir.DataType(value.type.tensor_type.elem_type) for value in inferred}
+    types = {name: onnx_ir.DataType(kind.elem_type) for name, kind in _inferred(model).items()}
     return types | {name: data_type(v) for name, v in model.graph.initializers.items()}
 
 
-def _slim(model: Model) -> Any:
-    """Return a model of the same nodes, without the contents of large tensors."""
-    graph = model.graph
-    slim = _onnx.ModelProto(ir_version=model.ir_version)
-    slim.graph.name = "shapes"
-    slim.opset_import.extend(
-        _onnx.helper.make_opsetid(domain, version)
-        for domain, version in {**graph.opset_imports, _UNKNOWN: 1}.items()
+def _inferred(model: Model) -> dict[str, Any]:
+    """Return the inferred types by name; of large stored tensors only the shapes take part."""
+    graph, describe = model.graph, _helper.make_tensor_value_info
+    inputs = [*map(serde.serialize_value, graph.inputs)]
+    given = {value.name for value in inputs}
+    small: list[Any] = []
+    for value in graph.initializers.values():
+        if value.const_value.size <= _SMALL:
+            small.append(stored_proto(value))
+        elif value.name not in given:
+            shape = list(value.const_value.shape.numpy())
+            inputs.append(describe(value.name, data_type(value).value, shape))
+    outputs = [
+        describe(v.name, 0 if v.dtype is None else v.dtype.value, None) for v in graph.outputs
+    ]
+    slim = _helper.make_model(
+        _helper.make_graph([*map(_to_infer, graph)], "shapes", inputs, outputs, small),
+        functions=[*map(serde.serialize_function, model.functions.values())],
+        opset_imports=_opsets({**graph.opset_imports, _UNKNOWN: 1}),
+        ir_version=model.ir_version,
     )
-    slim.functions.extend(
-        serde.serialize_function(function) for function in model.functions.values()
-    )
-    slim.graph.node.extend(_to_infer(node) for node in graph)
-    slim.graph.input.extend(map(serde.serialize_value, graph.inputs))
-    slim.graph.output.extend(_without_shape(value) for value in graph.outputs)
-    _add_stored(slim, graph.initializers.values(), {value.name for value in graph.inputs})
-    return slim
+    found = _onnx.shape_inference.infer_shapes(slim, data_prop=True).graph
+    values = (*found.input, *found.value_info, *found.output)
+    return {value.name: value.type.tensor_type for value in values}
+
+
+def _opsets(versions: Mapping[str, int]) -> list[Any]:
+    return [_helper.make_opsetid(domain, version) for domain, version in versions.items()]
 
 
 def _to_infer(node: Node) -> Any:
@@ -197,24 +205,6 @@ def _to_infer(node: Node) -> Any:
     if node.op_type == "SplitToSequence" and not attribute(node, "keepdims", 1):
         proto.domain = _UNKNOWN  # onnx 1.23 says that the parts keep the dimension.
     return proto
-
-
-def _add_stored(slim: Any, values: Any, inputs: set[str]) -> None:
-    """Add small stored tensors with their contents, and the shape alone of larger ones."""
-    for value in values:
-        if value.const_value.size <= _SMALL:
-            slim.graph.initializer.append(stored_proto(value))
-        elif value.name not in inputs:
-            slim.graph.input.append(
-                _onnx.helper.make_tensor_value_info(
-                    value.name, data_type(value).value, list(value.const_value.shape.numpy())
-                )
-            )
-
-
-def _without_shape(value: Value) -> Any:
-    dtype = 0 if value.dtype is None else value.dtype.value
-    return _onnx.helper.make_tensor_value_info(value.name, dtype, None)
 
 
 def _length(dim: Any) -> int | str | None:

@@ -67,16 +67,17 @@ def _fold_pads(model: Model) -> None:
     """
     folded: dict[str, list[int]] = dict(read_record(model).get(_FOLDED, {}))
     for node in reversed(nodes_of(model, "Pad")):  # Of two in a row, the second one comes first.
-        behind = _Readers.of(node.outputs[0])
-        amounts = None if behind is None else _zeros_around(node, behind.dims)
-        if behind is None or amounts is None:
+        pairs, convolutions = _read_by(node.outputs[0])
+        dims = min(map(_dims, convolutions), default=0)
+        amounts = _zeros_around(node, dims) if dims else None
+        if amounts is None:
             continue
         bypass(node)
-        for convolution in behind.convolutions:
+        for convolution in convolutions:
             pads = zip(_pads(convolution), _spatial(amounts), strict=True)
             set_attribute(convolution, "pads", [a + b for a, b in pads])
             convolution.attributes.pop("auto_pad", None)
-        for pair in behind.pairs:
+        for pair in pairs:
             pair.outputs[0].shape = None
             if pair.op_type == "QuantizeLinear":
                 before = folded.get(pair_name(pair), [0] * len(amounts))
@@ -136,37 +137,27 @@ def with_lengths(graph: bytes, shapes: Iterable[tuple[str, Sequence[int]]]) -> b
     return changed
 
 
-class _Readers:
-    """What reads a value, through Q/DQ pairs."""
-
-    def __init__(self) -> None:
-        self.pairs: list[Node] = []
-        self.convolutions: list[Node] = []
-
-    @classmethod
-    def of(cls, value: Value) -> _Readers | None:
-        """Return what reads ``value``; None where that is not convolutions alone."""
-        found = cls()
-        return found if found._add(value) and found.dims else None
-
-    def _add(self, value: Value) -> bool:
-        if is_output(value):
-            return False
-        for node in readers(value):
+def _read_by(value: Value) -> tuple[list[Node], list[Node]]:
+    """Return the Q/DQ pairs and the convolutions that read a value; none if others read it too."""
+    pairs: list[Node] = []
+    convolutions: list[Node] = []
+    pending = [value]
+    while pending:
+        current = pending.pop(0)
+        for node in readers(current):
             if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
-                self.pairs.append(node)
-                if not _is_same_at_each_pixel(node) or not self._add(node.outputs[0]):
-                    return False
-            elif node.op_type == "Conv" and attribute(node, "auto_pad", "NOTSET") in _EXPLICIT:
-                self.convolutions.append(node)
+                pairs.append(node)
+                pending.append(node.outputs[0])
+                known = _is_same_at_each_pixel(node)
             else:
-                return False
-        return True
-
-    @property
-    def dims(self) -> int:
-        """The number of dimensions of the value; 0 where no stored weight shows it."""
-        return min(map(_dims, self.convolutions), default=0)
+                convolutions.append(node)
+                explicit = attribute(node, "auto_pad", "NOTSET") in _EXPLICIT
+                known = node.op_type == "Conv" and explicit
+            if not known:
+                return [], []
+        if is_output(current):
+            return [], []
+    return pairs, convolutions
 
 
 #: Values of ``auto_pad`` with which the attribute ``pads`` counts.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,9 +13,6 @@ from torchq.errors import ExportError
 from torchq.onnx.verify.exposed import MERGED_SHARE, Behind
 from torchq.utils.text import table
 
-#: Agreement of an expected and a found output, both of one batch: a number between 0 and 1, or a
-#: tensor with one number (or truth value) for each sample.
-Measure: TypeAlias = Callable[[Tensor, Tensor], "Tensor | float"]
 #: How many more, since a small layer has none or a few.
 MORE = 3
 #: Numbers that are equal but for the order of float sums, as a share of the largest expected one.
@@ -38,35 +34,28 @@ class OutputAgreement:
     Attributes:
         name: Name in the file.
         equal: Share of samples whose numbers are all within 1e-4 of the largest expected one.
-        share: Agreement in the sense of the measure, between 0 and 1; None where there is none.
+        top1: Share of samples with the same largest entry; None for other outputs than floats of
+            shape (batch, classes).
         sqnr_db: Energy of the expected output over energy of the difference, in dB; infinite where
             they are equal. It says little: one code at a tie in one sample may cost half of it.
         max_diff: Largest absolute difference.
         samples: Number of samples.
-        measure: What ``share`` is: "top-1" for float outputs of shape (batch, classes), the name
-            of the function that was passed, or "" without a measure.
     """
 
     name: str
     equal: float
-    share: float | None
+    top1: float | None
     sqnr_db: float
     max_diff: float
     samples: int
-    measure: str = ""
-
-    @property
-    def top1(self) -> float | None:
-        """Share of samples with the same largest entry; None for outputs that are no logits."""
-        return self.share if self.measure == "top-1" else None
 
     @property
     def ok(self) -> bool:
-        """True if 99.9 % of the samples are equal, or agree in the sense of the measure."""
-        return max(self.equal, self.share or 0.0) >= _GOOD_SHARE
+        """True if 99.9 % of the samples are equal, or have the same largest entry."""
+        return max(self.equal, self.top1 or 0.0) >= _GOOD_SHARE
 
     def __str__(self) -> str:
-        agrees = "" if self.share is None else f", {self.share:.2%} {self.measure}"
+        agrees = "" if self.top1 is None else f", {self.top1:.2%} top-1"
         samples = f"{self.equal:.1%} of {self.samples} samples equal"
         return f"{self.name}: {samples}{agrees}, largest difference {self.max_diff:.3g}"
 
@@ -177,61 +166,48 @@ class VerifyReport:
         return table(rows)
 
 
-class Outputs:
-    """The agreement of the outputs, accumulated over batches."""
+class Output:
+    """The agreement of one output, accumulated over batches."""
 
-    def __init__(self, names: Sequence[str], measure: Measure | None = None) -> None:
-        self.names, self._measure = list(names), measure
-        self._signal, self._noise, self._max, self._same, self._equal = (
-            [0.0] * len(names) for _ in range(5)
-        )
-        self._samples, self._counted = ([0] * len(names) for _ in range(2))
+    def __init__(self, name: str) -> None:
+        self._name, self._signal, self._noise, self._max = name, 0.0, 0.0, 0.0
+        self._equal = self._samples = self._same = self._counted = 0
 
-    def add(self, expected: Sequence[Tensor], found: Sequence[Tensor]) -> None:
-        """Add one batch; tensors in the order of the names."""
-        shapes = [[tuple(t.shape) for t in tensors] for tensors in (expected, found)]
-        if shapes[0] != shapes[1]:
-            raise ExportError(
-                f"verify_onnx: the model returns {shapes[0]}, the file {shapes[1]}; "
-                "expected equal shapes. Export again"
-            )
-        for i, (want, got) in enumerate(zip(expected, found, strict=True)):
-            self._count(i, want, got)
-            gap = difference(want, got)
-            self._signal[i] += float(want[want.isfinite()].double().square().sum())
-            self._noise[i] += float(gap.square().sum())
-            self._max[i] = max(self._max[i], float(gap.max()) if want.numel() else 0.0)
-            rows = (gap <= allowed_gap(want, EQUAL)).reshape(len(want) if want.dim() else 1, -1)
-            self._equal[i] += int(rows.all(1).sum())
-            self._samples[i] += len(rows)
+    def add(self, want: Tensor, got: Tensor) -> None:
+        """Add one batch."""
+        gap = difference(want, got)
+        self._signal += float(want[want.isfinite()].double().square().sum())
+        self._noise += float(gap.square().sum())
+        self._max = max(self._max, float(gap.max()) if want.numel() else 0.0)
+        rows = (gap <= allowed_gap(want, EQUAL)).reshape(len(want) if want.dim() else 1, -1)
+        self._equal += int(rows.all(1).sum())
+        self._samples += len(rows)
+        if want.dim() == 2 and want.shape[1] > 1 and want.is_floating_point():
+            self._same += int((want.argmax(1) == got.argmax(1)).sum())
+            self._counted += len(want)
 
-    def _count(self, i: int, want: Tensor, got: Tensor) -> None:
-        if self._measure is not None:
-            share = torch.as_tensor(self._measure(want, got)).double()
-            count = share.numel() if share.dim() else max(len(want), 1)
-            self._same[i] += float(share.mean()) * count
-            self._counted[i] += count
-        elif want.dim() == 2 and want.shape[1] > 1 and want.is_floating_point():
-            self._same[i] += int((want.argmax(1) == got.argmax(1)).sum())
-            self._counted[i] += len(want)
-
-    def result(self) -> tuple[OutputAgreement, ...]:
+    def result(self) -> OutputAgreement:
         """Return the figures over all batches."""
-        name = "top-1"
-        if self._measure is not None:
-            name = getattr(self._measure, "__name__", type(self._measure).__name__)
-        return tuple(
-            OutputAgreement(
-                output,
-                self._equal[i] / max(self._samples[i], 1),
-                self._same[i] / self._counted[i] if self._counted[i] else None,
-                decibels(self._signal[i], self._noise[i]),
-                self._max[i],
-                self._samples[i],
-                name if self._counted[i] else "",
-            )
-            for i, output in enumerate(self.names)
+        return OutputAgreement(
+            self._name,
+            self._equal / max(self._samples, 1),
+            self._same / self._counted if self._counted else None,
+            decibels(self._signal, self._noise),
+            self._max,
+            self._samples,
         )
+
+
+def add_outputs(outputs: Sequence[Output], expected: list[Tensor], found: list[Tensor]) -> None:
+    """Add one batch of all outputs, in their order."""
+    shapes = [[tuple(t.shape) for t in tensors] for tensors in (expected, found)]
+    if shapes[0] != shapes[1]:
+        raise ExportError(
+            f"verify_onnx: the model returns {shapes[0]}, the file {shapes[1]}; "
+            "expected equal shapes. Export again"
+        )
+    for output, want, got in zip(outputs, expected, found, strict=True):
+        output.add(want, got)
 
 
 def difference(want: Tensor, got: Tensor) -> Tensor:

@@ -44,9 +44,9 @@ from torchq.onnx.verify.parameters import compare_weights, pair_difference
 from torchq.onnx.verify.report import (
     Codes,
     LayerAgreement,
-    Measure,
-    Outputs,
+    Output,
     VerifyReport,
+    add_outputs,
 )
 from torchq.runtime import RUNTIMES, Runtime, open_session, planned_target, reference_runtime
 from torchq.utils import check_batches, evaluating, progress_bar
@@ -65,7 +65,6 @@ def verify_onnx(
     *,
     num_batches: int | None = None,
     exact: bool = False,
-    measure: Measure | None = None,
     progress: bool = True,
 ) -> VerifyReport:
     """Prove that a file of :func:`torchq.export_onnx` computes what its model does, in its runtime.
@@ -93,8 +92,6 @@ def verify_onnx(
         num_batches: The number of batches to stop after.
         exact: Let the model add exactly for the outputs too; see :func:`torchq.exact_sums`. Hardly
             a tie is left.
-        measure: The agreement of an output, as ``measure(expected, found)`` that returns numbers
-            between 0 and 1; default top-1 for float outputs of shape (batch, classes).
         progress: Show a bar where it takes longer than a second.
 
     Returns:
@@ -116,7 +113,7 @@ def verify_onnx(
     with folded_corrections(model), named_errors(path):
         file = _File(model, path, graph, optimized)
         run = file.usual_run() or session.run
-    outputs, count = Outputs(session.outputs, measure), 0
+    outputs, count = [Output(name) for name in session.outputs], 0
     shown = progress_bar(batches, description="verify", most=num_batches, enabled=progress)
     with (
         torch.no_grad(),
@@ -127,13 +124,14 @@ def verify_onnx(
     ):
         for batch in shown:
             feeds = session.feeds(_file_inputs(model, batch))
-            outputs.add(_results(model, batch), run(feeds))
+            add_outputs(outputs, _results(model, batch), run(feeds))
             with named_errors(path), exact_sums(model):
                 file.compare(model, batch, feeds)
             count += 1
     if not count:
         raise ExportError("verify_onnx: got no batch; expected at least one")
-    return VerifyReport(os.fspath(path), outputs.result(), file.rows(), file.session, file.hint)
+    agreed = tuple(output.result() for output in outputs)
+    return VerifyReport(os.fspath(path), agreed, file.rows(), file.session, file.hint)
 
 
 def _default_session(path: Path, typed: bool) -> tuple[Any, bool]:
