@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import torchq
 from tests.lowering.common import recipe
 from torchq.lowering.calls import ProductCall
+from torchq.runtimes import Torch
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 
@@ -70,7 +71,7 @@ def test_calls_have_kernels_or_a_note_why_not() -> None:
 def test_a_call_with_other_options_is_simulated() -> None:
     image = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(0))
     model = quantized(nn.Sequential(Strided(3, 8, 3, padding=1)), image)
-    deployed = torchq.deploy(model, image, fuse=False)
+    deployed = torchq.deploy(model, image, target=Torch(fuse=False))
     assert kernels(deployed) == ["Int8Conv"]
     for either in (model, deployed):
         either[0].stride = (2, 2)  # type: ignore[index]

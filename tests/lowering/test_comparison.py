@@ -7,6 +7,7 @@ from torch import Tensor, nn
 import torchq
 from tests.lowering.common import calibrated, recipe, sqnr
 from tests.models import simulated
+from torchq.runtimes import Torch
 
 
 @pytest.fixture
@@ -31,10 +32,10 @@ def test_an_example_shows_a_trace_that_went_wrong(images: Tensor) -> None:
     with pytest.raises(
         torchq.errors.ExportError,
         match=r"deploy: result 0 has relative error 4 against the simulation; expected at most 0.1"
-        r", the larger one of 0.1 and .*. Pass fuse=False",
+        r", the larger one of 0.1 and .*. Pass target=torchq.runtimes.Torch\(fuse=False\)",
     ):
         torchq.deploy(model, images)
-    assert sqnr(torchq.deploy(model, images, fuse=False)(images), model(images)) > 40
+    assert sqnr(torchq.deploy(model, images, target=Torch(fuse=False))(images), model(images)) > 40
 
 
 class Failing(Evasive):
@@ -47,7 +48,7 @@ class Failing(Evasive):
 
 def test_a_trace_that_cannot_run_is_an_error_that_says_what_helps(images: Tensor) -> None:
     model = calibrated(Failing(), images)
-    text = r"the deployed model raises AttributeError: .*missing.*Pass fuse=False"
+    text = r"the deployed model raises AttributeError: .*missing.*Pass target=.*\(fuse=False\)"
     with pytest.raises(torchq.errors.ExportError, match=text):
         torchq.deploy(model, images)
 
@@ -115,7 +116,7 @@ def test_a_tie_that_the_model_amplifies_is_no_error() -> None:
 
 def test_a_layer_that_computes_something_else_is_named() -> None:
     model, x = amplifying(200)
-    text = r"Given the inputs of the simulation, the input of second differs. Pass fuse=False"
+    text = r"Given the inputs of the simulation, the input of second differs. Pass target=.*"
     with pytest.raises(torchq.errors.ExportError, match=text):
         torchq.deploy(model, x)
 

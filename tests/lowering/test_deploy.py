@@ -12,6 +12,7 @@ from tests.lowering.common import Residual, calibrated, recipe, sqnr
 from tests.models import simulated
 from torchq.lowering import Int8Conv
 from torchq.lowering.codes import Dequantize
+from torchq.runtimes import Torch
 
 
 def kinds(model: nn.Module, kind: type) -> int:
@@ -36,7 +37,7 @@ def test_a_network_agrees_with_its_simulation(
 ) -> None:
     model = calibrated(Residual(activation), images)
     before = copy.deepcopy(model)
-    int8 = torchq.deploy(model, images, fuse=fuse)
+    int8 = torchq.deploy(model, images, target=Torch(fuse=fuse))
     # Where float32 rounds differently next to a tie, a code moves by one: 1/127 of a range.
     assert sqnr(int8(images), model(images)) > 40
     assert all(

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 import torchq
 from tests.lowering.common import calibrated
 from torchq.lowering import Int8Conv
+from torchq.runtimes import Torch
 
 D = torchq.QuantDescriptor
 WEIGHT = D(8, axis=0)
@@ -58,7 +59,7 @@ def test_dtypes_that_the_simulation_refuses(name: str, fuse: bool, dtype: torch.
     with pytest.raises((TypeError, RuntimeError, KeyError)):
         model(x)
     with pytest.raises(TypeError, match=rf"got a tensor of {dtype}; expected torch.float32"):
-        torchq.deploy(model, fuse=fuse)(x)
+        torchq.deploy(model, target=Torch(fuse=fuse))(x)
 
 
 @CASES
@@ -67,7 +68,7 @@ def test_nan_does_not_become_a_number(name: str, fuse: bool) -> None:
     model, x = MODELS[name](), example(name)
     x.view(-1)[5] = torch.nan
     assert bool(model(x).isnan().any())
-    int8 = torchq.deploy(model, fuse=fuse)
+    int8 = torchq.deploy(model, target=Torch(fuse=fuse))
     if name == "dynamic":
         assert torch.equal(int8(x).isnan(), model(x).isnan())
     else:
@@ -87,7 +88,7 @@ def test_infinity_saturates_as_in_the_simulation(name: str, sign: int) -> None:
 @FUSE
 def test_autocast_converts_what_layers_hand_on(name: str, fuse: bool) -> None:
     model, x = MODELS[name](), example(name).bfloat16()
-    int8 = torchq.deploy(model, fuse=fuse)
+    int8 = torchq.deploy(model, target=Torch(fuse=fuse))
     with torch.autocast("cpu", torch.bfloat16):
         assert int8(x).shape == model(x).shape
         with pytest.raises(TypeError, match=r"got a tensor of torch\.float64"):
@@ -95,7 +96,7 @@ def test_autocast_converts_what_layers_hand_on(name: str, fuse: bool) -> None:
 
 
 def test_an_image_is_not_taken_for_codes() -> None:
-    layer = torchq.deploy(calibrated(nn.Conv2d(3, 8, 3), X), fuse=False)
+    layer = torchq.deploy(calibrated(nn.Conv2d(3, 8, 3), X), target=Torch(fuse=False))
     assert isinstance(layer, Int8Conv)
     with pytest.raises(TypeError, match=r"Int8Conv: got a tensor of torch\.uint8"):
         layer(torch.zeros(1, 3, 9, 9, dtype=torch.uint8))
@@ -119,7 +120,7 @@ SMALL = {
 def test_images_that_are_smaller_than_the_kernel(case: str, fuse: bool) -> None:
     make, shape, small = SMALL[case]
     model = calibrated(make(), torch.randn(shape))
-    int8 = torchq.deploy(model, torch.randn(shape), fuse=fuse)
+    int8 = torchq.deploy(model, torch.randn(shape), target=Torch(fuse=fuse))
     with pytest.raises(RuntimeError, match="Kernel size can't be greater"):
         model(torch.randn(small))
     refusal = r"Int8Conv: got an image of size \(.*\); expected one as large as the kernel"

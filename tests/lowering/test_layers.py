@@ -11,6 +11,7 @@ import torchq
 from tests.lowering.common import BITS, calibrated, sqnr
 from torchq.lowering import DynamicInt8Linear, Int8Layer, Int8Linear
 from torchq.lowering.kernel import MOST_SHAPES
+from torchq.runtimes import Torch
 
 LAYERS = [
     ("conv1d", nn.Conv1d(8, 16, 3, padding=1), (2, 8, 11)),
@@ -84,7 +85,7 @@ def test_results_have_the_models_dtype(dtype: torch.dtype) -> None:
         nn.Sequential(nn.Conv2d(8, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 3)).to(dtype), x
     )
     for fuse in (False, True):
-        got = torchq.deploy(model, fuse=fuse)(x)
+        got = torchq.deploy(model, target=Torch(fuse=fuse))(x)
         assert got.dtype is dtype
         torch.testing.assert_close(
             got, model(x), rtol=0.05, atol=0.05
@@ -165,7 +166,7 @@ def test_subclasses_are_lowered_unless_they_compute_something_else() -> None:
     model[2].forward = lambda input: torch.zeros(())  # type: ignore[method-assign]
     torchq.calibrate(model[:2], [x], progress=False)
     torchq.calibrate(model[2], [x], progress=False, on_unseen="disable")
-    int8 = torchq.deploy(model, fuse=False)
+    int8 = torchq.deploy(model, target=Torch(fuse=False))
     assert [type(layer) for layer in int8.children()] == [
         Int8Linear,
         OwnForward,
@@ -190,7 +191,7 @@ def test_layers_of_the_compatibility_package_are_lowered() -> None:
 
 def test_many_image_sizes_keep_a_few_kernels() -> None:
     layer = torchq.deploy(
-        calibrated(nn.Conv2d(3, 4, 3, padding=1), torch.randn(2, 3, 8, 8)), fuse=False
+        calibrated(nn.Conv2d(3, 4, 3, padding=1), torch.randn(2, 3, 8, 8)), target=Torch(fuse=False)
     )
     images = [torch.randn(2, 3, 8, 8 + i) for i in range(MOST_SHAPES + 4)]
     first = [layer(x) for x in images]

@@ -13,6 +13,7 @@ import torchq
 from tests.lowering.common import Residual, calibrated, stored_state
 from torchq.lowering.kernel import available
 from torchq.lowering.layer import DeployedLayer
+from torchq.runtimes import Torch
 
 pytestmark = pytest.mark.skipif(not available(), reason="needs torch's oneDNN operators")
 
@@ -24,7 +25,7 @@ def layers(model: nn.Module) -> list[DeployedLayer]:
 def dropped(fuse: bool = True) -> tuple[nn.Module, nn.Module, Tensor]:
     """Return a deployed network that has run, the same that has not, and an input."""
     x = torch.randn(2, 3, 16, 16)
-    whole = torchq.deploy(calibrated(Residual().eval(), x), fuse=fuse)
+    whole = torchq.deploy(calibrated(Residual().eval(), x), target=Torch(fuse=fuse))
     model = copy.deepcopy(whole)
     model(x), model(x.abs())
     assert not plain(model) and len(plain(whole)) == len(layers(whole)) == 6

@@ -23,7 +23,7 @@ import torchq
 from tests.contracts.engine_contract import EngineContract, calibrated_detector, images
 from torchq import QuantConfig, QuantDescriptor, Rule, TensorQuantizer
 from torchq.cli import main
-from torchq.errors import ConfigError, ExportError, InputError, MissingExtraError
+from torchq.errors import ExportError, InputError, MissingExtraError
 from torchq.runtimes import Engine, ExecuTorch
 from torchq.runtimes.executorch import export_pte, form, lower, to_exported_program
 from torchq.runtimes.executorch.form import is_dq, is_q, kind_of
@@ -370,10 +370,6 @@ class TestEngine(EngineContract):
     ) -> None:
         with pytest.raises(InputError, match=r"got shape \(1, 3, 20, 20\); expected \(1, 3, 12"):
             deployed(images(1, size=20))
-
-    def test_other_batch_sizes_are_refused(self, simulated: nn.Module) -> None:
-        with pytest.raises(ConfigError, match=r"batch_sizes \(4,\) for target 'executorch'; exp"):
-            torchq.deploy(simulated, images(1), batch_sizes=[4])
 
     def test_it_says_what_was_checked_and_what_computes_where(self, deployed: Any) -> None:
         assert "compared with the simulation on the example" in deployed.checked

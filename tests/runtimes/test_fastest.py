@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from typing import Any
@@ -35,23 +36,21 @@ def without_openvino(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def timed(monkeypatch: pytest.MonkeyPatch, times: dict[str, Any]) -> None:
-    """Let candidates take these seconds: a number, samples, or a function of the batch size."""
+    """Let candidates take these seconds: a number, or samples."""
 
     def time_calls(calls: dict[Engine, Any], **options: Any) -> dict[Engine, Samples]:
         found = {}
         for engine, call in calls.items():
             call()  # it must run
-            (x,) = call.args[1] if isinstance(call.args[1], tuple) else call.args[1:]
             time = times[engine.label]
-            time = time(len(x)) if callable(time) else time
             found[engine] = Samples(time if isinstance(time, tuple) else (time,), 1)
         return found
 
     monkeypatch.setattr(fastest, "time_calls", time_calls)
 
 
-def deploy(**options: Any) -> Any:
-    return torchq.deploy(calibrated_detector(), images(1), target="fastest", **options)
+def deploy() -> Any:
+    return torchq.deploy(calibrated_detector(), images(1), target="fastest")
 
 
 @pytest.mark.parametrize("best", TIMES)
@@ -61,7 +60,7 @@ def test_the_fastest_is_taken(best: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert result.report.chosen == best
     assert result.target == best.split()[0]
     assert result.report.candidates[0].engine.label == best
-    assert result.report.candidates[0].seconds == {1: 1.0}
+    assert result.report.candidates[0].seconds == 1.0
     assert result(images(3)).scores.shape == (3, 5)
 
 
@@ -74,7 +73,7 @@ def test_the_report_has_all_candidates_and_why_some_were_left_out(
     labels = [candidate.engine.label for candidate in report.candidates]
     assert labels[:-1] == sorted(TIMES, key=TIMES.__getitem__)
     assert "torchq[openvino]" in report.candidates[-1].problem
-    assert not report.candidates[-1].seconds
+    assert report.candidates[-1].seconds == math.inf
     text = str(report)
     assert "onnxruntime quantized  2e+03" in text
     assert f"chosen: onnxruntime quantized, on {torch.get_num_threads()} threads" in text
@@ -84,17 +83,7 @@ def test_one_lucky_sample_does_not_win(monkeypatch: pytest.MonkeyPatch) -> None:
     timed(monkeypatch, {**TIMES, "onnxruntime float": (4.0, 1.5, 4.0)})
     report = deploy().report
     assert report.chosen == "onnxruntime quantized"
-    assert report.candidates[2].seconds == {1: 4.0}
-
-
-def test_batch_sizes_are_weighed_equally(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At one image torch takes 1.5 times as long, at eight a third: 1.5 times 1/3 is below 1."""
-    times = {**TIMES, "torch quantized": lambda n: 3.0 if n == 1 else 1.0}
-    times["onnxruntime quantized"] = lambda n: 2.0 if n == 1 else 3.0
-    timed(monkeypatch, times)
-    report = deploy(batch_sizes=[8]).report
-    assert report.chosen == "torch quantized"
-    assert report.candidates[0].seconds == {1: 3.0, 8: 1.0}
+    assert report.candidates[2].seconds == 4.0
 
 
 def test_a_wrong_result_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,26 +114,6 @@ def test_an_engine_that_fails_in_its_own_way_is_left_out(monkeypatch: pytest.Mon
     assert [c.problem for c in report.candidates if c.engine.name == "torch"] == ["'no kernel'"] * 2
 
 
-def test_one_that_fails_at_a_batch_size_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed(monkeypatch, TIMES)
-    original = OnnxRuntime.open
-
-    def only_one(self: OnnxRuntime, *args: Any) -> Any:
-        run = original(self, *args)
-
-        def checked(feeds: Any) -> Any:
-            if len(feeds["image"]) == 7:
-                raise RuntimeError("too many images")
-            return run(feeds)
-
-        return checked
-
-    monkeypatch.setattr(OnnxRuntime, "open", only_one)
-    report = deploy(batch_sizes=[7]).report
-    assert report.chosen == "torch quantized"
-    assert any(c.problem == "with 7 rows: too many images" for c in report.candidates)
-
-
 def test_an_error_says_why_no_engine_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     monkeypatch.setattr(Torch, "build", lambda *_: 1 / 0)
@@ -168,10 +137,10 @@ def test_only_the_warnings_of_the_chosen_engine_are_shown(monkeypatch: pytest.Mo
 
 
 def test_the_clock_decides_without_a_fake() -> None:
-    result = deploy(batch_sizes=[2])
+    result = deploy()
     best, *rest = result.report.candidates
     assert result.report.chosen == best.engine.label
-    assert set(best.seconds) == {1, 2} and all(s > 0 for s in best.seconds.values())
+    assert 0 < best.seconds < math.inf
     assert {c.engine.label for c in (best, *rest) if not c.problem} == set(TIMES)
 
 

@@ -94,7 +94,8 @@ def float_copy(simulated: nn.Module) -> nn.Module:
 def _report(problem: str, note: str, fuse: bool, overflow: bool) -> None:
     """Raise an error or warn if the deployed model differs from the simulation."""
     if problem:
-        advice = ". Pass fuse=False to keep the forward of every module" if fuse else ""
+        keep = ". Pass target=torchq.runtimes.Torch(fuse=False) to keep the forward of every module"
+        advice = keep if fuse else ""
         if overflow:
             advice = f". The likely reason is that {_OVERFLOW}"
         raise ExportError(f"deploy: {problem}{advice}")

@@ -429,7 +429,7 @@ def keep(fusion: Fusion, node: Node) -> Write:
         return fusion.codes(source, carried[source])[0] if source in carried else found
 
     def write() -> None:
-        if dataclasses.is_dataclass(kind):  # a dictionary with fields
+        if dataclasses.is_dataclass(kind) and node.args:  # a dictionary with fields
             made = fusion.graph.call_function(node.target, (), fusion.written(node.args[0]))
         else:
             made = fusion.graph.node_copy(node, of)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -28,8 +26,6 @@ def deploy(
     example: Any = None,
     *,
     target: str | Runtime | None = None,
-    batch_sizes: Sequence[int] = (),
-    fuse: bool = True,
     progress: bool = True,
 ) -> nn.Module:
     """Return a copy of a calibrated model that computes on integers, for inference.
@@ -57,10 +53,6 @@ def deploy(
             without an example. ``"fastest"`` measures all that are installed, but ExecuTorch, on
             the example, with the quantized model and with the float one, and takes the best; the
             attribute ``report`` of the result tells what it measured.
-        batch_sizes: batch sizes that calls will have besides that of the example. ``"fastest"``
-            measures them too, and OpenVINO prepares a graph for each.
-        fuse: False replaces layers only, each with floating-point input and output, and does not
-            trace the model. Target ``"torch"`` only.
         progress: show a bar where it takes longer than a second.
 
     Returns:
@@ -89,22 +81,19 @@ def deploy(
         >>> int8.target
         'torch'
     """
-    sizes = _checked_sizes(batch_sizes)
     with uncompiled():
         if target == _FASTEST:
-            _check_options(_FASTEST, example, fuse)
-            task = Task(simulated_copy(model), example, sizes, progress)
+            _require_example(_FASTEST, example)
+            task = Task(simulated_copy(model), example, progress)
             result, report = build_fastest(task)
             result.report = report  # type: ignore[assignment]
             name = report.candidates[0].engine.name
         else:
             chosen = _engine(model, example, target)
-            if isinstance(chosen, Torch):
-                chosen = replace(chosen, fuse=chosen.fuse and fuse)
-            else:
-                _check_options(chosen.name, example, fuse)
+            if not isinstance(chosen, Torch):
+                _require_example(chosen.name, example)
             chosen.check()
-            task = Task(simulated_copy(model), example, sizes, progress)
+            task = Task(simulated_copy(model), example, progress)
             result, name = chosen.build(task), chosen.name
         found = _UNCHECKED if example is None else task.check.found(result)
         result.checked = found  # type: ignore[assignment]
@@ -131,22 +120,10 @@ def _engine(model: nn.Module, example: Any, target: str | Runtime | None) -> Eng
     return runtime
 
 
-def _check_options(name: str, example: Any, fuse: bool) -> None:
-    """Raise an error for what only the runtime "torch" does: no fusing, or no example."""
+def _require_example(name: str, example: Any) -> None:
+    """Raise an error where a runtime other than "torch" has no example to trace a graph with."""
     if example is None:
         raise ConfigError(
             f"deploy: target {name!r} without an example; expected one, as a graph is traced with "
             "it. Pass torchq.deploy(model, example, target=...)"
         )
-    if not fuse:
-        raise ConfigError(
-            f"deploy: got fuse=False for target {name!r}; expected it for 'torch' alone, as the "
-            "others fuse by themselves. Leave it out"
-        )
-
-
-def _checked_sizes(batch_sizes: Sequence[int]) -> tuple[int, ...]:
-    sizes = tuple(batch_sizes)
-    if any(not isinstance(size, int) or size < 1 for size in sizes):
-        raise ConfigError(f"deploy: got batch_sizes {sizes!r}; expected positive integers")
-    return sizes

@@ -20,11 +20,11 @@ from torch import Tensor, fx, nn
 from torchq.errors import ConfigError, QuantizationError
 from torchq.formats import IntFormat, round_
 from torchq.graph.operators import (
-    ASSIGNING,
     effects_of,
     operator_name,
     operator_named,
     operator_of,
+    writes,
 )
 from torchq.nn import TensorQuantizer
 from torchq.utils import short_repr
@@ -48,10 +48,8 @@ _KEEPS_GRID = frozenset(["relu", "dropout", "identity", "adaptive_max_pool2d"])
 
 def writes_first_argument(node: fx.Node, graph_module: fx.GraphModule) -> bool:
     """Return True if a call writes its result into its first argument, as ``relu_`` does."""
-    if node.op == "call_module":
-        module = graph_module.get_submodule(str(node.target))
-        return getattr(module, "inplace", False) is True
-    if node.target in ASSIGNING or _is_underscored(operator_name(node.target).partition(".")[0]):
+    is_module = node.op == "call_module"
+    if writes(node, graph_module.get_submodule(str(node.target)) if is_module else None):
         return True
     if getattr(node.target, "__module__", None) != "torch.nn.functional":
         return False
@@ -61,10 +59,6 @@ def writes_first_argument(node: fx.Node, graph_module: fx.GraphModule) -> bool:
     return given is True
 
 
-def _is_underscored(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__")
-
-
 def operation_of(node: fx.Node, graph_module: fx.GraphModule) -> str:
     """Return the name of what a node computes, the same for a function, a method and a module.
 
@@ -72,9 +66,8 @@ def operation_of(node: fx.Node, graph_module: fx.GraphModule) -> str:
     """
     if node.op != "call_module":
         name = operator_name(node.target).partition(".")[0]
-        plain = name[:-1] if _is_underscored(name) else name
         row = operator_named(name)
-        return plain if row is None else row.name
+        return name.rstrip("_") if row is None else row.name
     module = graph_module.get_submodule(str(node.target))
     row = operator_of(module)
     return type(module).__qualname__ if row is None else row.name

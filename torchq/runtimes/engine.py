@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -32,15 +31,8 @@ log = logging.getLogger(__name__)
 class Task:
     """A calibrated model that nobody changes, and how it will be called; see ``deploy``."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        example: Any,
-        batch_sizes: Sequence[int] = (),
-        progress: bool = False,
-    ) -> None:
-        self.progress = progress
-        self.model, self.example, self.batch_sizes = model, example, tuple(batch_sizes)
+    def __init__(self, model: nn.Module, example: Any, progress: bool = False) -> None:
+        self.model, self.example, self.progress = model, example, progress
         self._graphs: dict[Any, tuple[Tensor, GraphInterface] | ExportError] = {}
         self._probes: dict[int, list[ReferenceCheck]] = {}
 

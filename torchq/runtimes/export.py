@@ -86,10 +86,8 @@ def probes(model: nn.Module, example: Any, lengths: OpenLengths) -> Iterator[Any
             yield probe
 
 
-def with_rows(model: nn.Module, example: Any, count: int | None) -> Any:
+def with_rows(model: nn.Module, example: Any, count: int) -> Any:
     """Return an example with another batch size: its rows, repeated or cut."""
-    if count is None:
-        return example
     batched = _batched(model, example)
     rows = {
         name: tensor[torch.arange(count, device=tensor.device) % len(tensor)]

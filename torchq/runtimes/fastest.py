@@ -18,7 +18,6 @@ from torchq.errors import ExportError, TorchqError
 from torchq.graph import call_model, tensors_in
 from torchq.runtime import RUNTIMES
 from torchq.runtimes.engine import Engine, Task
-from torchq.runtimes.export import with_rows
 from torchq.utils import progress_bar, table
 from torchq.utils.timing import time_calls
 
@@ -34,13 +33,12 @@ class Candidate:
 
     Attributes:
         engine: the engine and its settings.
-        seconds: for one call, by batch size: the median of the samples. Empty where there is a
-            problem.
+        seconds: for one call: the median of the samples; infinite where there is a problem.
         problem: why the model cannot run there, or what is wrong with the results; may be empty.
     """
 
     engine: Engine
-    seconds: dict[int, float]
+    seconds: float
     problem: str = ""
 
 
@@ -59,13 +57,11 @@ class FastestReport:
     threads: int
 
     def __str__(self) -> str:
-        sizes = list(self.candidates[0].seconds)
-        head = ("engine", *(f"ms, batch {size}" for size in sizes), "problem")
-        rows = []
+        rows = [("engine", "ms", "problem")]
         for c in self.candidates:
-            times = [f"{1000 * c.seconds[n]:.3g}" if n in c.seconds else "" for n in sizes]
-            rows.append((c.engine.label, *times, c.problem.partition("\n")[0]))
-        return table([head, *rows], f"chosen: {self.chosen}, on {self.threads} threads")
+            time = "" if c.problem else f"{1000 * c.seconds:.3g}"
+            rows.append((c.engine.label, time, c.problem.partition("\n")[0]))
+        return table(rows, f"chosen: {self.chosen}, on {self.threads} threads")
 
 
 def build_fastest(task: Task) -> tuple[nn.Module, FastestReport]:
@@ -73,36 +69,31 @@ def build_fastest(task: Task) -> tuple[nn.Module, FastestReport]:
 
     Every runtime that is installed is a candidate, with the quantized model and with the float one.
     One that cannot run the model, or whose results differ from the simulation, is left out. The
-    rule is the geometric mean over the batch sizes of the median seconds of interleaved calls.
+    rule is the median of the seconds of interleaved calls.
     """
-    batches = dict(_batch(task, rows) for rows in (None, *task.batch_sizes))
     problems: dict[Engine, str] = {}
     modules: dict[Engine, nn.Module] = {}
     notes: dict[Engine, list[str]] = {}
     engines = list(_candidates(problems))
     shown = progress_bar(engines, description="engines", unit="engine", enabled=task.progress)
     for engine in shown:
-        where = ""
         try:
             module, notes[engine] = _built(engine, task)
-            for rows, batch in batches.items():
-                where = f"with {rows} rows: "
-                with torch.no_grad():
-                    call_model(module, batch)
+            with torch.no_grad():
+                call_model(module, task.example)
             modules[engine] = module
         except Exception as error:  # a runtime may fail in any way it likes; another one is taken
-            problems[engine] = f"{where}{error}" or type(error).__name__
+            problems[engine] = str(error) or type(error).__name__
             log.debug("%s is no candidate: %s", engine.label, problems[engine])
     if not modules:
         text = "; ".join(f"{engine.label}: {problem}" for engine, problem in problems.items())
         raise ExportError(f"deploy: no runtime runs the model ({text}); expected one at least")
-    medians = {rows: _medians(modules, batch) for rows, batch in batches.items()}
-    seconds = {e: {rows: found[e] for rows, found in medians.items()} for e in modules}
-    order = sorted(modules, key=lambda engine: sum(map(math.log, seconds[engine].values())))
+    seconds = _medians(modules, task.example)
+    order = sorted(modules, key=seconds.__getitem__)
     for text in notes[order[0]]:
         warnings.warn(text, stacklevel=3)
     found = [Candidate(engine, seconds[engine]) for engine in order]
-    found += [Candidate(engine, {}, problem) for engine, problem in problems.items()]
+    found += [Candidate(engine, math.inf, problem) for engine, problem in problems.items()]
     report = FastestReport(order[0].label, tuple(found), torch.get_num_threads())
     return modules[order[0]], report
 
@@ -132,20 +123,14 @@ def _built(engine: Engine, task: Task) -> tuple[nn.Module, list[str]]:
     return module, [str(w.message) for w in seen if w.category is UserWarning]
 
 
-def _batch(task: Task, rows: int | None) -> tuple[int, Any]:
-    """Return the batch size, and the example with that many rows; None is its own number."""
-    batch = with_rows(task.model, task.example, rows)
-    return next((t.shape[0] for t in tensors_in(batch) if t.dim()), 1), batch
-
-
-def _medians(modules: Mapping[Engine, nn.Module], batch: Any) -> dict[Engine, float]:
-    """Return the median of the seconds that each candidate takes for a batch.
+def _medians(modules: Mapping[Engine, nn.Module], example: Any) -> dict[Engine, float]:
+    """Return the median of the seconds that each candidate takes for an example.
 
     Of one thread on the CPU they are the processor's, of which other programs take none.
     """
-    alone = torch.get_num_threads() == 1 and all(t.is_cpu for t in tensors_in(batch))
+    alone = torch.get_num_threads() == 1 and all(t.is_cpu for t in tensors_in(example))
     clock = time.process_time if alone else time.perf_counter
-    calls = {engine: partial(call_model, module, batch) for engine, module in modules.items()}
+    calls = {engine: partial(call_model, module, example) for engine, module in modules.items()}
     with torch.no_grad():
         found = time_calls(calls, clock=clock, **_MEASUREMENT)
     return {engine: samples.median for engine, samples in found.items()}

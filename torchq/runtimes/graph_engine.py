@@ -7,7 +7,7 @@ import tempfile
 import threading
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +22,7 @@ from torchq.graph import call_arguments, call_model, tensors_in
 from torchq.lowering.check import RESULT_TOLERANCE, distance, norm
 from torchq.onnx import verify_onnx
 from torchq.runtimes.engine import Engine, Task
-from torchq.runtimes.export import OpenLengths, tensor_shapes, with_rows
+from torchq.runtimes.export import OpenLengths, tensor_shapes
 from torchq.runtimes.interface import GraphInterface, ReadGraph, Run, Shapes, flatten
 from torchq.runtimes.session import Session
 from torchq.utils import progress_stages
@@ -84,14 +84,14 @@ class GraphEngine(Engine):
         return torch.device("cpu")
 
     @abstractmethod
-    def open(self, read: ReadGraph, threads: int, usual: tuple[Shapes, ...]) -> Run:
+    def open(self, read: ReadGraph, threads: int, usual: Shapes) -> Run:
         """Return an ONNX file as a function of its inputs.
 
         Args:
             read: returns the file. The module holds it already, so a function that needs it later
                 had better keep ``read`` than a copy.
             threads: the number of threads that compute one call.
-            usual: the shapes of calls that will be common; others are possible too.
+            usual: the shapes of the example; others are possible too.
 
         Raises:
             ExportError: the engine cannot run the file.
@@ -110,16 +110,6 @@ class GraphEngine(Engine):
     def integer_share(self, graph: bytes) -> str:
         """Return how many nodes run on integers, as text for the summary."""
 
-    def faster_settings(self, graph: bytes) -> tuple[GraphEngine, ...]:
-        """Return settings that run a file faster on this machine, where results stay right.
-
-        :meth:`build` compares these, and takes the first ones that agree.
-
-        Args:
-            graph: the file.
-        """
-        return ()
-
     def build(self, task: Task) -> EngineModule:
         """See :meth:`Engine.build`. The exporter based on TorchScript is tried first: it is faster.
 
@@ -129,17 +119,18 @@ class GraphEngine(Engine):
         self.check()
         _require_float32(task.model)
         problems: list[ExportError] = []
+        usual = tensor_shapes(task.model, task.example)
         stages = (f"export for {self.label}",)
         with progress_stages("deploy", stages, enabled=task.progress):
             for dynamo, lengths in _attempts(task.lengths):
                 try:
                     runtime = self if self.quantized else None
                     graph, interface = task.graph(runtime, dynamo, lengths)
-                    module = EngineModule(self, graph, replace(interface, usual=_usual(task)))
+                    module = EngineModule(self, graph, replace(interface, usual=usual))
                     found = task.check.difference(module)
                     if not found:
                         self.compare_lengths(module, task, lengths)
-                        return self._faster(module, task, lengths)
+                        return module
                 except ExportError as error:
                     log.debug("%s, dynamo=%s, %s: %s", self.label, dynamo, lengths, error)
                     problems.append(error)
@@ -147,20 +138,6 @@ class GraphEngine(Engine):
                 self._accept(found, module, task)
                 return module
         raise problems[0]
-
-    def _faster(self, module: EngineModule, task: Task, lengths: OpenLengths) -> EngineModule:
-        """Return the module with the faster settings that it agrees with, or as it is."""
-        for settings in self.faster_settings(module.graph_bytes()):
-            other = EngineModule(settings, module.graph, module.interface)
-            try:
-                if task.check.difference(other):
-                    continue
-                self.compare_lengths(other, task, lengths)
-            except ExportError as error:
-                log.debug("%s: %s", settings, error)
-                continue
-            return other
-        return module
 
     def _accept(self, found: str, module: EngineModule, task: Task) -> None:
         """Warn about results that differ by more than is allowed, or raise an error."""
@@ -181,16 +158,11 @@ class GraphEngine(Engine):
         )
 
     def compare_lengths(self, module: EngineModule, task: Task, lengths: OpenLengths) -> None:
-        """Compare results for other lengths than those of the example.
+        """Raise ExportError where results for other lengths than those of the example differ.
 
-        Args:
-            module: the model on this engine.
-            task: the model and the example.
-            lengths: which lengths of the graph are open.
-
-        Raises:
-            ExportError: a result differs.
+        A graph that is opened for these may be large, and is opened again once a call needs it.
         """
+        module = EngineModule(module.settings, module.graph, module.interface)
         for check in task.checks_of_other_lengths(lengths):
             if flatten(check.outcome)[1] != module.interface.structure:
                 raise ExportError(
@@ -203,13 +175,6 @@ class GraphEngine(Engine):
                 raise ExportError(
                     f"deploy: target {self.label!r}: for an example of another shape {problem}"
                 )
-
-
-def _usual(task: Task) -> tuple[Shapes, ...]:
-    """Return the shapes of calls that will be common."""
-    model, example = task.model, task.example
-    sizes = (None, *task.batch_sizes)
-    return tuple(tensor_shapes(model, with_rows(model, example, rows)) for rows in sizes)
 
 
 def _attempts(lengths: tuple[OpenLengths, ...]) -> Iterator[tuple[bool, OpenLengths]]:
@@ -376,22 +341,19 @@ def _bytes_of(graph: Tensor) -> bytes:
 
 
 def run_by_shape(
-    open_for: Callable[[Shapes | None], Run],
-    usual: Collection[Shapes],
-    *,
-    any_batch: bool = False,
+    open_for: Callable[[Shapes | None], Run], usual: Shapes, *, any_batch: bool = False
 ) -> Run:
     """Return a function of the inputs that opens the graph for their shapes where these are usual.
 
     Several threads may call it. A graph is opened when a call needs it first, and once.
     """
-    chosen = {_key(shapes, any_batch): shapes for shapes in usual}
+    key = _key(usual, any_batch)
     opened: dict[Shapes | None, Run] = {}
     lock = threading.Lock()
 
     def run(feeds: Mapping[str, Tensor]) -> list[Tensor]:
         shapes = tuple((name, tuple(value.shape)) for name, value in feeds.items())
-        wanted = chosen.get(_key(shapes, any_batch))
+        wanted = usual if usual and _key(shapes, any_batch) == key else None
         found = opened.get(wanted)
         if found is None:
             with lock:

@@ -213,10 +213,10 @@ class GraphInterface:
         structure: of the results.
         open_results: for each output of the graph, True if its length in dimension 0 depends on
             the inputs.
-        usual: the shapes of calls that will be common.
+        usual: the shapes of the example.
     """
 
     signature: CallSignature
     structure: Structure
     open_results: tuple[bool, ...]
-    usual: tuple[Shapes, ...] = ()
+    usual: Shapes = ()

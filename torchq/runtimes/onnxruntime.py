@@ -339,14 +339,14 @@ class OnnxRuntime(GraphEngine):
                 "onnxruntime-gpu on a machine with an NVIDIA GPU"
             )
 
-    def open(self, read: ReadGraph, threads: int, usual: tuple[Shapes, ...] = ()) -> Run:
+    def open(self, read: ReadGraph, threads: int, usual: Shapes = ()) -> Run:
         """See :meth:`GraphEngine.open`.
 
-        Usual shapes have graphs of their own where these have fewer nodes; fixed shapes alone are
-        no faster here.
+        Usual shapes have a graph of their own where it has fewer nodes; fixed shapes alone are no
+        faster here.
         """
         graph = read()
-        own = [shapes for shapes in usual if with_lengths(graph, shapes) is not graph]
+        own = usual if with_lengths(graph, usual) is not graph else ()
 
         def open_for(shapes: Shapes | None) -> Run:
             graph = read()

@@ -9,7 +9,6 @@ import io
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -29,7 +28,6 @@ from torchq.onnx.ir import (
     is_constant,
     names,
     nodes_of,
-    onnx_ir,
     readers,
     replace_value,
     value_of,
@@ -53,9 +51,8 @@ from torchq.runtimes.checks import (
     check_one_range_per_tensor,
     weight_of,
 )
-from torchq.runtimes.engine import Engine, Task
-from torchq.runtimes.export import OpenLengths
-from torchq.runtimes.graph_engine import EngineModule, GraphEngine, run_by_shape
+from torchq.runtimes.engine import Engine
+from torchq.runtimes.graph_engine import GraphEngine, run_by_shape
 from torchq.runtimes.interface import ReadGraph, Run, Shapes
 from torchq.utils.optional import import_optional
 
@@ -150,28 +147,6 @@ def _moved_together(node: Node) -> set[Value]:
             if user.op_type in _TRANSPARENT:
                 pending += [*user.outputs, *(user.inputs if user.op_type == "Concat" else ())]
     return values
-
-
-def with_signed_codes(graph: bytes) -> bytes:
-    """Return an ONNX file whose activations have the zero point 0 in place of 128.
-
-    Codes and zero points are 128 less, so every value stays what it was. CPUs with AMX multiply
-    signed codes as they are, so OpenVINO reads them right there, and is faster with them: there is
-    no zero point to take into account. Without such codes this is ``graph`` itself.
-    """
-    onnx = import_optional("onnx", "torchq.onnx")
-    model = onnx_ir.from_proto(onnx.load_model_from_string(graph))
-    centred = [node for node in nodes_of(model, "QuantizeLinear") if _is_centred(node)]
-    moved = [store_codes(node, signed=True) for node in centred]
-    if not any(moved):
-        return graph
-    changed: bytes = onnx_ir.to_proto(model).SerializeToString()
-    return changed
-
-
-def _is_centred(quantize: Node) -> bool:
-    """Return True for codes with the zero point 128."""
-    return is_constant(quantize.inputs[1]) and qparams_of(quantize).has_zero_point(128)
 
 
 def norms_of_rows(model: Model) -> None:
@@ -363,9 +338,6 @@ class OpenVino(GraphEngine):
         quantized: see :class:`Engine`.
         precision: of what is not quantized. By itself OpenVINO computes in bfloat16 on CPUs that
             can, with errors of a few percent; here the default is ``"f32"``.
-        signed_codes: run unsigned codes with the zero point 128 as signed ones on CPUs that read
-            these, see :func:`reads_signed_codes`; no effect on others. With None, results
-            decide when the model is deployed.
 
     Example:
         >>> OpenVino(quantized=False, precision="bf16").label
@@ -385,7 +357,6 @@ class OpenVino(GraphEngine):
     packages: tuple[str, ...] = ("openvino", "onnx", "onnx_ir")
     extra: ClassVar[str] = "openvino"
     precision: str = "f32"
-    signed_codes: bool | None = None
 
     def __post_init__(self) -> None:
         if self.precision not in _PRECISIONS:
@@ -418,35 +389,14 @@ class OpenVino(GraphEngine):
             found += [replace(self, quantized=q, precision=precision) for q in (True, False)]
         return tuple(found)
 
-    def open(self, read: ReadGraph, threads: int, usual: tuple[Shapes, ...] = ()) -> Run:
-        """See :meth:`GraphEngine.open`. Usual shapes have graphs of their own, which are faster."""
+    def open(self, read: ReadGraph, threads: int, usual: Shapes = ()) -> Run:
+        """See :meth:`GraphEngine.open`. Usual shapes have a graph of their own, which is faster."""
 
         def open_for(shapes: Shapes | None) -> Run:
-            run = _bound(self._compile(self._for_this_cpu(read()), threads, shapes))
+            run = _bound(self._compile(read(), threads, shapes))
             return run if shapes is not None else _refusing(run, read, usual)
 
         return run_by_shape(open_for, usual)
-
-    def compare_lengths(self, module: EngineModule, task: Task, lengths: OpenLengths) -> None:
-        """See :meth:`GraphEngine.compare_lengths`.
-
-        In a module of its own: the graph for other lengths is as large as that for usual shapes,
-        and opened again once a call needs it.
-        """
-        apart = EngineModule(module.settings, module.graph, module.interface)
-        super().compare_lengths(apart, task, lengths)
-
-    def faster_settings(self, graph: bytes) -> tuple[GraphEngine, ...]:
-        """See :meth:`GraphEngine.faster_settings`."""
-        undecided = self.signed_codes is None and self.quantized
-        if undecided and reads_signed_codes() and with_signed_codes(graph) is not graph:
-            return (replace(self, signed_codes=True),)
-        return ()
-
-    def _for_this_cpu(self, graph: bytes) -> bytes:
-        """Return the file with the codes that this CPU is fastest with."""
-        signed = self.signed_codes and reads_signed_codes()
-        return with_signed_codes(graph) if signed else graph
 
     def _compile(self, graph: bytes, threads: int, shapes: Shapes | None) -> Any:
         """Return the compiled graph, for inputs of these shapes or with open lengths."""
@@ -478,7 +428,7 @@ class OpenVino(GraphEngine):
     def integer_share(self, graph: bytes) -> str:
         """See :meth:`GraphEngine.integer_share`."""
         nodes = Counter[bool]()
-        compiled = self._compile(self._for_this_cpu(graph), torch.get_num_threads(), None)
+        compiled = self._compile(graph, torch.get_num_threads(), None)
         for node in compiled.get_runtime_model().get_ops():
             info = {key: str(value.value) for key, value in node.get_rt_info().items()}
             if info.get("layerType") in _COMPUTING:
@@ -486,14 +436,14 @@ class OpenVino(GraphEngine):
         return f"{nodes[True]} of {nodes.total()} computing nodes run on integers"
 
 
-def _refusing(run: Run, read: ReadGraph, usual: tuple[Shapes, ...]) -> Run:
+def _refusing(run: Run, read: ReadGraph, usual: Shapes) -> Run:
     """Return ``run`` with a check of each new image size or length, whatever the batch.
 
     A graph with open lengths takes images that are smaller than a kernel, and returns what its
     memory held before.
     """
     runtime = import_optional("openvino", _NEEDED_BY, "openvino")
-    known = {tuple(shape[1:] for _, shape in shapes) for shapes in usual}
+    known = {tuple(shape[1:] for _, shape in usual)}
 
     def checked(feeds: Mapping[str, Tensor]) -> list[Tensor]:
         key = tuple(tuple(value.shape[1:]) for value in feeds.values())
@@ -543,29 +493,3 @@ def _bound(compiled: Any) -> Run:
         return [torch.from_numpy(array) for array in arrays]
 
     return run
-
-
-@lru_cache
-def reads_signed_codes() -> bool:
-    """Return True if OpenVINO's convolutions read signed codes on this CPU.
-
-    A small convolution is compiled and asked: elsewhere OpenVINO makes its codes unsigned. So
-    whatever limits the kernels (an environment variable, an operating system without AMX) is seen.
-    """
-    runtime = import_optional("openvino", _NEEDED_BY, "openvino")
-    ops: Any = import_optional("openvino.opset13", _NEEDED_BY, "openvino")
-    image = ops.parameter([1, 16, 8, 8], runtime.Type.f32)
-    codes = ops.fake_quantize(image, -128.0, 127.0, -128.0, 127.0, 256)
-    stored = ops.constant(torch.ones(16, 16, 1, 1, dtype=torch.int8, device="cpu").numpy())
-    weight = ops.multiply(
-        ops.convert(stored, runtime.Type.f32), ops.constant(0.5, runtime.Type.f32)
-    )
-    result = ops.convolution(codes, weight, [1, 1], [0, 0], [0, 0], [1, 1])
-    settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1}
-    compiled = runtime.Core().compile_model(runtime.Model([result], [image]), "CPU", settings)
-    nodes = (node.get_rt_info() for node in compiled.get_runtime_model().get_ops())
-    return any(
-        str(info["layerType"].value) == "Convolution"
-        and str(info["runtimePrecision"].value).lower() == "i8"
-        for info in nodes
-    )

@@ -34,7 +34,8 @@ class Torch(Engine):
 
     Attributes:
         quantized: see :class:`Engine`.
-        fuse: see :func:`torchq.deploy`.
+        fuse: False replaces layers only, each with floating-point input and output, and does not
+            trace the model.
     """
 
     name: str = "torch"

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from torchq.errors import ConfigError, ExportError
+from torchq.errors import ExportError
 from torchq.graph import call_arguments
 from torchq.onnx.interface import argument_names
 from torchq.runtime import Codes, Placement, Writer
@@ -92,11 +92,6 @@ class ExecuTorch(GraphEngine):
     def build(self, task: Task) -> EngineModule:
         """See :meth:`torchq.runtimes.Engine.build`."""
         self.check()
-        if task.batch_sizes:
-            raise ConfigError(
-                f"deploy: got batch_sizes {task.batch_sizes} for target {self.name!r}; expected "
-                "none, as a file takes tensors of the shapes of its example. Deploy for each size"
-            )
         with progress_stages("deploy", ("lower for executorch",), enabled=task.progress):
             model = copy_module(task.model if self.quantized else task.float_model)
             _, structure = flatten(task.check.outcome)
@@ -113,7 +108,7 @@ class ExecuTorch(GraphEngine):
             )
         return module
 
-    def open(self, read: ReadGraph, threads: int, usual: tuple[Shapes, ...] = ()) -> Run:
+    def open(self, read: ReadGraph, threads: int, usual: Shapes = ()) -> Run:
         """See :meth:`GraphEngine.open`. One call at a time: a method has one set of buffers."""
         with quiet():
             runtime = import_optional("executorch.runtime", self._needed_by, self.extra)
