@@ -38,10 +38,11 @@ RECIPES: Registry[str, Callable[..., QuantConfig]] = Registry("recipe")
 _CONV = "type:torch.nn.modules.conv.Conv[123]d"
 _TRANSPOSED = "type:torch.nn.modules.conv.ConvTranspose[123]d"
 _LINEAR = "type:torch.nn.modules.linear.Linear"
+_BILINEAR = "type:torch.nn.modules.linear.Bilinear"
 _ATTENTION = "type:torch.nn.modules.activation.MultiheadAttention"
 _RECURRENT = "type:torch.nn.modules.rnn.*"
 # The axis of the output channels of the weight.
-_OUTPUT_AXES = {_CONV: 0, _TRANSPOSED: 1, _LINEAR: 0, _ATTENTION: 0}
+_OUTPUT_AXES = {_CONV: 0, _TRANSPOSED: 1, _LINEAR: 0, _BILINEAR: 0, _ATTENTION: 0}
 # Activations of up to this number of bits choose between signed and unsigned codes.
 _FEW_BITS = 4
 
@@ -242,7 +243,7 @@ def _block_scaled(
     # The axis of the input and of the weight. Counting from the front lets 1-, 2- and
     # 3-dimensional convolutions share a rule.
     axes = {_CONV: (1, 1), _TRANSPOSED: (1, 0)}
-    axes |= dict.fromkeys((_LINEAR, _ATTENTION), (-1, -1))
+    axes |= dict.fromkeys((_LINEAR, _BILINEAR, _ATTENTION), (-1, -1))
     rules = [
         Rule(pattern, input=along(input_axis), weight=along(weight_axis), optional=True)
         for pattern, (input_axis, weight_axis) in axes.items()

@@ -31,6 +31,7 @@ class Case:
         shape: The shape of the first input.
         kwargs: Keyword arguments of the call.
         indices: For tables: the input holds integers below this number.
+        others: The shapes of further inputs.
         exact: Torch's own forward on quantized tensors is the reference, bit for bit; else the
             reference adds the same products in another order.
     """
@@ -40,6 +41,7 @@ class Case:
     shape: tuple[int, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
     indices: int = 0
+    others: tuple[tuple[int, ...], ...] = ()
     exact: bool = True
 
     def inputs(self) -> tuple[Tensor, ...]:
@@ -47,7 +49,8 @@ class Case:
         generator = torch.Generator().manual_seed(1)
         if self.indices:
             return (torch.randint(self.indices, self.shape, generator=generator),)
-        return (torch.randn(self.shape, generator=generator).requires_grad_(),)
+        shapes = (self.shape, *self.others)
+        return tuple(torch.randn(s, generator=generator).requires_grad_() for s in shapes)
 
     def __str__(self) -> str:
         return self.name
@@ -117,8 +120,13 @@ def _matrices_and_tables() -> Iterator[Case]:
         _case("", (4, 6), nn.Embedding, 10, 3),
         _case("padding_idx", (40,), nn.Embedding, 10, 3, padding_idx=2, scale_grad_by_freq=True),
         _case("max_norm", (4,), nn.Embedding, 10, 3, max_norm=0.5),
+        _case("", (4, 6), nn.EmbeddingBag, 10, 3),
+        _case("max", (4, 6), nn.EmbeddingBag, 10, 3, mode="max", max_norm=0.5, padding_idx=1),
     ]
     yield from (replace(case, indices=10) for case in tables)
+    yield replace(_case("", (6, 5), nn.Bilinear, 5, 4, 3), others=((6, 4),))
+    rows = _case("no bias, 3-d", (2, 6, 5), nn.Bilinear, 5, 4, 3, bias=False)
+    yield replace(rows, others=((2, 6, 4),))
     yield _case("", (3, 4), nn.Identity, 7, unused=True)
 
 
@@ -193,7 +201,7 @@ def by_hand(case: Case, plain: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
     if isinstance(plain, nn.RNNBase):
         return recurrent_by_hand(plain, *inputs)
     twin = QUANTIZED[type(plain)]
-    if isinstance(plain, nn.Embedding) and plain.max_norm is not None:
+    if isinstance(plain, nn.Embedding | nn.EmbeddingBag) and plain.max_norm is not None:
         plain(*inputs)  # This renormalises the table before it is quantized.
         plain.max_norm = None
     if twin.input_slots:

@@ -35,7 +35,6 @@ def batches(count: int = 3) -> list[Tensor]:
 
 
 LAYERS = (0, 2, 5)
-TABLE = QuantDescriptor(axis=0)
 W3 = torchq.recipes.integer(3, 4)
 
 
@@ -192,16 +191,16 @@ class Parts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.bare, self.used = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
-        self.unused, self.table = nn.Linear(4, 4), nn.Embedding(4, 4)
+        self.unused, self.pair = nn.Linear(4, 4), nn.Bilinear(4, 4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.used(self.used(self.bare(x)))
-        return x + self.table(torch.zeros(len(x), dtype=torch.int64))
+        return self.pair(x, x)
 
 
 def test_layers_that_are_left_alone_are_named() -> None:
     model = Parts()
-    torchq.quantize_(model, torchq.recipes.int8().with_rules(Rule("table", weight=TABLE)))
+    torchq.quantize_(model, torchq.recipes.int8())
     data = [torch.rand(8, 4)]
     report = torchq.calibrate(model, data, on_unseen="disable", progress=False)
     assert report.correction is not None
@@ -209,7 +208,7 @@ def test_layers_that_are_left_alone_are_named() -> None:
     assert report.correction.skipped == {
         "bare": "it has no bias; fuse BatchNorm first",
         "unused": "no batch reached it",
-        "table": "it is no convolution or linear layer",
+        "pair": "it is no convolution or linear layer",
     }
     assert "corrected bias of 1 layers, 3 not; used by the first of several calls" in str(report)
 

@@ -53,7 +53,7 @@ from torchq.nn.modules.input_quantized import (
     QuantSigmoid,
     QuantSiLU,
 )
-from torchq.nn.modules.linear import QuantEmbedding, QuantLinear
+from torchq.nn.modules.linear import QuantBilinear, QuantEmbedding, QuantEmbeddingBag, QuantLinear
 from torchq.nn.modules.operators import (
     Add,
     Cat,
@@ -90,6 +90,7 @@ __all__ = [
     "QuantAvgPool1d",
     "QuantAvgPool2d",
     "QuantAvgPool3d",
+    "QuantBilinear",
     "QuantCat",
     "QuantConv1d",
     "QuantConv2d",
@@ -98,6 +99,7 @@ __all__ = [
     "QuantConvTranspose2d",
     "QuantConvTranspose3d",
     "QuantEmbedding",
+    "QuantEmbeddingBag",
     "QuantGRU",
     "QuantIdentity",
     "QuantLSTM",
