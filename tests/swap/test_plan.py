@@ -12,7 +12,7 @@ import torchq
 from tests.models import SamePadConv2d
 from torchq import QuantConfig, QuantDescriptor, Rule
 from torchq.errors import ConfigError
-from torchq.swap.calls import NOT_CALLED
+from torchq.swap.decisions import NOT_CALLED
 
 INT8, INT4 = QuantDescriptor(), QuantDescriptor(4)
 

@@ -8,6 +8,8 @@ list outside the module tree. :func:`change_class` is the one place that assigns
 
 from __future__ import annotations
 
+import inspect
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -15,16 +17,10 @@ from typing import Any, ClassVar, TypeVar, cast
 
 from torch import Tensor, fx, nn
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError, QuantizationError
-from torchq.nn.subclasses import (
-    changes_nothing,
-    class_below,
-    is_parametrized_class,
-    parametrized_like,
-    unparametrized,
-)
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.utils import Registry, qualified_name, undone_on_error
 
@@ -418,3 +414,58 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
             if type(module) is not cls:
                 change_class(module, cls)
         raise
+
+
+# --- classes that compute what their base computes ----------------------------------------------
+#
+# torch.nn.utils.parametrize gives a module a class of its own, whose properties compute the
+# parametrized tensors. Such a module is quantized as a module of its former class: the weight is
+# quantized after the parametrization, as if the module had been parametrized last.
+
+# What decides the result of a module, beside the methods that its class adds to nn.Module.
+_COMPUTING = frozenset(
+    ["forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__"]
+)
+# What a subclass may change of its base and still compute the same.
+_INITIALISING = frozenset(
+    ["extra_repr", "from_pretrained", "reset_parameters", "reset_running_stats"]
+    + ["_fill_padding_idx_with_zero", "_reset_parameters"]
+)
+
+
+def changes_nothing(cls: type[nn.Module], base: type[nn.Module]) -> bool:
+    """Return True if a subclass has no method that computes, and no property for weight or bias."""
+    added = {name for name in set(dir(base)) - set(dir(nn.Module)) if not name.startswith("__")}
+    return all(
+        inspect.getattr_static(cls, name, None) is inspect.getattr_static(base, name, None)
+        for name in (added | _COMPUTING) - _INITIALISING | {"weight", "bias"}
+    )
+
+
+def is_parametrized_class(cls: type[Any]) -> bool:
+    """Return True if torch made ``cls`` for one module with parametrizations."""
+    return any(
+        isinstance(value, property) and value.fget.__module__ == parametrize.__name__
+        for value in vars(cls).values()
+    )
+
+
+def unparametrized(cls: type[Any]) -> type[Any]:
+    """Return the class that a module had before its parametrizations; ``cls`` if it has none."""
+    return cls.__bases__[0] if is_parametrized_class(cls) else cls
+
+
+def parametrized_like(cls: type[Any], example: type[Any]) -> type[Any]:
+    """Return a class below ``cls`` with the parametrized tensors of ``example``, as torch's."""
+    body = {
+        key: value for key, value in vars(example).items() if key not in ("__dict__", "__weakref__")
+    }
+    name = f"Parametrized{cls.__name__}"
+    return types.new_class(name, (cls,), {}, lambda space: space.update(body))
+
+
+def class_below(bases: tuple[type[Any], ...], name: str, doc: str, **body: Any) -> type[Any]:
+    """Return a class for modules whose ``float_class``, and module, is the last of ``bases``."""
+    cls = bases[-1]
+    body |= {"float_class": cls, "__doc__": doc, "__module__": cls.__module__}
+    return types.new_class(name, bases, {}, lambda space: space.update(body))

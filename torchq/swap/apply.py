@@ -20,9 +20,8 @@ from torchq.nn import (
 )
 from torchq.nn.calls.functions import CallSite
 from torchq.nn.calls.modules import OperatorOwner, RoutedModule, route_
-from torchq.nn.convert import unchanged_on_error
+from torchq.nn.convert import unchanged_on_error, unparametrized
 from torchq.nn.modules.operators import OPERATORS, QuantCat, stand_in
-from torchq.nn.subclasses import unparametrized
 from torchq.runtime import RUNTIMES, remember_target
 from torchq.swap.plan import ALREADY, Decision, Operators, Plan, canonical_groups
 from torchq.utils import device_of, modules_with_names, qualified_name, set_submodule, twin_of

@@ -1,26 +1,134 @@
-"""What the rules decide about each module."""
+"""What the rules decide about each module, and about function calls with weights in forwards."""
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from torch import nn
+from torch import fx, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize
 
 from torchq import recipes
 from torchq.config import QuantConfig, Rule
+from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError, InputError
-from torchq.nn import QuantModule, quantized_as, quantized_class
-from torchq.nn.calls.find import FoundCalls
+from torchq.nn import (
+    QUANTIZED,
+    QuantModule,
+    ScaledDotProductAttention,
+    TensorQuantizer,
+    quantized_as,
+    quantized_class,
+)
+from torchq.nn.calls.find import WHOLE_ATTENTION, FoundCalls, weighted_calls
+from torchq.nn.calls.functions import CallSite, equivalent_class, site_descriptors
+from torchq.nn.convert import unparametrized
+from torchq.nn.modules.operators import Call
 from torchq.runtime import Runtime
-from torchq.swap.calls import decide_calls, inside_quantizers
-from torchq.swap.draft import Draft, obstacle
+from torchq.swap.plan import ALREADY, Decision
 from torchq.utils import (
     Pattern,
     check_pattern,
+    matches,
     modules_with_names,
     pattern_text,
     qualified_name,
 )
+
+_NO_TWIN = "no quantized twin of "
+
+
+def no_twin(cls: type[nn.Module]) -> str:
+    """Return the reason for a class with parameters that nobody registered."""
+    name = qualified_name(cls)
+    return (
+        f"{_NO_TWIN}{name}, which has parameters of its own; pass example= to find function calls "
+        f"with them, or register one with torchq.nn.register({name})"
+    )
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What happens to one module; attributes as of :class:`Decision`, whose ``by`` is the ``rule``.
+
+    Attributes:
+        float_class: its class before the swap.
+        parent: the module that adopts a new ``module`` for a call; None for one in its place.
+        layer: the class that it is quantized as, whose rules apply; None is its own.
+    """
+
+    names: tuple[str, ...]
+    module: nn.Module
+    float_class: type[nn.Module]
+    rule: str | None = None
+    input: QuantDescriptor | None = None
+    weight: QuantDescriptor | None = None
+    reason: str = ""
+    parent: nn.Module | None = None
+    layer: type[nn.Module] | None = None
+    calls: tuple[CallSite, ...] = ()
+    note: str = ""
+
+    @property
+    def is_without_twin(self) -> bool:
+        """True if the module stays float only because no class is registered for it."""
+        return self.reason.startswith(_NO_TWIN)
+
+    @property
+    def name(self) -> str:
+        """The first dotted path."""
+        return self.names[0]
+
+    def matches(self, pattern: Pattern) -> bool:
+        """Return True if a pattern selects it, by its class or the one it is quantized as."""
+        classes = {self.float_class, self.layer or self.float_class}
+        return any(matches(pattern, self.names, self.module, cls) for cls in classes)
+
+    def decision(self) -> Decision:
+        """Return the decision without its module."""
+        cls = qualified_name(unparametrized(self.float_class))
+        told: Any = {"reason": self.reason, "by": self.rule or "", "note": self.note}
+        return Decision(self.names, cls, self.input, self.weight, calls=self.calls, **told)
+
+
+def obstacle(module: nn.Module, parent: nn.Module | None) -> str | None:
+    """Return why ``module`` cannot be swapped."""
+    cls = type(module)
+    if isinstance(module, QuantModule):
+        return ALREADY
+    if isinstance(parent, nn.MultiheadAttention) and module is parent.out_proj:
+        if quantized_class(type(parent)) is not None or isinstance(parent, QuantModule):
+            return None  # It is quantized as a part of its parent.
+        return "its weight is read by nn.MultiheadAttention directly, its forward is never called"
+    if isinstance(module, parametrize.ParametrizationList):
+        return None  # It computes a tensor of its parent.
+    if parametrize.is_parametrized(module) and not _reads_attributes(cls):
+        return "parametrized; bake it with torch.nn.utils.parametrize.remove_parametrizations first"
+    if quantized_class(cls) is not None:
+        if "forward" in vars(module):
+            return "forward was replaced on the instance"
+        is_complex = any(p.is_complex() for p in module.parameters(recurse=False))
+        return "complex dtype" if is_complex else ""
+    base = next((c for c in cls.__mro__[1:] if c in QUANTIZED), None)
+    name = qualified_name(cls)
+    if base is not None:
+        if issubclass(cls, LazyModuleMixin):
+            return "not initialised yet; run one batch through the model first"
+        return (
+            f"a subclass of {base.__name__} with code of its own may compute something else; "
+            "pass example= to find its function calls, or register a twin with "
+            f"torchq.nn.register({name})"
+        )
+    if any(p.dim() > 1 and p.is_floating_point() for p in module.parameters(recurse=False)):
+        return no_twin(cls)
+    return None
+
+
+def _reads_attributes(cls: type[nn.Module]) -> bool:
+    """Return True if the twin of ``cls`` computes with the weights that its attributes give."""
+    # Recurrent layers keep a list of their weights, which a parametrization does not change.
+    return quantized_class(cls) is not None and not issubclass(cls, nn.RNNBase)
 
 
 def config_or_default(config: QuantConfig | None, runtime: Runtime | None = None) -> QuantConfig:
@@ -90,7 +198,7 @@ def decide(
     forwards children stand for operators.
     """
     layers = _decide_layers(model, rules)
-    decisions = decide_calls(model, layers, rules.about, found, rewritten)
+    decisions = _decide_calls(model, layers, rules, found, rewritten)
     swapped = {id(d.parent or d.module) for d in decisions if not d.reason}
     for names, module in modules_with_names(model):
         parts = module.modules() if _is_container(module) else ()
@@ -108,7 +216,7 @@ def _is_container(module: nn.Module) -> bool:
 
 def _decide_layers(model: nn.Module, rules: Rules) -> list[Draft]:
     """Return the decisions about modules that are quantized as a whole."""
-    inside = inside_quantizers(model)
+    inside = _inside_quantizers(model)
     decisions: list[Draft] = []
     parents: dict[int, nn.Module] = {}
     for names, module in modules_with_names(model):
@@ -203,3 +311,198 @@ def check_used(model: nn.Module, rules: Rules, decisions: tuple[Draft, ...]) -> 
             f"{where}: nothing to quantize ({reasons}); "
             "expected at least one module that a rule selects"
         )
+
+
+# --- function calls with weights ------------------------------------------------------------------
+
+
+def _decide_calls(
+    model: nn.Module,
+    decisions: Sequence[Draft],
+    rules: Rules,
+    found: Mapping[int, FoundCalls] | None = None,
+    rewritten: frozenset[int] = frozenset(),
+) -> list[Draft]:
+    """Return the decisions with those about function calls, which a run ``found``, added."""
+    quantized = {id(d.module): d for d in decisions if not d.reason}
+    result = list(decisions)
+    inside = _inside_quantizers(model)
+    for names, module in modules_with_names(model):
+        if id(module) in inside or not _is_candidate(module):
+            continue
+        shown = None if found is None else found.get(id(module))
+        calls = _calls_without_example(module, quantized) if found is None else shown
+        if calls is None:
+            continue
+        if isinstance(module, fx.GraphModule):
+            calls = replace(calls, obstacle=calls.obstacle or _IN_GRAPH)
+        has_weights = any(site.kind != "attention" for site in calls.sites)
+        if found is not None and not has_weights and calls.obstacle != WHOLE_ATTENTION:
+            # It ran, and no call multiplies by a parameter of its own: nothing to quantize.
+            result = [d for d in result if d.module is not module or not d.is_without_twin]
+        new = _decide_module(names, module, calls, quantized, rules, id(module) in rewritten)
+        new = _with_unreached(names, module, calls, new)
+        places = [i for i, d in enumerate(result) if d.module is module] or [len(result)]
+        # A module whose only call is quantized replaces the decision that it has no twin.
+        replaced = any(d.module is module for d in new)
+        result[places[0] + (not replaced) : places[0] + 1] = new
+    return result if found is None else _without_unused(result, found)
+
+
+def _inside_quantizers(model: nn.Module) -> set[int]:
+    """Return the ids of the quantizers of a model, and of the modules in them."""
+    quantizers = (m for m in model.modules() if isinstance(m, TensorQuantizer))
+    return {id(part) for quantizer in quantizers for part in quantizer.modules()}
+
+
+def _with_unreached(
+    names: tuple[str, ...], module: nn.Module, calls: FoundCalls, decisions: list[Draft]
+) -> list[Draft]:
+    """Return the decisions with the uses of weights that no quantizer reaches named."""
+    if not calls.unreached:
+        return decisions
+    text = f"its forward {' and '.join(sorted(calls.unreached.values()))}, which stays float"
+    if not any(d.module is module for d in decisions):
+        return [Draft(names, module, type(module), reason=text), *decisions]
+    return [
+        replace(d, note=d.note or text) if d.module is module and not d.reason else d
+        for d in decisions
+    ]
+
+
+def _without_unused(decisions: list[Draft], found: Mapping[int, FoundCalls]) -> list[Draft]:
+    """Leave layers float that are never called, but whose weight a call uses or computes with."""
+    sources = {key for calls in found.values() for key in calls.sources}
+    weighted = [(d.module, site) for d in decisions for site in d.calls if site.weight]
+    sources |= {id(module.get_parameter(site.weight)) for module, site in weighted}
+    holders = {
+        id(module.get_submodule(site.holder))
+        for module, site in weighted
+        if site.holder and not site.holder.endswith("_call")
+    }
+    result = []
+    for d in decisions:
+        own = {id(parameter) for parameter in d.module.parameters(recurse=False)}
+        is_called = id(d.module) in found or id(d.module) in holders
+        if not d.reason and not d.calls and not is_called:
+            if own & sources:
+                d = replace(d, input=None, weight=None, reason=_UNUSED)
+            elif own:  # other data than the example may call it
+                d = replace(d, note=d.note or NOT_CALLED)
+        result.append(d)
+    return result
+
+
+#: The note about a layer that a run on the example did not call.
+NOT_CALLED = "not called in the run on the example"
+
+_IN_GRAPH = (
+    "its forward is a graph of torch.fx, whose copies would lose the quantizers of a call: "
+    "quantize the model before it is traced, or use a module such as nn.Linear for the call"
+)
+_UNUSED = (
+    "it is never called: a function call of another module uses its weight, and is quantized or "
+    "reported there"
+)
+
+
+def _is_candidate(module: nn.Module) -> bool:
+    if isinstance(module, (QuantModule, TensorQuantizer)) or "forward" in vars(module):
+        return False
+    library = type(module).__module__.startswith(("torch.nn.", "torchq."))
+    return not library and quantized_class(type(module)) is None
+
+
+def _calls_without_example(module: nn.Module, quantized: dict[int, Draft]) -> FoundCalls:
+    calls = FoundCalls()
+    for site in weighted_calls(module):
+        path = site.weight.rpartition(".")[0]
+        child = module.get_submodule(path)
+        same = quantized_as(type(child)) is equivalent_class(site.kind)
+        if path and same and id(child) in quantized:
+            calls.add(site, module.get_parameter(site.weight).dim())
+    return calls
+
+
+def _decide_module(
+    names: tuple[str, ...],
+    module: nn.Module,
+    calls: FoundCalls,
+    quantized: dict[int, Draft],
+    rules: Rules,
+    is_rewritten: bool,
+) -> list[Draft]:
+    """Return the decisions about the calls of one module, and about the module itself."""
+    cls = type(module)
+    held, own = _by_holder(module, calls, quantized)
+    if is_rewritten:
+        own = [(site, ndim) for site, ndim in own if site.kind != "attention"]
+    is_leaf = next(module.children(), None) is None
+    if is_leaf and len(own) == 1 and own[0][0].kind != "attention":
+        return [_decide_leaf(names, module, calls, *own[0], rules)]
+    decisions: list[Draft] = []
+    sites = list(held)
+    for number, (site, ndim) in enumerate(own):
+        site = replace(site, holder=_holder_name(module, site, number))
+        child = ScaledDotProductAttention() if site.kind == "attention" else Call()
+        paths = tuple(f"{name}.{site.holder}" if name else site.holder for name in names)
+        child.train(module.training)
+        # Patterns select the call by its own paths, and by those of the module that makes it.
+        decision = rules.about((*paths, *names), child, equivalent_class(site.kind))
+        decision = replace(decision, names=paths)
+        if decision.rule is None and decision.reason:
+            continue  # No rule asks for it.
+        if not decision.reason and calls.obstacle:
+            decision = Draft(paths, child, type(child), reason=calls.obstacle)
+        input, weight = site_descriptors(site, ndim, decision.input, decision.weight)
+        decisions.append(replace(decision, input=input, weight=weight, parent=module))
+        if not decision.reason:
+            sites.append(site)
+    if calls.obstacle and held:
+        return [Draft(names, module, cls, reason=calls.obstacle)]
+    if sites:
+        rule, chosen = "(contains quantized calls)", (*sites, *calls.unseen)
+        decisions.insert(0, Draft(names, module, cls, rule=rule, calls=chosen))
+    return decisions
+
+
+def _decide_leaf(
+    names: tuple[str, ...],
+    module: nn.Module,
+    calls: FoundCalls,
+    site: CallSite,
+    ndim: int,
+    rules: Rules,
+) -> Draft:
+    """Return the decision about a module without children whose forward makes one call."""
+    decision = rules.about(names, module, equivalent_class(site.kind))
+    if not decision.reason and calls.obstacle:
+        return Draft(names, module, type(module), reason=calls.obstacle)
+    input, weight = site_descriptors(site, ndim, decision.input, decision.weight)
+    chosen = () if decision.reason else (site, *calls.unseen)
+    return replace(decision, input=input, weight=weight, calls=chosen)
+
+
+def _by_holder(
+    module: nn.Module, calls: FoundCalls, quantized: dict[int, Draft]
+) -> tuple[list[CallSite], list[tuple[CallSite, int]]]:
+    """Return the calls with the weight of a quantized child that computes the same, and others."""
+    held, own = [], []
+    for site, ndim in zip(calls.sites, calls.ndims, strict=True):
+        path = site.weight.rpartition(".")[0]
+        child = module.get_submodule(path) if path else module
+        same = quantized_as(type(child)) is equivalent_class(site.kind)
+        if path and same:
+            if id(child) in quantized:  # Otherwise a rule has left the child float.
+                held.append(replace(site, holder=path))
+        else:
+            own.append((site, ndim))
+    return held, own
+
+
+def _holder_name(module: nn.Module, site: CallSite, number: int) -> str:
+    base = site.weight.replace(".", "_") or site.kind
+    name = f"{base}_call" if site.weight else f"{base}_call_{number}"
+    while hasattr(module, name):
+        name += "_"
+    return name

@@ -9,8 +9,7 @@ from torchq.config import QuantConfig
 from torchq.errors import ConfigError
 from torchq.nn import QuantModule, TensorQuantizer, revert_
 from torchq.swap.apply import convert_as
-from torchq.swap.decisions import Rules, config_or_default, decide
-from torchq.swap.draft import Draft
+from torchq.swap.decisions import Draft, Rules, config_or_default, decide
 from torchq.utils import modules_with_names
 
 

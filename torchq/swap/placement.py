@@ -13,8 +13,7 @@ from torchq.errors import ConfigError
 from torchq.formats import PerTensor
 from torchq.nn.calls.find import FoundCalls
 from torchq.runtime import Placement, Runtime
-from torchq.swap.decisions import Rules, decide
-from torchq.swap.draft import Draft
+from torchq.swap.decisions import Draft, Rules, decide
 from torchq.swap.find_operators import MODULES, Operator, find_operators
 from torchq.swap.passes import is_depthwise
 from torchq.swap.plan import FLOAT_INPUT

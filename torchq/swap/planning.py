@@ -13,6 +13,7 @@ from torchq.nn.convert import unchanged_on_error
 from torchq.runtime import Runtime, remember_target, runtime_of
 from torchq.swap.apply import as_it_is, carry_out_, class_name, keep_plan
 from torchq.swap.decisions import (
+    Draft,
     Rules,
     check_used,
     config_or_default,
@@ -20,7 +21,6 @@ from torchq.swap.decisions import (
     patterns,
     resolve_positions,
 )
-from torchq.swap.draft import Draft
 from torchq.swap.facts import Facts
 from torchq.swap.find_operators import Operator
 from torchq.swap.passes import PASSES, choose_grids, switches

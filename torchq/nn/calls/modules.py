@@ -34,9 +34,8 @@ from torchq.graph import (
 )
 from torchq.nn.calls.functions import CallSite, operand, product_of, with_operands
 from torchq.nn.calls.routes import MARK, Recorder, Route, carry_out, place_of, visits_of
-from torchq.nn.convert import QuantModule, change_class, unchanged_on_error
+from torchq.nn.convert import QuantModule, change_class, class_below, unchanged_on_error
 from torchq.nn.modules.operators import Call, ScaledDotProductAttention, Tap, function_of
-from torchq.nn.subclasses import class_below
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.utils import qualified_name
 
