@@ -13,6 +13,7 @@ from torchq.formats import PerTensor
 from torchq.nn import TensorQuantizer
 from torchq.nn.convert import unchanged_on_error
 from torchq.nn.correction import CORRECTIONS
+from torchq.nn.given_numbers import checked_numbers
 from torchq.swap.apply import apply_, name_quantizers, plan_of, public_path
 from torchq.swap.plan import Plan
 from torchq.utils import deployed_part, qualified_name, replacing, undone_on_error, unwrapped
@@ -267,52 +268,60 @@ def _check_ranges(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         prefix = f"{path}." if path else ""
         names = (*_RANGE_KEYS, "unsigned")
         own = {name: state[prefix + name] for name in names if prefix + name in state}
+        own = {name: value for name, value in own.items() if not value.is_meta}
         key = id(quantizer)
-        for name, problem in _problems(quantizer, own, layers.get(key), weights.get(key)):
+        for name in own:
+            problem = _problem(quantizer, name, own, layers.get(key), weights.get(key))
             if problem:
                 raise ConfigError(f"load: {prefix}{name}: {problem}. The file is damaged")
 
 
-def _problems(
+def _problem(
     quantizer: TensorQuantizer,
+    name: str,
     own: Mapping[str, Tensor],
     layer: nn.Module | None,
     weight: Tensor | None,
-) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with each tensor of a quantizer by its name, or an empty text."""
-    yield "pre_quant_scale", _factor_problem(layer, own.get("pre_quant_scale"))
-    yield "amax", _range_problem(quantizer, own["amax"], weight)
-    amin, sign = own.get("amin"), own.get("unsigned")
-    if amin is not None:
-        problem = _range_problem(quantizer, -amin, weight)
-        if problem or amin.shape != own["amax"].shape:
-            problem = problem or f"got shape {tuple(amin.shape)}"
-            yield "amin", f"{problem}; expected finite numbers <= 0 of the shape of amax"
-    if sign is not None and not (sign.is_meta or (sign.numel() == 1 and sign.item() in (-1, 0, 1))):
-        yield "unsigned", f"got {sign.flatten()[:3].tolist()}; expected -1, 0 or 1"
-    yield "held_scale", _held_problem(quantizer, own)
-
-
-def _held_problem(quantizer: TensorQuantizer, own: Mapping[str, Tensor]) -> str:
-    scale, point = own.get("held_scale"), own.get("held_zero_point")
-    if scale is None and point is None:
-        return ""
-    if scale is None or (point is None) != quantizer.descriptor.symmetric:
-        return "got a scale or a zero point alone; expected both"
+) -> str:
+    """Return what is wrong with one tensor of a quantizer; empty if nothing is."""
+    value = own[name]
+    if name == "pre_quant_scale":
+        return _factor_problem(layer, value)
+    if name == "unsigned":
+        is_sign = value.numel() == 1 and value.item() in (-1, 0, 1)
+        return "" if is_sign else f"got {value.flatten()[:3].tolist()}; expected -1, 0 or 1"
     try:
-        TensorQuantizer(quantizer.descriptor).set_qparams(scale, point)
+        if name in ("amax", "amin"):
+            _check_end(quantizer, name, own, weight)
+        elif "held_scale" not in own or (
+            ("held_zero_point" in own) == quantizer.descriptor.symmetric
+        ):
+            return "got a scale or a zero point alone; expected both"
+        else:
+            point = own.get("held_zero_point")
+            TensorQuantizer(quantizer.descriptor).set_qparams(own["held_scale"], point)
     except ConfigError as error:
         return str(error)
     return ""
 
 
-def _factor_problem(layer: nn.Module | None, factors: Tensor | None) -> str:
+def _check_end(
+    quantizer: TensorQuantizer, name: str, own: Mapping[str, Tensor], weight: Tensor | None
+) -> None:
+    """Raise ConfigError for an end of a range that no calibration gives."""
+    value, granularity = own[name], quantizer.descriptor.granularity
+    if value.shape != own.get("amax", value).shape:
+        raise ConfigError(f"got shape {tuple(value.shape)}; expected that of amax")
+    if value.shape == (0,):
+        return  # not known yet
+    checked_numbers("range", name, value, value.device)
+    if weight is not None or isinstance(granularity, PerTensor):
+        granularity.align(value, value.shape if weight is None else weight.shape)
+
+
+def _factor_problem(layer: nn.Module | None, factors: Tensor) -> str:
     """Return what makes factors unfit to multiply the input of ``layer``; empty if nothing does."""
-    if factors is None:
-        return ""
-    if not factors.is_floating_point():
-        return f"got {factors.dtype}; expected a floating-point tensor"
-    if not factors.is_meta and not bool(((factors > 0) & (factors < torch.inf)).all()):
+    if not bool(((factors > 0) & (factors < torch.inf)).all()):
         return "got zero, negative, NaN or infinite values; expected finite numbers > 0"
     weight = getattr(layer, "weight", None)
     count = getattr(layer, "in_features", getattr(layer, "in_channels", None))
@@ -323,29 +332,7 @@ def _factor_problem(layer: nn.Module | None, factors: Tensor | None) -> str:
         fits = torch.broadcast_shapes(factors.shape, channels).numel() == count
     except RuntimeError:
         fits = False
-    if not fits:
-        return f"got shape {tuple(factors.shape)}; expected one factor, or {channels}"
-    return ""
-
-
-def _range_problem(quantizer: TensorQuantizer, amax: Tensor, weight: Tensor | None) -> str:
-    if not amax.is_floating_point():
-        return f"got {amax.dtype}; expected a floating-point tensor"
-    if amax.numel() == 0:
-        has_range = amax.shape != (0,)
-        return f"got shape {tuple(amax.shape)}; expected a range" if has_range else ""
-    if amax.is_meta:
-        return ""
-    if not bool(((amax >= 0) & (amax <= torch.finfo(torch.float32).max)).all()):
-        return "got negative, NaN or infinite values; expected finite numbers >= 0"
-    granularity = quantizer.descriptor.granularity
-    shape = amax.shape if weight is None else weight.shape
-    try:
-        if weight is not None or isinstance(granularity, PerTensor):
-            granularity.align(amax, shape)
-    except ConfigError as error:
-        return str(error)
-    return ""
+    return "" if fits else f"got shape {tuple(factors.shape)}; expected one factor, or {channels}"
 
 
 def _load_tensors(model: nn.Module, state: dict[str, Any]) -> None:
