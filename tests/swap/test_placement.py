@@ -12,6 +12,7 @@ import torchq
 from tests.onnx.exported import Residual
 from torchq import QuantConfig, QuantDescriptor, Rule
 from torchq.errors import ConfigError
+from torchq.nn.calls.find import find_calls
 from torchq.runtimes import RUNTIMES
 from torchq.swap.find_operators import find_operators
 
@@ -66,7 +67,9 @@ class Anchors(nn.Module):
 
 def test_what_is_computed_from_sizes_alone_gets_no_quantizers() -> None:
     for example in (None, torch.ones(1, 4, 2, 2)):
-        found, failed = find_operators(Anchors(), KINDS, example)
+        model = Anchors()
+        seen = None if example is None else find_calls(model, example)
+        found, failed = find_operators(model, KINDS, seen)
         assert failed == [] and [operator.kind for operator in found] == ["cat", "cat"]
 
 

@@ -382,7 +382,7 @@ def functional_call(patient: Patient) -> Found:
     assert patient.seen is not None
     names = {id(module): path for path, module in patient.model.named_modules()}
     parameters = {id(p): path for path, p in patient.model.named_parameters()}
-    for key, found in find_calls(patient.model, patient.seen.example).items():
+    for key, found in find_calls(patient.model, patient.seen.example).calls.items():
         module = patient.model.get_submodule(names[key])
         if isinstance(module, (QuantModule, TensorQuantizer)) or quantized_as(type(module)):
             continue

@@ -21,7 +21,7 @@ from torchq.nn import (
     quantized_as,
     quantized_class,
 )
-from torchq.nn.calls.find import WHOLE_ATTENTION, FoundCalls, weighted_calls
+from torchq.nn.calls.find import WHOLE_ATTENTION, FoundCalls, Seen, weighted_calls
 from torchq.nn.calls.functions import CallSite, equivalent_class, site_descriptors
 from torchq.nn.convert import unparametrized
 from torchq.nn.modules.operators import Call
@@ -189,16 +189,16 @@ _RECURRENT = "; torchq.recipes.int8(recurrent=True) has one"
 def decide(
     model: nn.Module,
     rules: Rules,
-    found: Mapping[int, FoundCalls] | None = None,
+    seen: Seen | None = None,
     rewritten: frozenset[int] = frozenset(),
 ) -> tuple[Draft, ...]:
     """Return what the rules decide, unchecked.
 
-    ``found`` are the calls of a run, if there was one, ``rewritten`` the ids of modules in whose
+    ``seen`` is what a run showed, if there was one, ``rewritten`` the ids of modules in whose
     forwards children stand for operators.
     """
     layers = _decide_layers(model, rules)
-    decisions = _decide_calls(model, layers, rules, found, rewritten)
+    decisions = _decide_calls(model, layers, rules, None if seen is None else seen.calls, rewritten)
     swapped = {id(d.parent or d.module) for d in decisions if not d.reason}
     for names, module in modules_with_names(model):
         parts = module.modules() if _is_container(module) else ()
@@ -240,7 +240,7 @@ def _is_named(draft: Draft) -> bool:
 
 
 def resolve_positions(
-    model: nn.Module, config: QuantConfig, found: Mapping[int, FoundCalls] | None = None
+    model: nn.Module, config: QuantConfig, seen: Seen | None = None
 ) -> QuantConfig:
     """Return ``config`` with the path of a layer as the pattern of each rule with a position.
 
@@ -250,7 +250,7 @@ def resolve_positions(
     if not any(rule.position for rule in config.rules):
         return config
     general = tuple(r for r in config.rules if r.position is None and not r.skip)
-    decisions = decide(model, Rules(replace(config, rules=general)), found)
+    decisions = decide(model, Rules(replace(config, rules=general)), seen)
     layers = [d for d in decisions if d.weight is not None and not d.reason]
     ends = {"first": layers[0], "last": layers[-1]} if layers else {}
     rules: list[Rule] = []

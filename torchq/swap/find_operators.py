@@ -1,10 +1,8 @@
 """Finding the operators in the forwards of modules, and putting quantizable modules there."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -12,7 +10,6 @@ from torch.nn.modules.conv import _ConvNd
 
 from torchq.graph import (
     KINDS,
-    call_model,
     operator_kind,
     operator_name,
     operator_of,
@@ -21,10 +18,11 @@ from torchq.graph import (
     writes,
 )
 from torchq.nn import QuantModule, TensorQuantizer
+from torchq.nn.calls.find import Seen
 from torchq.nn.calls.modules import recording_operators, trace_forward
-from torchq.nn.calls.routes import Recorder, Visit
+from torchq.nn.calls.routes import Recorder
 from torchq.nn.modules.operators import OPERATORS, stand_in
-from torchq.utils import modules_with_names, untouched
+from torchq.utils import modules_with_names
 
 #: The module that stands for each kind of operator.
 MODULES: dict[str, type[nn.Module]] = {kind: OPERATORS[name] for kind, name in KINDS.items()}
@@ -68,13 +66,12 @@ _Candidates = dict[str, tuple[str, int | None]]
 
 
 def find_operators(
-    model: nn.Module, kinds: frozenset[str], example: Any = None
+    model: nn.Module, kinds: frozenset[str], seen: Seen | None = None
 ) -> tuple[list[Operator], list[Untraceable]]:
     """Find operators between tensors in the forwards of all modules that are not torch's own.
 
     Operands that are numbers, parameters or buffers do not count. Each module is traced alone, so
-    one that cannot be traced hides only its own operators; with an example, one run of the model
-    shows the operators of these.
+    one that cannot be traced hides only its own operators; a run of the model shows these.
     """
     found: dict[int, _Candidates] = {}
     failed: dict[int, str] = {}
@@ -88,10 +85,10 @@ def find_operators(
         except Exception as error:  # whatever the model's code raises on a Proxy
             line = str(error).partition("\n")[0]
             failed[id(module)] = f"its forward cannot be traced ({type(error).__name__}: {line})"
-    if failed and example is not None:
-        recorded = _recorded(model, [m for _, m in modules if id(m) in failed], kinds, example)
-        found |= recorded
-        failed = {key: reason for key, reason in failed.items() if key not in recorded}
+    if failed and seen is not None:
+        shown = {key: _shown(model, kinds, seen, key) for key in failed if key in seen.visits}
+        found |= shown
+        failed = {key: reason for key, reason in failed.items() if key not in shown}
     failed |= hidden
     operators = [op for names, m in modules for op in _named(m, names, found.get(id(m), {}))]
     return operators, [(m, n, failed[id(m)]) for n, m in modules if id(m) in failed]
@@ -230,50 +227,28 @@ def _does_nothing(module: nn.Module) -> bool:
 # --- operators of a run -------------------------------------------------------------------------
 
 
-def _recorded(
-    model: nn.Module, modules: Sequence[nn.Module], kinds: frozenset[str], example: Any
-) -> dict[int, _Candidates]:
-    """Return the operators that one run of the model shows in modules that cannot be traced."""
-    with untouched(model):
-        constants = {id(t) for t in (*model.parameters(), *model.buffers())}
-        with recording_operators(modules) as found, _noting_linear_results(model) as linear:
-            call_model(model, example)
-            return {
-                key: _candidates(found[key].visits, kinds, constants, linear)
-                for key in map(id, modules)
-                if key in found and found[key].visits
-            }
-
-
-def _candidates(
-    visits: Sequence[Visit], kinds: frozenset[str], constants: set[int], linear: dict[int, Tensor]
-) -> _Candidates:
+def _shown(model: nn.Module, kinds: frozenset[str], seen: Seen, key: int) -> _Candidates:
+    """Return the operators that a run shows in a module that cannot be traced."""
     found: _Candidates = {}
-    order = list(linear)
-    for v in visits:
+    constants = {id(t) for t in (*model.parameters(), *model.buffers())}
+    order = _linear_results(seen)
+    for v in seen.visits[key]:
         if v.kind not in kinds or v.operands is None:
             continue
         if all(isinstance(o, Tensor) and id(o) not in constants for o in v.operands):
-            ends = [(order.index(id(o)), i) for i, o in enumerate(v.operands) if id(o) in linear]
+            ends = [(order.index(id(o)), i) for i, o in enumerate(v.operands) if id(o) in order]
             main = max(ends)[1] if ends and v.kind == "add" else None
             found.setdefault(v.name, (v.kind, main))
     return found
 
 
-@contextmanager
-def _noting_linear_results(model: nn.Module) -> Iterator[dict[int, Tensor]]:
-    """Yield the results of linear layers by id, in the order of calls, as they appear."""
-    found: dict[int, Tensor] = {}
-
-    def note(module: nn.Module, args: Any, result: Any) -> None:
-        if isinstance(result, Tensor):
+def _linear_results(seen: Seen) -> list[int]:
+    """Return the ids of results of linear layers that no other layer changed, in their order."""
+    found: dict[int, None] = {}
+    for result, module in seen.returned:
+        is_layer = isinstance(module, _LINEAR) or not any(module.children())
+        if is_layer and not (_does_nothing(module) or isinstance(module, nn.Sequential)):
             found.pop(id(result), None)
             if isinstance(module, _LINEAR):
-                found[id(result)] = result
-
-    watched = [m for m in model.modules() if isinstance(m, _LINEAR) or not any(m.children())]
-    watched = [m for m in watched if not (_does_nothing(m) or isinstance(m, nn.Sequential))]
-    with ExitStack() as stack:
-        for module in watched:
-            stack.enter_context(module.register_forward_hook(note))
-        yield found
+                found[id(result)] = None
+    return list(found)

@@ -1,8 +1,6 @@
 """What a target adds to the rules: operators that become modules, and layers that stay float."""
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -11,7 +9,7 @@ from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
 from torchq.formats import PerTensor
-from torchq.nn.calls.find import FoundCalls
+from torchq.nn.calls.find import Seen
 from torchq.runtime import Placement, Runtime
 from torchq.swap.decisions import Draft, Rules, decide
 from torchq.swap.find_operators import MODULES, Operator, find_operators
@@ -25,8 +23,7 @@ def decide_for_target(
     rules: Rules,
     target: Runtime,
     placement: Placement,
-    example: Any,
-    calls: Mapping[int, FoundCalls] | None,
+    seen: Seen | None,
 ) -> tuple[Rules, tuple[Draft, ...], tuple[tuple[Operator, Draft], ...]]:
     """Return the rules with those of a target, every decision, and those about operators.
 
@@ -34,11 +31,9 @@ def decide_for_target(
     that the user's own win, every operator of the kinds that the target names has a decision, and
     layers have what its integer kernels take.
     """
-    rules, found, skipped = _placed(model, rules, target, placement, example)
+    rules, found, skipped = _placed(model, rules, target, placement, seen)
     rewritten = frozenset(id(operator.owner) for operator, _ in found)
-    layers = [
-        _adapted(draft, target, placement) for draft in decide(model, rules, calls, rewritten)
-    ]
+    layers = [_adapted(draft, target, placement) for draft in decide(model, rules, seen, rewritten)]
     sites = {id(d.module): {c.site for c in d.calls if not c.is_unseen} for d in layers if d.calls}
     beside = [pair for pair in found if pair[0].site in sites.get(id(pair[0].owner), ())]
     operators = tuple(pair for pair in found if pair not in beside)
@@ -50,7 +45,7 @@ _BESIDE_CALL = "its operand is a weight, and the call is quantized as that of a 
 
 
 def _placed(
-    model: nn.Module, rules: Rules, target: Runtime, placement: Placement, example: Any
+    model: nn.Module, rules: Rules, target: Runtime, placement: Placement, seen: Seen | None
 ) -> tuple[Rules, list[tuple[Operator, Draft]], list[Draft]]:
     """Return the rules with those for operators, the operators to quantize, and the others."""
     descriptor = _activation_descriptor(rules.config, target)
@@ -62,7 +57,7 @@ def _placed(
         for pattern in (*patterns, *placement.modules)
     ]
     rules = replace(rules, config=replace(rules.config, rules=(*own, *rules.config.rules)))
-    found, untraceable = find_operators(model, placement.operators, example)
+    found, untraceable = find_operators(model, placement.operators, seen)
     decisions = [
         (operator, rules.about(operator.names, operator.module()))
         for operator in found

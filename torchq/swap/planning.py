@@ -1,8 +1,8 @@
 """Planning and quantizing: rules, then what a target adds, then what one run in float shows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import fx, nn
 
@@ -28,6 +28,8 @@ from torchq.swap.placement import decide_for_target
 from torchq.swap.plan import Operators, Plan
 from torchq.swap.share import counting_products, warn_if_small, work_of
 from torchq.utils import Pattern, progress_stages, qualified_name, state_kept
+
+_Operators: TypeAlias = tuple[tuple[Operator, Draft], ...]
 
 
 def quantize_(
@@ -145,16 +147,8 @@ def _planned(
     _refuse_programs(model)
     config = config.with_rules(*(Rule(pattern, skip=True) for pattern in patterns(exclude)))
     rules = Rules(config, patterns(include))
-    operators: tuple[tuple[Operator, Draft], ...] = ()
     with state_kept(model):
-        calls, products = _run(model, example)
-        rules = replace(rules, config=resolve_positions(model, config, calls))
-        if runtime is None or placement is None:
-            drafts = decide(model, rules, calls)
-        else:
-            rules, drafts, operators = decide_for_target(
-                model, rules, runtime, placement, example, calls
-            )
+        rules, drafts, operators, products = _decided(model, rules, runtime, example)
     check_used(model, rules, drafts)
     found = replace(
         as_it_is(model),
@@ -172,15 +166,21 @@ def _planned(
     return found
 
 
-def _run(model: nn.Module, example: Any) -> tuple[Any, Any]:
-    """Return the calls and the products of one run in float; None for both without an example."""
-    if example is None:
-        return None, None
-    with counting_products(model) as products:
-        return find_calls(model, example), products
+def _decided(
+    model: nn.Module, rules: Rules, runtime: Runtime | None, example: Any
+) -> tuple[Rules, tuple[Draft, ...], _Operators, Mapping[str, float] | None]:
+    """Return the rules, with those of a target, what they decide, and the products of a run."""
+    seen = products = None
+    if example is not None:
+        with counting_products(model) as products:
+            seen = find_calls(model, example)
+    rules = replace(rules, config=resolve_positions(model, rules.config, seen))
+    if runtime is None or runtime.placement is None:
+        return rules, decide(model, rules, seen), (), products
+    return *decide_for_target(model, rules, runtime, runtime.placement, seen), products
 
 
-def _sites_of(operators: Sequence[tuple[Operator, Draft]]) -> dict[str, Operators]:
+def _sites_of(operators: _Operators) -> dict[str, Operators]:
     found: dict[str, Operators] = {}
     for operator, _ in operators:
         entry = Operators(class_name(operator.owner), {})
@@ -189,7 +189,7 @@ def _sites_of(operators: Sequence[tuple[Operator, Draft]]) -> dict[str, Operator
     return found
 
 
-def _open_branches(operators: Sequence[tuple[Operator, Draft]]) -> dict[str, str]:
+def _open_branches(operators: _Operators) -> dict[str, str]:
     """Return the quantizers of operands that come straight from a layer, which are off."""
     slots = ("input_quantizer", "other_quantizer")
     mains = [(operator.names[0], operator.main) for operator, _ in operators]

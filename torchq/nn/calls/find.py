@@ -5,7 +5,7 @@ the code. A tensor that is computed from parameters alone is a weight; a tensor 
 input of the run is data.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torchq.graph import OPERATORS, Operator, call_model, operator_of, tensors_in
 from torchq.nn.calls.functions import CallSite, operand, product_of
 from torchq.nn.calls.modules import recording_operators, rewritten
-from torchq.nn.calls.routes import MARK, Recorder
+from torchq.nn.calls.routes import MARK, Recorder, Visit
 from torchq.nn.convert import QuantModule
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.utils import untouched
@@ -65,6 +65,22 @@ class FoundCalls:
                 self.unseen.append(CallSite(row.word, site=name, is_unseen=True))
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What one run of a model shows of the forwards of its modules, each by the id of the module.
+
+    Attributes:
+        calls: the calls of each module that ran.
+        visits: the operators of each module whose source tells their places.
+        returned: the result of each call of a module, in order, and the module. Tensors are known
+            by their ids, and live as long as these are told apart.
+    """
+
+    calls: Mapping[int, FoundCalls]
+    visits: Mapping[int, Sequence[Visit]]
+    returned: Sequence[tuple[Any, nn.Module]]
+
+
 _CHANGES = "its forward multiplies by one weight at one time and by another one at another"
 
 
@@ -80,6 +96,7 @@ class _Recorder(TorchFunctionMode):
         self._data: set[int] = set()
         self._weights: dict[int, frozenset[int]] = {}  # Tensor -> the parameters it depends on.
         self._alive: list[Any] = []  # An id is unique only as long as its tensor lives.
+        self.returned: list[tuple[Any, nn.Module]] = []
 
     @contextmanager
     def watching(self, root: nn.Module) -> Iterator[None]:
@@ -101,6 +118,7 @@ class _Recorder(TorchFunctionMode):
         self.found.setdefault(id(module), FoundCalls())
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        self.returned.append((result, module))
         if self._stack and self._stack[-1] is module:
             self._stack.pop()
 
@@ -189,8 +207,8 @@ class _Recorder(TorchFunctionMode):
         return None, 0
 
 
-def find_calls(model: nn.Module, example: Any) -> dict[int, FoundCalls]:
-    """Run ``model`` once on an example and return the calls of each module that ran."""
+def find_calls(model: nn.Module, example: Any) -> Seen:
+    """Run ``model`` once on an example and return what its modules called."""
     modules = [m for m in model.modules() if not isinstance(m, (QuantModule, TensorQuantizer))]
     with untouched(model), torch.no_grad(), recording_operators(modules) as routes:
         recorder = _Recorder(model, routes)
@@ -199,7 +217,8 @@ def find_calls(model: nn.Module, example: Any) -> dict[int, FoundCalls]:
     for module in modules:
         if id(module) in recorder.found and id(module) in routes:
             recorder.found[id(module)].note_unseen(module, routes[id(module)].places)
-    return recorder.found
+    visits = {key: found.visits for key, found in routes.items() if found.visits}
+    return Seen(recorder.found, visits, recorder.returned)
 
 
 def weighted_calls(module: nn.Module) -> Iterator[CallSite]:
