@@ -75,6 +75,24 @@ def test_shared_layers_and_work_in_place(images: Tensor) -> None:
     assert sqnr(int8(images.clone()), model(images.clone())) > 40
 
 
+class Changed(nn.Module):
+    """A layer reads a tensor after it was changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.sigmoid(x)
+        z = y.add_(1.0)
+        return self.conv(y) + z
+
+
+def test_tensors_are_quantized_after_work_in_place(images: Tensor) -> None:
+    model = calibrated(Changed(), images)
+    assert sqnr(torchq.deploy(model)(images), model(images)) > 40
+
+
 def test_hooks_keep_layers_apart(images: Tensor) -> None:
     model = calibrated(Residual(), images)
     seen: list[int] = []

@@ -16,36 +16,49 @@ from torchq.lowering.qparams import ByteQParams
 from torchq.nn import TensorQuantizer
 
 DESCRIPTORS = [
-    torchq.QuantDescriptor(8),
-    torchq.QuantDescriptor(8, narrow_range=True),
-    torchq.QuantDescriptor(8, unsigned=True),
-    torchq.QuantDescriptor(5),
-    torchq.QuantDescriptor(4, unsigned=True),
-    torchq.QuantDescriptor(8, scale_amax=0.5),
+    QuantDescriptor(8),
+    QuantDescriptor(8, narrow_range=True),
+    QuantDescriptor(8, unsigned=True),
+    QuantDescriptor(5),
+    QuantDescriptor(4, unsigned=True),
+    QuantDescriptor(8, scale_amax=0.5),
 ]
 
 
-def grid_of(
-    descriptor: torchq.QuantDescriptor, amax: float
-) -> tuple[ByteQParams, torchq.TensorQuantizer]:
-    quantizer = torchq.TensorQuantizer(descriptor)
-    quantizer.set_amax(amax)
+def qparams_of(quantizer: TensorQuantizer) -> ByteQParams:
     qparams = ByteQParams.of(quantizer)
     assert isinstance(qparams, ByteQParams)
-    return qparams, quantizer
+    return qparams
+
+
+def check_codes(quantizer: TensorQuantizer, *beyond: float) -> ByteQParams:
+    """Compare codes with the simulation at ties, where a product with 1 / scale would differ."""
+    qparams, codes = qparams_of(quantizer), torch.arange(-300, 301).float()
+    near = [(codes + offset) * qparams.scale for offset in (0.0, 0.3, -0.3, 0.5)]
+    x = torch.cat([*near, torch.tensor(beyond)])
+    found = qparams.quantize(x)
+    assert found.dtype is torch.uint8 and torch.equal(qparams.dequantize(found), quantizer(x))
+    return qparams
 
 
 @pytest.mark.parametrize("descriptor", DESCRIPTORS, ids=str)
 @pytest.mark.parametrize("amax", [1.0, 0.37, 3.515625, 250.0, 2.0**-24])
-def test_codes_are_those_of_the_simulation(descriptor: torchq.QuantDescriptor, amax: float) -> None:
-    qparams, quantizer = grid_of(descriptor, amax)
-    # Sums of codes lie at ties: there x / scale and x * (1 / scale) round to different sides.
-    codes = torch.arange(-300, 301).float()
-    x = torch.cat([(codes + offset) * qparams.scale for offset in (0.0, 0.3, -0.3, 0.5)])
-    if amax > 2.0**-24:
-        x = torch.cat([x, torch.tensor([-torch.inf, torch.inf])])
-    assert torch.equal(qparams.dequantize(qparams.quantize(x)), quantizer(x))
-    assert qparams.quantize(x).dtype is torch.uint8
+def test_codes_are_those_of_the_simulation(descriptor: QuantDescriptor, amax: float) -> None:
+    quantizer = TensorQuantizer(descriptor)
+    quantizer.set_amax(amax)
+    check_codes(quantizer, *((-torch.inf, torch.inf) if amax > 2.0**-24 else ()))
+
+
+@pytest.mark.parametrize("zero_point", range(0, 256, 51))
+def test_codes_with_a_zero_point_are_too(zero_point: int) -> None:
+    quantizer = TensorQuantizer(QuantDescriptor(unsigned=True, symmetric=False))
+    quantizer.set_range(-float(zero_point), 255.0 - zero_point)
+    assert check_codes(quantizer) == ByteQParams(1.0, zero_point, 0, 255)
+
+
+def test_dead_ranges_are_exact_zeros() -> None:
+    quantizer = TensorQuantizer(QuantDescriptor(symmetric=False, amin=0.0, amax=0.0))
+    assert qparams_of(quantizer) == ByteQParams(1.0, 0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +68,9 @@ def test_codes_are_those_of_the_simulation(descriptor: torchq.QuantDescriptor, a
 def test_clamping_before_and_after_rounding_agree(
     bounds: tuple[float, float], keep_zero: bool
 ) -> None:
-    qparams, _ = grid_of(torchq.QuantDescriptor(8), 1.0)
+    quantizer = TensorQuantizer(QuantDescriptor(8))
+    quantizer.set_amax(1.0)
+    qparams = qparams_of(quantizer)
     clamped = qparams.clamped(*bounds, keep_zero=keep_zero)
     x = torch.linspace(-3, 3, 997)
     assert torch.equal(
@@ -107,24 +122,6 @@ def test_integer_layers_compute_the_simulation(
     # float32 sums in another order than the simulation's: a code may differ, not more.
     limit = 2 * float(model[6].input_quantizer.scale)
     assert float((deployed(x) - model(x)).detach().abs().max()) < limit
-
-
-@pytest.mark.parametrize("zero_point", range(0, 256, 51))
-def test_codes_equal_the_simulation_at_ties(zero_point: int) -> None:
-    q = TensorQuantizer(QuantDescriptor(unsigned=True, symmetric=False))
-    # With the scale 1 every half is a tie.
-    q.set_range(-float(zero_point), 255.0 - zero_point)
-    qparams = ByteQParams.of(q)
-    assert qparams == ByteQParams(1.0, zero_point, 0, 255)
-    x = torch.arange(-600, 600) / 2
-    codes = qparams.quantize(x)
-    assert codes.dtype is torch.uint8
-    assert torch.equal(qparams.dequantize(codes), q(x))
-
-
-def test_dead_ranges_are_exact_zeros() -> None:
-    q = TensorQuantizer(QuantDescriptor(symmetric=False, amin=0.0, amax=0.0))
-    assert ByteQParams.of(q) == ByteQParams(1.0, 0, 0, 0)
 
 
 class Gated(nn.Module):

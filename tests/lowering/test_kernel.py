@@ -3,7 +3,6 @@
 import gc
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -89,28 +88,6 @@ def test_a_product_is_that_of_exact_integers(
             assert wrong.max() <= 1 and not wrong[~tie].any()
         else:  # sums of up to 16 * 27 products of 255 * 128, of which float32 loses 2**-24
             torch.testing.assert_close(got.double(), real, rtol=1e-5, atol=2e-4)
-
-
-@pytest.mark.parametrize(
-    ("name", "bounds", "out", "expected"),
-    [
-        ("none", (), (0, 0, 255), ()),
-        ("relu", (), (0, 0, 255), ()),
-        ("relu", (), (100, 0, 255), (0.0, 155.0)),
-        ("none", (), (0, 0, 127), (0.0, 127.0)),
-        ("clamp", (0.0, 300.0), (0, 0, 255), ()),
-        ("clamp", (-1e9, float("inf")), (128, 0, 255), ()),
-        ("clamp", (-127.0, 12.4), (128, 0, 255), (-127.0, 12.0)),
-        ("silu", (), (128, 0, 255), None),
-    ],
-)
-@pytest.mark.parametrize("scale", [0.0123, 0.0456])
-def test_bounds_in_codes(
-    name: str, bounds: tuple[float, ...], out: tuple[int, int, int], expected: Any, scale: float
-) -> None:
-    arguments = tuple(b * scale for b in bounds)
-    assert Epilogue(ByteQParams(scale, *out), name, arguments).bounds_in_codes() == expected
-    assert Epilogue(None, name, arguments).bounds_in_codes() is None
 
 
 @pytest.mark.parametrize("run", RUNS)

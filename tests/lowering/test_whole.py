@@ -199,21 +199,3 @@ def test_parts_that_can_be_traced_are_fused_in_a_model_that_cannot(images: Tenso
         assert all(
             sqnr(got, expected) > 40 for got, expected in zip(int8(x), model(x), strict=True)
         )
-
-
-class Borrowing(nn.Module):
-    """Calls a module that is none of its own, which torch.fx refuses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.borrowed = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU()), [nn.ReLU()]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.borrowed[0](self.layers(x))
-
-
-def test_a_model_that_calls_what_is_not_its_own_keeps_its_code(images: Tensor) -> None:
-    model = calibrated(Borrowing(), images)
-    int8 = torchq.deploy(model, images)
-    assert type(int8) is Borrowing
-    assert sqnr(int8(images), model(images)) > 40

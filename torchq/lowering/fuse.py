@@ -118,7 +118,7 @@ class Fusion:
         if operands := match.concat_operands(node):
             return list(dict.fromkeys(operands))
         source = match.view_source(node, self.trace)
-        if source is None and match.max_pool_of(node, self.trace) is not None:
+        if source is None and match.pool_of(node, self.trace, nn.MaxPool2d) is not None:
             source = match.input_node(node)
         if source is None and node.target is operator.getitem and node.args[0] in self.carried:
             source = node.args[0]
@@ -177,8 +177,19 @@ class Fusion:
         return fx.map_arg(value, self._written.__getitem__)
 
     def codes(self, node: Node, qparams: ByteQParams) -> Codes:
-        """Return the codes of a node in the new graph, and how they are to be read."""
-        return self._written_codes[node, qparams]
+        """Return the codes of a node in the new graph, and how they are to be read.
+
+        Values are quantized here, just before their first reader: what is computed in place is
+        done then.
+        """
+        settled = self._settled[node][qparams]
+        if (node, settled) not in self._written_codes:
+            made = self._written[node]
+            quantize = Quantize(settled, self.wishes[node][settled].dtype)
+            quantize.finite = self._is_finite(made, _LONGEST)
+            codes = self.call(node, "_input", quantize, made)
+            self._written_codes[node, settled] = codes, settled
+        return self._written_codes[node, settled]
 
     def call(self, node: Node, suffix: str, module: nn.Module, *args: Node) -> Node:
         """Write a call of a new module, which computes ``node`` or a part of it."""
@@ -190,25 +201,16 @@ class Fusion:
         return self.graph.call_module(name, args)
 
     def deliver(self, node: Node, made: Node) -> None:
-        """Note the values that were written for a node, and write the codes that are wanted."""
+        """Note the values that were written for a node."""
         self._written[node] = made
-        for qparams, wish in self.wishes.get(node, {}).items():
-            if (node, qparams) not in self._written_codes:
-                quantize = Quantize(qparams, wish.dtype)
-                quantize.finite = self._is_finite(made, _LONGEST)
-                codes = self.call(node, "_input", quantize, made)
-                self._written_codes[node, qparams] = codes, qparams
-        for qparams, settled in self._settled.get(node, {}).items():
-            self._written_codes[node, qparams] = self._written_codes[node, settled]
 
     def deliver_codes(self, node: Node, written: dict[ByteQParams, Codes]) -> None:
-        """Note the codes that were written for a node, and write the other forms wanted."""
+        """Note the codes that were written for a node, and write values where they are wanted."""
         for qparams, codes in written.items():
             self._written_codes[node, qparams] = codes
         made, own = next(iter(written.values()))
-        if node in self.values or not self.wishes.get(node, {}).keys() <= written.keys():
-            made = self.call(node, "_values", Dequantize(own, self.dtype), made)
-        self.deliver(node, made)
+        if node in self.values or not self.wishes[node].keys() <= written.keys():
+            self._written[node] = self.call(node, "_values", Dequantize(own, self.dtype), made)
 
     def _is_finite(self, node: Node, longest: int) -> bool:
         """Return True if values are made from codes by few functions that keep them finite.
@@ -268,7 +270,7 @@ def move_codes(fusion: Fusion, node: Node) -> Write | None:
 
     def write() -> None:
         found = {tensor: fusion.codes(tensor, qparams) for tensor in tensors}
-        pool, (first, own) = match.max_pool_of(node, fusion.trace), found[tensors[0]]
+        pool, (first, own) = match.pool_of(node, fusion.trace, nn.MaxPool2d), found[tensors[0]]
         if pool is not None:
             made = fusion.call(node, "_codes", CodesMaxPool2d(pool), first)
         else:
@@ -305,8 +307,8 @@ def average_codes(fusion: Fusion, node: Node) -> Write | None:
     Before: ``codes -> Dequantize(q) -> AvgPool2d -> Quantize(r)``.
     After: ``codes -> CodesAvgPool2d(q, r)``.
     """
-    pool, only = match.average_pool_of(node, fusion.trace), fusion.only_wish(node)
-    source = match.input_node(node)
+    pool = match.pool_of(node, fusion.trace, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
+    only, source = fusion.only_wish(node), match.input_node(node)
     before = fusion.carried.get(source)
     if pool is None or only is None or before is None:
         return None
@@ -381,15 +383,15 @@ def _write_layer(
     def write() -> None:
         own = layer.variant()
         own.activation, own.arguments = activation[0], list(activation[1])
-        made = fusion.call(call, "", own)
+        args, kwargs = ((), {}) if reads_codes else fusion.written((call.args, call.kwargs))
         if reads_codes:
             codes, own.input_qparams = fusion.codes(source, given)
-            made.args, own.reads_codes = (codes,), True
-        else:
-            made.args, made.kwargs = fusion.written((call.args, call.kwargs))
+            args, own.reads_codes = (codes,), True
         if residual is not None:
             codes, own.residual_qparams = fusion.codes(residual, fusion.carried[residual])
-            made.args = (*made.args, codes)
+            args = (*args, codes)
+        made = fusion.call(call, "", own, *args)
+        made.kwargs = kwargs
         if only is None:
             fusion.deliver(node, made)
         else:
@@ -425,8 +427,9 @@ def keep(fusion: Fusion, node: Node) -> Write:
             fusion.want(source)
 
     def of(source: Node) -> Node:
-        found: Node = fusion.written(source)
-        return fusion.codes(source, carried[source])[0] if source in carried else found
+        if source in carried:
+            return fusion.codes(source, carried[source])[0]
+        return fusion.written(source)
 
     def write() -> None:
         if dataclasses.is_dataclass(kind) and node.args:  # a dictionary with fields

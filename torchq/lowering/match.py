@@ -4,8 +4,7 @@ What an operator is and does is told by its row in :mod:`torchq.graph.operators`
 """
 
 import operator
-from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -183,30 +182,15 @@ def _repeats(node: fx.Node, trace: fx.GraphModule) -> bool:
     return mode in ("nearest", "nearest-exact")
 
 
-def _pool_of(node: fx.Node, trace: fx.GraphModule, kinds: Sequence[type]) -> Any:
-    """Return the pooling of one of some kinds that ``node`` computes as a module, or None."""
-    module, row = module_of(node, trace), row_of(node, trace)
-    if type(module) in kinds:
-        return module
+def pool_of(node: fx.Node, trace: fx.GraphModule, *kinds: type) -> Any:
+    """Return the pooling of images of one of some kinds that ``node`` computes, or None."""
+    found, row = module_of(node, trace), row_of(node, trace)
     kind = next((k for k in kinds if row is not None and k in row.classes), None)
-    if kind is None or node.op == "call_module":
-        return None
-    given = {**dict(zip(_POOLS[kind], node.args[1:], strict=False)), **node.kwargs}
-    return None if any(isinstance(v, fx.Node) for v in given.values()) else kind(**given)
-
-
-def max_pool_of(node: fx.Node, trace: fx.GraphModule) -> nn.MaxPool2d | None:
-    """Return the max pooling of images that ``node`` computes, if codes can be pooled likewise."""
-    pool = None if input_node(node) is None else _pool_of(node, trace, [nn.MaxPool2d])
-    return None if pool is None or pool.return_indices else cast("nn.MaxPool2d", pool)
-
-
-def average_pool_of(
-    node: fx.Node, trace: fx.GraphModule
-) -> nn.AvgPool2d | nn.AdaptiveAvgPool2d | None:
-    """Return the average pooling of images that ``node`` computes, or None."""
-    found = _pool_of(node, trace, [nn.AvgPool2d, nn.AdaptiveAvgPool2d])
-    return cast("nn.AvgPool2d | nn.AdaptiveAvgPool2d | None", found)
+    if kind is not None and node.op != "call_module":
+        given = {**dict(zip(_POOLS[kind], node.args[1:], strict=False)), **node.kwargs}
+        found = None if any(isinstance(v, fx.Node) for v in given.values()) else kind(**given)
+    fits = type(found) in kinds and not getattr(found, "return_indices", False)
+    return found if fits and input_node(node) is not None else None
 
 
 def preserves_nonnegative(node: fx.Node, trace: fx.GraphModule) -> bool:

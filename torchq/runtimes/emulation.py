@@ -377,34 +377,25 @@ def integer_average_pooling() -> Backend:
 
 
 def fixed_point() -> Backend:
-    """Return a backend that computes layers, products and additions as TensorFlow Lite does.
+    """Return a backend that computes layers and additions as TensorFlow Lite does.
 
     Sums of products of codes are int32, the bias is rounded to the product of the scales of input
     and weight, and the result is brought to the codes of the next quantizer by an integer
     multiplier and a shift. An addition brings both operands to one scale first, as the kernel ADD
     of TensorFlow Lite does. The values between the nodes are the codes times their scale.
 
-    A convolution, transposed or not, or a linear layer is treated if its input and its weight are
-    quantized to integers, the input with one range, and the weight with one range or one for each
-    output channel; a matmul if both operands have one range. If no quantizer, or several, read the
-    result, it is the int32 sum times the scales, in floating point. An addition is treated if both
-    operands and its result have one range.
+    A convolution or a linear layer is treated if its input and its weight are quantized to
+    integers, the input with one range, and the weight with one range or one for each output
+    channel. If no quantizer, or several, read the result, it is the int32 sum times the scales, in
+    floating point. An addition is treated if both operands and its result have one range.
 
     Raises:
         QuantizationError: while running: a sum leaves int32.
     """
     backend = Backend()
-    for operation in _LAYERS:
+    for operation in ("conv1d", "conv2d", "conv3d", "linear"):
         backend.register(operation, _layer)
-    for operation in ("matmul", "bmm"):
-        backend.register(operation, _matmul)
     return backend.register("add", _add)
-
-
-_LAYERS = (
-    *("conv1d", "conv2d", "conv3d", "linear"),
-    *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
-)
 
 
 def _layer(call: NodeCall, *args: Any, **kwargs: Any) -> Tensor:
@@ -416,40 +407,16 @@ def _layer(call: NodeCall, *args: Any, **kwargs: Any) -> Tensor:
     x_codes, x_scale = _centered(given, quantizers[0])  # type: ignore[arg-type]
     w_codes, w_scale = _centered(weight, quantizers[1])  # type: ignore[arg-type]
     rest = {name: value for name, value in kwargs.items() if name != "bias"}
+    place = -1 if weight.dim() == 2 else given.dim() - weight.dim() + 1
+    if x_scale.numel() != 1 or w_scale.numel() not in (1, weight.shape[0]):
+        return call.default(*args, **kwargs)
     # Products of codes and their sums are whole numbers below 2**53, so float64 is exact.
     sums = call.default(x_codes.double(), w_codes.double(), None, *args[3:], **rest)
-    place = -1 if weight.dim() == 2 else given.dim() - weight.dim() + 1
-    scales = _channel_scales(x_scale, w_scale, sums.shape[place])
-    if scales is None:
-        return call.default(*args, **kwargs)
-    channels = [1] * sums.dim()
+    scales, channels = x_scale.reshape(()) * w_scale.flatten(), [1] * sums.dim()
     channels[place] = -1
     if bias is not None:
         sums = sums + round_(bias.double() / scales, "half_away").view(channels)
-    scales = scales.view(channels) if scales.numel() > 1 else scales
-    return _scaled(call, sums, scales).to(given.dtype)
-
-
-def _channel_scales(x_scale: Tensor, w_scale: Tensor, channels: int) -> Tensor | None:
-    """Return the scales of sums, one or one for each output channel; None for other ranges.
-
-    Weights of transposed convolutions in groups have scales for the channels of one group.
-    """
-    own = max(w_scale.shape, default=1)
-    if x_scale.numel() != 1 or w_scale.numel() != own or channels % own:
-        return None
-    scales = x_scale.reshape(()) * w_scale.flatten()
-    return scales if own == 1 else scales.repeat(channels // own)
-
-
-def _matmul(call: NodeCall, *args: Any, **kwargs: Any) -> Tensor:
-    """Return a product of two quantized tensors; see :func:`fixed_point`."""
-    quantizers = call.quantizer_of(0), call.quantizer_of(1, "other")
-    if len(args) != 2 or kwargs or any(q is None or q.amax.numel() != 1 for q in quantizers):
-        return call.default(*args, **kwargs)
-    (a, a_scale), (b, b_scale) = map(_centered, args, quantizers)  # type: ignore[arg-type]
-    scale = (a_scale * b_scale).reshape(())
-    return _scaled(call, call.default(a.double(), b.double()), scale).to(args[0].dtype)
+    return _scaled(call, sums, scales.view(channels)).to(given.dtype)
 
 
 def _add(call: NodeCall, *args: Any, **kwargs: Any) -> Tensor:

@@ -66,7 +66,7 @@ def lengths_to_try(model: nn.Module, example: Any) -> tuple[OpenLengths, ...]:
                 group[name] = (*group.get(name, ()), dim)
     found: dict[str, tuple[int, ...]] = {}
     for group in places.values():
-        if _runs(model, _doubled(model, example, group)):
+        if _runs(model, _resized(model, example, 1, group)):
             for name, dims in group.items():
                 found[name] = (*found.get(name, ()), *dims)
     smaller = (OpenLengths(), OpenLengths(batch=False))
@@ -76,24 +76,11 @@ def lengths_to_try(model: nn.Module, example: Any) -> tuple[OpenLengths, ...]:
 def probes(model: nn.Module, example: Any, lengths: OpenLengths) -> Iterator[Any]:
     """Yield examples with other lengths where ``lengths`` says open; the model may refuse them."""
     if lengths.others:
-        yield _doubled(model, example, lengths.others)
-    if lengths.batch:
-        batched = _batched(model, example)
+        yield _resized(model, example, 1, lengths.others)
+    rows = _rows(_tensors(model, example))
+    if lengths.batch and rows:
         # Not one, which exporters take for a constant, and not the length that was traced.
-        count = 3 if next(iter(batched.values()), torch.zeros(1, device="cpu")).shape[0] != 3 else 2
-        probe = with_rows(model, example, count)
-        if batched:
-            yield probe
-
-
-def with_rows(model: nn.Module, example: Any, count: int) -> Any:
-    """Return an example with another batch size: its rows, repeated or cut."""
-    batched = _batched(model, example)
-    rows = {
-        name: tensor[torch.arange(count, device=tensor.device) % len(tensor)]
-        for name, tensor in batched.items()
-    }
-    return _changed(model, example, rows)
+        yield _resized(model, example, 2 if rows == 3 else 3)
 
 
 def tensor_shapes(model: nn.Module, example: Any) -> Shapes:
@@ -106,32 +93,27 @@ def _tensors(model: nn.Module, example: Any) -> dict[str, Tensor]:
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
-def _batched(model: nn.Module, example: Any) -> dict[str, Tensor]:
-    """Return the tensors of an example that have as many rows as the first one."""
-    tensors = {name: t for name, t in _tensors(model, example).items() if t.dim()}
-    rows = next((t.shape[0] for t in tensors.values()), 0)
-    return {name: t for name, t in tensors.items() if t.shape[0] == rows and rows}
+def _rows(tensors: Mapping[str, Tensor]) -> int:
+    """Return the length of the first tensor in dimension 0: what has as many rows is batched."""
+    return next((t.shape[0] for t in tensors.values() if t.dim()), 0)
 
 
-def _doubled(model: nn.Module, example: Any, places: Mapping[str, tuple[int, ...]]) -> Any:
-    """Return the first row of an example, twice as long in some dimensions."""
-    tensors = _tensors(model, example)
-    new = {name: tensor[:1] for name, tensor in _batched(model, example).items()}
-    for name, dims in places.items():
-        tensor = new.get(name, tensors[name])
-        for dim in dims:
-            tensor = torch.cat([tensor, tensor], dim)
-        new[name] = tensor
-    return _changed(model, example, new)
-
-
-def _changed(model: nn.Module, example: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return an example with other tensors in the places of the named arguments."""
+def _resized(
+    model: nn.Module, example: Any, count: int, places: Mapping[str, tuple[int, ...]] | None = None
+) -> Any:
+    """Return an example with so many rows, repeated or cut, and twice as long in some places."""
+    new = _tensors(model, example)
+    rows = _rows(new)
+    for name, tensor in new.items():
+        if rows and tensor.dim() and tensor.shape[0] == rows:
+            new[name] = tensor[torch.arange(count, device=tensor.device) % rows]
+        for dim in (places or {}).get(name, ()):
+            new[name] = torch.cat([new[name]] * 2, dim)
     args, kwargs = call_arguments(model, example)
     if kwargs:
-        return {**kwargs, **tensors}
+        return {**kwargs, **new}
     names = argument_names(model, len(args))
-    return tuple(tensors.get(name, arg) for name, arg in zip(names, args, strict=True))
+    return tuple(new.get(name, arg) for name, arg in zip(names, args, strict=True))
 
 
 def _runs(model: nn.Module, example: Any) -> bool:
