@@ -122,8 +122,6 @@ TYPES = {
     "FLOAT8E5M2": QuantDescriptor((5, 2)),
     "UINT8 affine": QuantDescriptor(unsigned=True, symmetric=False, axis=0),
     "INT8 affine": QuantDescriptor(symmetric=False),
-}
-MODERN_TYPES = {
     "INT16": QuantDescriptor(16, axis=0),
     "INT4 blocks": QuantDescriptor(4, block_size=16),
     "INT8 blocks": QuantDescriptor(8, block_size=16),
@@ -147,35 +145,30 @@ class Typed(nn.Module):
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_types_of_weights(path: Path, dynamo: bool) -> None:
     """Every type is stored as itself and gives the simulation's numbers."""
-    types = {**TYPES, **MODERN_TYPES} if dynamo else TYPES
-    rules = [Rule(f"layers.{i}", weight=descriptor) for i, descriptor in enumerate(types.values())]
-    model = calibrated(Typed(types), torch.randn(4, 48), config=QuantConfig(tuple(rules)))
+    rules = [Rule(f"layers.{i}", weight=descriptor) for i, descriptor in enumerate(TYPES.values())]
+    model = calibrated(Typed(TYPES), torch.randn(4, 48), config=QuantConfig(tuple(rules)))
     x = torch.randn(3, 48)
     torchq.export_onnx(model, x, path, dynamo=dynamo)
     kinds = {
         name: onnx.TensorProto.DataType.Name(t.data_type) for name, t in weights_of(path).items()
     }
     assert kinds == {
-        f"layers.{i}.weight_quantizer": name.split()[0] for i, name in enumerate(types)
+        f"layers.{i}.weight_quantizer": name.split()[0] for i, name in enumerate(TYPES)
     }
     # float32 sums of 48 terms below 3
     torch.testing.assert_close(run_file(path, x)[0], model(x), rtol=0, atol=2e-6)
     found = torchq.verify_onnx(model, path, [x])
-    assert found.ok and len(found.layers) >= len(types)
+    assert found.ok and len(found.layers) >= len(TYPES)
 
 
-@pytest.mark.parametrize("name", ["INT16", "INT4 blocks"])
-def test_the_torchscript_exporter_says_what_it_cannot_write(path: Path, name: str) -> None:
-    model = calibrated(
-        Typed({name: MODERN_TYPES[name]}),
-        torch.randn(4, 48),
-        config=QuantConfig((Rule("*", weight=MODERN_TYPES[name]),)),
-    )
-    with pytest.raises(
-        ExportError,
-        match=r"layers\.0\.weight_quantizer: the TorchScript exporter ends .* expected opset 21",
-    ):
-        torchq.export_onnx(model, torch.randn(3, 48), path, dynamo=False)
+@pytest.mark.parametrize("dynamo", [False, True])
+def test_four_bits_are_stored_as_eight_before_opset_21(path: Path, dynamo: bool) -> None:
+    config = QuantConfig((Rule("*", weight=TYPES["INT4"]),))
+    x = torch.randn(3, 48)
+    model = calibrated(nn.Sequential(nn.Linear(48, 5)), x, config=config)
+    torchq.export_onnx(model, x, path, dynamo=dynamo, opset=20)
+    assert [t.data_type for t in weights_of(path).values()] == [onnx.TensorProto.INT8]
+    assert torchq.verify_onnx(model, path, [x]).ok
 
 
 def test_types_of_activations(path: Path) -> None:

@@ -107,8 +107,6 @@ def model_with(*kinds: str) -> nn.Module:
 @pytest.mark.parametrize("dynamo", [True, False])
 @pytest.mark.parametrize("kind", DESCRIPTORS)
 def test_a_file_has_the_numbers_of_the_model(kind: str, dynamo: bool, path: Path) -> None:
-    if kind == "blocks" and not dynamo:
-        pytest.skip("TorchScript has no blocks")
     model, x = model_with(kind), torch.randn(8, 8)
     before = [name for name, _ in model.named_buffers()]
     torchq.export_onnx(model, x, path, dynamo=dynamo, dynamic_batch=False)

@@ -85,10 +85,13 @@ def stored_type(format: Format, axis: int | None, wide: bool) -> tuple[Format, O
     return stored, kind
 
 
-def opset_needed(format: Format, granularity: Granularity) -> tuple[int, str]:
-    """Return the first opset whose QuantizeLinear can do this, and what needs it."""
+def opset_needed(format: Format, granularity: Granularity, wide: bool = False) -> tuple[int, str]:
+    """Return the first opset whose QuantizeLinear can do this, and what needs it.
+
+    With ``wide`` codes of 4 bits are stored as 8, which older opsets have.
+    """
     axis, block = onnx_axis(granularity, 1 << 16)
-    _, kind = stored_type(format, axis, wide=False)
+    _, kind = stored_type(format, axis, wide)
     needs = [
         (kind.opset, f"the type {format}"),
         (21 if block else 0, "blocks"),
@@ -146,8 +149,9 @@ def as_stored(x: Tensor, bounds: tuple[Tensor, Tensor] | None, granularity: Gran
         return torch.onnx.ops.symbolic(
             "Clip", (values, *bounds), dtype=values.dtype, shape=values.shape, version=13
         )
-    parts = torch.minimum(torch.maximum(granularity.split(values), bounds[0]), bounds[1])
-    return granularity.join(parts, values.shape)
+    with constant_while_tracing():  # whether the last block is a shorter one
+        parts = torch.minimum(torch.maximum(granularity.split(values), bounds[0]), bounds[1])
+        return granularity.join(parts, values.shape)
 
 
 def quantize_dequantize(

@@ -91,7 +91,7 @@ def export_onnx(
             A model that was quantized for none can go to any, on its own grid; where that is
             another one than the runtime has, there is a warning.
         opset: 10 to 23; None takes 20, or 21 for what needs it. Per-channel ranges need 13, FP8
-            needs 19; int4, int16 and blocks need 21.
+            needs 19; int16 and blocks need 21, and so does int4, which older ones hold as int8.
         dynamo: The exporter of torch: True for the one based on ``torch.export`` (opset >=
             18), False for TorchScript. None takes the first where the opset allows it.
         dynamic_batch: Leave the first dimension of every tensor argument open. Where torch cannot
@@ -125,7 +125,7 @@ def export_onnx(
     runtime = _runtime_for(model, target)
     version = default_opset(model) if opset is None else opset
     modern = choose_exporter(dynamo, version)
-    active = check_quantizers(model, version, modern, runtime)
+    active = check_quantizers(model, version, runtime)
     warn_of_own_grid(model, active, runtime)
     names = (dynamic_shapes, input_names, output_names)
     batches = (True, False) if dynamic_batch and not fixes_batch(model) else (False,)

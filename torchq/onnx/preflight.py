@@ -11,9 +11,8 @@ from torch import nn
 
 from torchq.errors import ExportError
 from torchq.formats import SCALE_TYPES
-from torchq.functional.onnx_ops import opset_needed
+from torchq.functional.onnx_ops import FOUR_BITS, opset_needed
 from torchq.nn import TensorQuantizer
-from torchq.onnx.torch_exporters import TORCHSCRIPT_MAX
 from torchq.runtime import Runtime, planned_target
 from torchq.swap.grids import in_codes
 from torchq.utils.optional import import_optional
@@ -80,16 +79,15 @@ def check_formats(model: nn.Module, opset: int | None = None) -> None:
 
     Ranges are not looked at, so that this can be known before calibration.
     """
+    if opset is not None:
+        choose_exporter(None, opset)
     for name, quantizer in quantizers(model).items():
         if quantizer.quantizing or quantizer.observing:
-            if opset is None:
-                _needed_opset(name, quantizer)
-            else:
-                _check_opset(name, quantizer, opset, choose_exporter(None, opset))
+            _check_opset(name, quantizer, opset or _OPSETS[-1])
 
 
 def check_quantizers(
-    model: nn.Module, opset: int, modern: bool, runtime: Runtime | None = None
+    model: nn.Module, opset: int, runtime: Runtime | None = None
 ) -> dict[str, TensorQuantizer]:
     """Return the quantizers that are switched on, by dotted path."""
     active = {name: q for name, q in quantizers(model).items() if q.quantizing}
@@ -99,7 +97,7 @@ def check_quantizers(
         if found:
             raise ExportError(f"{_listed(found)}: {text}")
     for name, quantizer in active.items():
-        _check_opset(name, quantizer, opset, modern)
+        _check_opset(name, quantizer, opset)
     dead = [name for name, q in active.items() if _is_dead(q, id(q) in weights)]
     if dead:
         warnings.warn(
@@ -172,7 +170,6 @@ def _is_dead(quantizer: TensorQuantizer, is_weight: bool) -> bool:
 _CALIBRATE = (
     "Run torchq.calibrate(model, batches), or switch it off with torchq.disabled(model, name)"
 )
-_MODERN = "Use dynamo=True"
 _FAULTS: tuple[tuple[Callable[[TensorQuantizer, bool], bool], str], ...] = (
     (
         lambda q, _: q.descriptor.dynamic,
@@ -202,11 +199,11 @@ _FAULTS: tuple[tuple[Callable[[TensorQuantizer, bool], bool], str], ...] = (
 )
 
 
-def _needed_opset(name: str, quantizer: TensorQuantizer) -> tuple[int, str]:
-    """Return the first opset that can hold a quantizer, and what needs it."""
-    descriptor = quantizer.descriptor
+def _check_opset(name: str, quantizer: TensorQuantizer, opset: int) -> None:
+    """Raise an error where no opset, or a later one alone, can hold a quantizer."""
+    descriptor, wide = quantizer.descriptor, opset < FOUR_BITS
     try:
-        needed = opset_needed(descriptor.format, descriptor.granularity)
+        needed, what = opset_needed(descriptor.format, descriptor.granularity, wide)
     except ExportError as error:
         raise ExportError(f"{name}: {error}") from None
     if descriptor.scale_format not in (None, *SCALE_TYPES):
@@ -214,19 +211,6 @@ def _needed_opset(name: str, quantizer: TensorQuantizer) -> tuple[int, str]:
             f"{name}: has {descriptor.scale_format} block scales; expected float32 ones, "
             "ONNX Q/DQ has no others"
         )
-    return needed
-
-
-def _check_opset(name: str, quantizer: TensorQuantizer, opset: int, modern: bool) -> None:
-    descriptor = quantizer.descriptor
-    needed, what = _needed_opset(name, quantizer)
-    if needed > TORCHSCRIPT_MAX and not modern:
-        if descriptor.format.bits > 4 or descriptor.block_size is not None:
-            raise ExportError(
-                f"{name}: the TorchScript exporter ends at opset {TORCHSCRIPT_MAX}; "
-                f"expected opset {needed} for {what}. {_MODERN}"
-            )
-        needed = 13  # int4 is traced as int8 and narrowed later, where the opset has int4.
     if opset < needed:
         raise ExportError(
             f"{name}: opset {opset} has no QuantizeLinear for {what}; expected opset >= {needed}"

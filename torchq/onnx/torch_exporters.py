@@ -213,7 +213,7 @@ def _write_pair(node: Node, name: str, axis: int, quantizer: TensorQuantizer, op
 
 #: The last opset that the TorchScript exporter knows. Up to opset 23 only types were added, and
 #: GroupNormalization changed, which that exporter never writes; so its graphs are valid there.
-TORCHSCRIPT_MAX = 20
+_TORCHSCRIPT_MAX = 20
 _WRAPPED = "torchq_wrapped_model"
 
 
@@ -341,7 +341,7 @@ def run_torchscript(call: ExampleCall, opset: int) -> Model:
                 str(file),
                 input_names=call.input_names,
                 output_names=call.output_names,
-                opset_version=min(opset, TORCHSCRIPT_MAX),
+                opset_version=min(opset, _TORCHSCRIPT_MAX),
                 dynamic_axes=axes or None,
                 dynamo=False,
                 custom_opsets={MARK[0]: 1} if _has_marks(call.model) else {},

@@ -5,7 +5,6 @@ A pass is a function that changes a model in place; its docstring states the gra
 
 from torchq.onnx.ir import Pass
 from torchq.onnx.passes.constants import (
-    fold_scales,
     fold_shapes,
     fold_slices,
     lift_constants,
@@ -24,7 +23,6 @@ __all__ = ["EXPORT_PASSES"]
 EXPORT_PASSES: tuple[Pass, ...] = (
     lift_constants,
     fold_slices,
-    fold_scales,
     fold_weights,
     merge_duplicates,
     fold_shapes,

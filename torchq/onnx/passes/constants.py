@@ -75,23 +75,6 @@ def fold_slices(model: Model) -> None:
         replace_value(node.outputs[0], value)
 
 
-def fold_scales(model: Model) -> None:
-    """Compute scales and zero points that the exporter left as arithmetic on constants.
-
-    Before: The scale of a large weight is ``amax / 127`` as nodes, because the exporter's optimizer
-    stops at a size.
-    After: Every scale and zero point that follows from stored tensors is an initializer.
-    """
-    for node in nodes_of(model, "QuantizeLinear", "DequantizeLinear"):
-        for value in node.inputs[1:]:
-            if value is None or is_constant(value):
-                continue
-            found = constant_value(model, value)
-            if found is not None:
-                name = f"{value.name}/constant"
-                replace_value(value, add_initializer(model.graph, name, found))
-
-
 def constant_value(model: Model, value: Value, depth: int = 16) -> Tensor | None:
     """Return ``value`` if it follows from stored tensors in at most ``depth`` nodes; else None."""
     if is_constant(value):
