@@ -11,8 +11,7 @@ from torchq.onnx.encodings import (
     export_encodings,
     read_encodings,
 )
-from torchq.onnx.export import export_onnx
-from torchq.onnx.report import ExportReport
+from torchq.onnx.export import ExportReport, export_onnx
 from torchq.onnx.verify.report import LayerAgreement, OutputAgreement, VerifyReport
 from torchq.onnx.verify.verify import verify_onnx
 

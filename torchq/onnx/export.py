@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ from torchq.nn.integer_bias import rounded_biases
 from torchq.onnx.interface import ExampleCall, fixes_batch
 from torchq.onnx.ir import (
     Model,
+    float_size,
     is_constant,
     nodes_of,
+    opset_of,
     run_passes,
     save_model,
     set_opset,
@@ -36,8 +38,14 @@ from torchq.onnx.preflight import (
     default_opset,
     warn_of_own_grid,
 )
-from torchq.onnx.qdq import qparams_of, read_record, store_codes, write_record
-from torchq.onnx.report import ExportReport, report_on
+from torchq.onnx.qdq import (
+    qparams_of,
+    quantizer_nodes,
+    read_record,
+    store_codes,
+    weight_nodes,
+    write_record,
+)
 from torchq.onnx.torch_exporters import (
     TorchExportError,
     marking,
@@ -58,6 +66,58 @@ from torchq.utils.optional import import_optional
 
 #: What the progress bar shows.
 _STAGES = ("trace", "rewrite", "write")
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """The file that :func:`torchq.export_onnx` wrote.
+
+    Attributes:
+        path: The file.
+        target: The runtime that it was shaped for, or None for plain Q/DQ.
+        opset: Version of the default ONNX domain.
+        exporter: ``"dynamo"`` or ``"torchscript"``.
+        size: Bytes on disk, with external data.
+        float_size: Bytes that the same stored tensors occupy in float32.
+        activations: Names of the quantizers of activations in the file.
+        weights: Names of the quantizers whose weights are stored as integers or FP8.
+        merged: Quantizers whose Q/DQ nodes another quantizer provides, because both had the same
+            input and range: name -> name of the provider.
+        warnings: Rules of the target that the model does not follow; each names a layer and a fix.
+        notes: What the target has to say of the file, such as how to run it.
+    """
+
+    path: Path
+    target: str | None
+    opset: int
+    exporter: str
+    size: int
+    float_size: int
+    activations: tuple[str, ...]
+    weights: tuple[str, ...]
+    merged: dict[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        share = ""
+        if self.float_size:
+            percent = f"{self.size / self.float_size:.0%}"
+            share = f" ({percent} of {_megabytes(self.float_size)} in float32)"
+        lines = [
+            f"{self.path}: {_megabytes(self.size)}{share}",
+            f"opset {self.opset}, {self.exporter} exporter, target {self.target or 'any'}",
+            f"{len(self.weights)} weights stored quantized, "
+            f"{len(self.activations)} activations quantized, {len(self.merged)} merged",
+            *self.notes,
+        ]
+        if self.warnings:
+            lines += ["warnings:", bullets(self.warnings)]
+        return "\n".join(lines)
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.2f} MB"
 
 
 def export_onnx(
@@ -138,12 +198,28 @@ def export_onnx(
         graph.meta.update(runtime=runtime, feeds=calls[-1].feeds)
         found = _shape_for(runtime, graph)
         next_stage()
-        name = None if runtime is None else runtime.name
-        write_record(graph, target=name)
+        write_record(graph, target=None if runtime is None else runtime.name)
         size = save_model(graph, path)
-    report = report_on(graph, path, name, "dynamo" if modern else "torchscript", size, found)
+    exporter = "dynamo" if modern else "torchscript"
+    return _report_on(graph, path, runtime, exporter=exporter, size=size, warnings=found)
+
+
+def _report_on(graph: Model, path: Path, runtime: Runtime | None, **fields: Any) -> ExportReport:
+    """Return the report on a file, with names from its graph and its record."""
     notes = None if runtime is None or runtime.file is None else runtime.file.notes
-    return report if notes is None else replace(report, notes=tuple(notes(graph, path)))
+    merged = dict(read_record(graph).get("merged", {}))
+    weights = [*weight_nodes(graph)]
+    return ExportReport(
+        path=path,
+        target=None if runtime is None else runtime.name,
+        opset=opset_of(graph),
+        float_size=float_size(graph),
+        activations=tuple(quantizer_nodes(graph)),
+        weights=(*weights, *(name for name, other in merged.items() if other in weights)),
+        merged=merged,
+        notes=() if notes is None else tuple(notes(graph, path)),
+        **fields,
+    )
 
 
 def _runtime_for(model: nn.Module, target: str | Runtime | None) -> Runtime | None:

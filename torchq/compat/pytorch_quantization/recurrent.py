@@ -106,8 +106,8 @@ class QuantLSTM(_Recurrent, nn.LSTM):
 
     def _cell(self, steps: Sequence[Tensor], i: int) -> Callable[[int, Any], tuple[Tensor, Tensor]]:
         """Return the function of one step in a direction, with weights that are quantized once."""
-        w_ih, w_hh, *biases = self.all_weights[i]
-        w_ih, w_hh = quantize_together(self._weight_quantizers[i], w_ih, w_hh)
+        first, second, *biases = self.all_weights[i]
+        w_ih, w_hh = quantize_together(self._weight_quantizers[i], first, second)
         quantizer = self._input_quantizers[i]
         b_ih, b_hh = biases or (None, None)
         return lambda step, state: lstm_cell(

@@ -14,9 +14,7 @@ from torch import Tensor, fx
 
 from torchq.errors import FrontendError, InputError
 from torchq.frontends.building.graph import Constant, Value
-from torchq.frontends.onnx.batch import free_batch_
 from torchq.frontends.onnx.context import CONVERTERS, GraphBuilder, NodeContext, qualified
-from torchq.frontends.onnx.inference import infer_types
 from torchq.frontends.onnx.reader import (
     DEEPEST,
     attribute_values,
@@ -25,6 +23,7 @@ from torchq.frontends.onnx.reader import (
     read_model,
     tensor_of,
 )
+from torchq.frontends.onnx.shapes import free_batch_, infer_types
 from torchq.utils.optional import import_optional
 
 
