@@ -16,17 +16,6 @@ from torchq.onnx.ir import Model, onnx_ir
 from torchq.onnx.qdq import qparams_of, quantizer_nodes
 from torchq.runtime import open_session
 
-__all__ = [
-    "Layers",
-    "Residual",
-    "activation_qparams",
-    "calibrated",
-    "ends",
-    "exported",
-    "graph_of",
-    "run_file",
-]
-
 
 class Layers(nn.Module):
     """Convolutions, a transposed one, and two linear layers that read the same tensor."""
