@@ -1,7 +1,5 @@
 """AdaRound and BRECQ against the equations of their papers, and on small models."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Layers as matrices, blocks of a model, runs of one block, and what is kept of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

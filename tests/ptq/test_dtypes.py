@@ -1,7 +1,5 @@
 """Every algorithm on models whose weights are no float32."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Cross-layer equalization against the equations of Nagel et al. (2019), section 4.1."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """GPTQ on models: errors shrink, codes survive, and failures leave layers whole."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -55,32 +53,17 @@ def error(model: nn.Module) -> float:
         return ((model(x) - expected).norm() / (expected - expected.mean(0)).norm()).item()
 
 
-def test_each_refinement_lowers_the_error() -> None:
-    found = [error(calibrated())]
-    for arguments in (
-        {"target": "weight", "refine": False},
-        {"target": "layer", "refine": False},
-        {"target": "block"},
-    ):
-        model = calibrated()
-        report = gptq_(model, batches(), progress=False, **arguments)  # type: ignore[arg-type]
-        found.append(error(model))
-        assert list(report.layers) == ["0", "2.conv1", "2.conv2", "3.conv1", "3.conv2", "5"]
-        assert all(layer.error_after < layer.error_before for layer in report.layers.values())
-        assert report.skipped == {} and report.batches == 3
-    assert found[1] < 0.7 * found[0] and found[2] < found[1] and found[3] < 0.9 * found[2]
+def test_errors_shrink_and_shortcuts_are_repaired() -> None:
+    model = calibrated()
+    before = error(model)
+    report = gptq_(model, batches(), progress=False)
+    assert error(model) < 0.45 * before
+    assert list(report.layers) == ["0", "2.conv1", "2.conv2", "3.conv1", "3.conv2", "5"]
+    assert all(layer.error_after < layer.error_before for layer in report.layers.values())
+    assert report.skipped == {} and report.batches == 3
     repairs = [name for name, layer in report.layers.items() if layer.repairs_shortcut]
     assert repairs == ["2.conv2", "3.conv2"]
     assert "3.conv2" in str(report) and "repairs a shortcut" in str(report)
-
-
-def test_published_form_keeps_biases_and_ranges() -> None:
-    model, before = calibrated(), calibrated()
-    gptq_(model, batches(), target="weight", refine=False, progress=False)
-    for (name, new), (_, old) in zip(
-        model.state_dict().items(), before.state_dict().items(), strict=True
-    ):
-        assert torch.equal(new, old) != name.endswith("weight"), name
 
 
 def test_the_bias_makes_the_mean_output_that_of_the_float_model() -> None:
@@ -169,5 +152,3 @@ def test_a_layer_with_few_samples_is_no_worse_on_others(bits: tuple[int, int]) -
     # By chance it may be a little worse; with a fixed pull it is 1.5 to 2.6 times as large.
     assert (model(others) - expected).square().mean().item() < 1.1 * before
     assert report.layers["0"].damping == pytest.approx(96 / 64 - 0.05)
-    published = gptq_(model, few.split(16), target="weight", refine=False, progress=False)
-    assert published.layers["0"].damping == 0.01

@@ -1,7 +1,5 @@
 """Ctrl-C at any operation: a model is as before, or every layer of it is whole."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

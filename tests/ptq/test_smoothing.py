@@ -1,7 +1,5 @@
 """SmoothQuant against the equations of Xiao et al. (2023), section 4."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The search for settings that keep a metric."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace

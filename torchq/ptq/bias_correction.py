@@ -7,8 +7,6 @@ Reference: Nagel et al., Data-Free Quantization Through Weight Equalization and 
 (ICCV 2019), section 4.2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

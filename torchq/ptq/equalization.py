@@ -9,8 +9,6 @@ Reference: Nagel et al., Data-Free Quantization Through Weight Equalization and 
 (ICCV 2019), section 4.1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -1,22 +1,29 @@
 """GPTQ block by block: every layer is rounded for the inputs that the quantized model gives it.
 
-References: Frantar et al., GPTQ (ICLR 2023); for the asymmetric target, Li et al., GPTAQ (2025);
-for the bias, Nagel et al., Data-Free Quantization (ICCV 2019), section 4.2.
+The error of rounded rows Q of a weight W is ``sum((Q - W) H (Q - W)^T)`` with a positive definite
+matrix H of input moments. Rows are independent of each other.
+
+References: Frantar et al., GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
+Transformers (ICLR 2023), section 3 and algorithm 1; for the asymmetric target, Li et al., GPTAQ
+(2025); for the bias, Nagel et al., Data-Free Quantization (ICCV 2019), section 4.2; for coordinate
+descent, Behdin et al., QuantEase (2023), section 3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from torchq.errors import ConfigError
+from torchq.calib.search import least_error
+from torchq.formats import PerAxis
 from torchq.graph import Forward
 from torchq.nn.correction import forget_corrections
 from torchq.ptq.layers import (
+    Grid,
     check_finite,
     check_on_grid,
     find_layers,
@@ -26,14 +33,6 @@ from torchq.ptq.layers import (
     weight_quantizer,
 )
 from torchq.ptq.replay import Block, Replay
-from torchq.ptq.rounding import (
-    Elimination,
-    damped_,
-    quadratic_error,
-    ridge_regression,
-    round_groups_,
-    round_with_best_ranges,
-)
 from torchq.utils import Pattern, evaluating, undone_on_error
 from torchq.workflow.layer_matrices import (
     input_matrix,
@@ -42,14 +41,26 @@ from torchq.workflow.layer_matrices import (
     weight_matrix,
 )
 
+T = TypeVar("T")
+
 # The pull of the regression towards the float weights, as a fraction of the mean diagonal. With few
 # samples for each input it is larger: what cancels their errors by chance does not on others.
 _RIDGE, _RIDGE_OF_FEW = 0.1, 3.0
-# The inputs for each sample that moments bear without more damping than asked for.
-_FEW = 0.05
-
-Target = Literal["weight", "layer", "block"]
-_TARGETS = ("weight", "layer", "block")
+# The inputs for each sample that moments bear without more damping than the least.
+_FEW, _DAMPING = 0.05, 0.01
+# Columns after which the rest of the matrix is brought up to date, in one product.
+_LAZY = 128
+# The search for a positive definite matrix ends here.
+_MOST_DAMPING = 1e4
+# Passes of coordinate descent over the columns, unless nothing changes before.
+_SWEEPS = 4
+# Ranges that are tried, as fractions of the largest magnitude, down to the smallest one.
+_FRACTIONS = 24
+_SMALLEST = 0.2
+# Rounds of fitting ranges to codes and codes to ranges.
+_REFITS = 2
+# Bytes of the rows whose candidates are rounded at the same time.
+_MEMORY = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -100,9 +111,6 @@ def gptq_(
     model: nn.Module,
     batches: Iterable[Any],
     *,
-    target: Target = "block",
-    damping: float = 0.01,
-    refine: bool = True,
     block: Pattern | Sequence[Pattern] | None = None,
     num_batches: int | None = None,
     forward: Forward | None = None,
@@ -112,29 +120,20 @@ def gptq_(
 
     Call it after :func:`torchq.fuse_`, :func:`torchq.quantize_` and :func:`torchq.calibrate`; no
     labels are needed. Afterwards the weights are values of the quantizers' grids, so saving,
-    exporting and deploying see exactly these codes. The published algorithm is
-    ``gptq_(..., target="weight", refine=False)``.
+    exporting and deploying see exactly these codes.
 
     Layers are treated one block after the other, in running order, on inputs from the quantized
-    blocks before. A layer is changed as a whole or not at all; a call that fails or is interrupted
-    leaves the layers that were finished as they are, with a warning that names their number.
+    blocks before. A layer makes up for the rounding of its inputs, and one whose output is added
+    to a shortcut also for the error of the shortcut: ridge regression gives the weights that are
+    rounded, and the bias follows in closed form. The ranges of the weights are searched for the
+    least error of the output, and coordinate descent improves the rounding. A layer is changed as
+    a whole or not at all; a call that fails or is interrupted leaves the layers that were finished
+    as they are, with a warning that names their number.
 
     Args:
         model: a calibrated model.
         batches: each holds the arguments of one call; see :func:`torchq.graph.call_arguments`.
             A few hundred images are enough. All are kept in memory.
-        target: ``"weight"`` keeps the output of the float weights on the quantized inputs.
-            ``"layer"`` wants the output of the float layer on the float inputs, so that the layer
-            makes up for the rounding of its inputs: ridge regression gives the weights that are
-            rounded, moments are centred, and the bias follows in closed form. ``"block"`` wants
-            the same, and a layer whose output is added to a shortcut also makes up for the error
-            of the shortcut.
-        damping: the fraction of the mean diagonal of the Hessian that is added to the diagonal,
-            > 0. Where the sum is not positive definite, it grows tenfold; the report has it. Unless
-            the target is ``"weight"``, it grows for layers with fewer than 20 samples for each
-            input, as moments of few samples say little about others.
-        refine: search the ranges of the weights for the least error of the output, and improve
-            the rounding by coordinate descent. Without it the ranges are those of calibration.
         block: patterns of the modules that are blocks; None finds them in the structure.
         num_batches: the number of batches to read; default all.
         forward: called as ``forward(model, batch)`` in place of the model.
@@ -156,14 +155,10 @@ def gptq_(
         >>> list(torchq.ptq.gptq_(model, batches, progress=False).layers)
         ['0', '1']
     """
-    if target not in _TARGETS:
-        raise ConfigError(f"gptq_: got target={target!r}; expected one of {', '.join(_TARGETS)}")
-    if not 0 < damping < float("inf"):
-        raise ConfigError(f"gptq_: got damping={damping}; expected a number > 0")
     found = find_layers("gptq_", model)
     with torch.no_grad(), evaluating(model):
         replay = Replay("gptq_", model, batches, num_batches, forward)
-        rounding = BlockRounding(replay, target, damping, refine)
+        rounding = BlockRounding(replay)
 
         def treat(number: int, one: Block) -> None:
             rounding.treat(number, one)
@@ -179,10 +174,8 @@ class BlockRounding:
     ``done`` holds what happened to each, ``wanted`` the matrices that the last block rounded.
     """
 
-    def __init__(
-        self, replay: Replay, target: Target = "block", damping: float = 0.01, refine: bool = True
-    ) -> None:
-        self.replay, self.target, self.damping, self.refine = replay, target, damping, refine
+    def __init__(self, replay: Replay) -> None:
+        self.replay = replay
         self.done: dict[str, GPTQLayer] = {}
         self.wanted: dict[str, Tensor] = {}
 
@@ -196,11 +189,11 @@ class BlockRounding:
             for index in range(len(self.replay.batches)):
                 got = self.replay.run(number, index, "quantized", [name], until=until)
                 x = input_matrix(layer, layer.input_quantizer(got.inputs.pop(name)))
-                target: Any = targets.pop((name, index), None)
+                target = targets.pop((name, index))
                 if name in got.shortcuts:
                     target = target - got.shortcuts[name]
-                moments.add(x, None if target is None else output_matrix(layer, target))
-            self.done[name], self.wanted[name] = self._round_(name, layer, moments, repairs)
+                moments.add(x, output_matrix(layer, target))
+            self.done[name], self.wanted[name] = _round_(name, layer, moments, repairs)
 
     def _float_outputs(
         self, number: int, names: list[str]
@@ -208,98 +201,77 @@ class BlockRounding:
         """Return the targets of layers by batch, and the layers that are added to a shortcut."""
         found: dict[tuple[str, int], Tensor] = {}
         repairing: set[str] = set()
-        for index in range(0 if self.target == "weight" else len(self.replay.batches)):
+        for index in range(len(self.replay.batches)):
             got = self.replay.run(number, index, "float", names)
-            shortcuts = got.shortcuts if self.target == "block" else {}
             for name, out in got.outputs.items():
-                found[name, index] = out + shortcuts[name] if name in shortcuts else out
-            repairing |= shortcuts.keys()
+                found[name, index] = out + got.shortcuts[name] if name in got.shortcuts else out
+            repairing |= got.shortcuts.keys()
         return found, repairing
 
-    def _round_(
-        self, name: str, layer: Any, moments: Moments, repairs_shortcut: bool
-    ) -> tuple[GPTQLayer, Tensor]:
-        """Round the weight of ``layer`` in place; change its bias and ranges with it, or nothing.
 
-        Returned is what happened, and the weight matrix that was rounded.
-        """
-        fits_bias = layer.bias is not None and self.target != "weight"
-        moments.finish(centred=fits_bias)
-        w0, grid, m = weight_matrix(layer, layer.weight.detach()), grid_of(layer), moments
-        variance = m.variance(w0)
-        check_finite(f"gptq_: {name}", m.count, m.xx, m.tx, m.tt, variance)
-        scarcity = m.xx.shape[2] / m.count
+def _round_(
+    name: str, layer: Any, moments: Moments, repairs_shortcut: bool
+) -> tuple[GPTQLayer, Tensor]:
+    """Round the weight of ``layer`` in place; change its bias and ranges with it, or nothing.
 
-        def error(weight: Tensor, bias: Tensor | None) -> float:
-            bias = None if bias is None else bias.view(len(w0), -1)
-            return float(m.power(w0, weight, bias).sum()) / max(float(variance), 1e-30)
+    Returned is what happened, and the weight matrix that was rounded.
+    """
+    moments.finish(centred=layer.bias is not None)
+    w0, m = weight_matrix(layer, layer.weight.detach()), moments
+    variance = m.variance()
+    check_finite(f"gptq_: {name}", m.count, m.xx, m.tx, m.tt, variance)
+    scarcity = m.xx.shape[2] / m.count
 
-        old_bias = None if layer.bias is None else layer.bias.detach()
-        before = error(grid.nearest(w0.to(m.xx.dtype)), old_bias)
-        rounded = m.wanted(w0, max(_RIDGE, _RIDGE_OF_FEW * scarcity))
-        wanted, diagonals = rounded.clone(), m.xx.diagonal(dim1=1, dim2=2).clone()
-        published = self.target == "weight"
-        least = self.damping if published else max(self.damping, scarcity - _FEW)
-        quantizer = weight_quantizer(layer)
-        with undone_on_error(quantizer, written=own_tensors([quantizer])):
-            used = self._round_with_ranges_(layer, rounded, m.xx, least)
-            weight = weight_from_matrix(layer, rounded).to(layer.weight.dtype)
-            check_on_grid("gptq_", name, layer, weight)
-            m.xx.diagonal(dim1=1, dim2=2).copy_(diagonals)
-            bias = (
-                m.bias(rounded).to(old_bias.dtype) if fits_bias and old_bias is not None else None
-            )
-            after = error(weight_matrix(layer, weight), old_bias if bias is None else bias)
-        layer.weight.copy_(weight)
-        forget_corrections(layer)  # They were fitted to the weight before.
+    def error(weight: Tensor, bias: Tensor | None) -> float:
+        bias = None if bias is None else bias.view(len(w0), -1)
+        return float(m.power(weight, bias).sum()) / max(float(variance), 1e-30)
+
+    bias = None if layer.bias is None else layer.bias.detach()
+    before = error(grid_of(layer).nearest(w0.to(m.xx.dtype)), bias)
+    wanted = m.wanted(w0, max(_RIDGE, _RIDGE_OF_FEW * scarcity))
+    diagonals = m.xx.diagonal(dim1=1, dim2=2).clone()
+    quantizer = weight_quantizer(layer)
+    with undone_on_error(quantizer, written=own_tensors([quantizer])):
+        damping = max(_DAMPING, scarcity - _FEW)
+        found = [damped_(matrix, damping, Elimination.of) for matrix in m.xx]
+        rounded, amax = round_with_best_ranges(layer, wanted, m.xx, [one for one, _ in found])
+        quantizer.set_amax(amax)
+        weight = weight_from_matrix(layer, rounded).to(layer.weight.dtype)
+        check_on_grid("gptq_", name, layer, weight)
+        m.xx.diagonal(dim1=1, dim2=2).copy_(diagonals)
         if bias is not None:
-            layer.bias.copy_(bias)
-        return GPTQLayer(before, after, used, repairs_shortcut), wanted
-
-    def _round_with_ranges_(self, layer: Any, wanted: Tensor, h: Tensor, damping: float) -> float:
-        """Round a weight matrix in place, and set the ranges that go with it.
-
-        Returns the damping, which is added to ``h``.
-        """
-        found = [damped_(matrix, damping, Elimination.of) for matrix in h]
-        solved, used = [one for one, _ in found], max(used for _, used in found)
-        quantizer = weight_quantizer(layer)
-        if self.refine:
-            rounded, amax = round_with_best_ranges(layer, wanted, h, solved)
-            wanted.copy_(rounded)
-            quantizer.set_amax(amax)
-            return used
-        if not quantizer.calibrated:
-            quantizer.calibrate_on(weight_from_matrix(layer, wanted).to(layer.weight.dtype))
-        round_groups_(wanted, solved, grid_of(layer))
-        return used
+            bias = m.bias(rounded).to(bias.dtype)
+        after = error(weight_matrix(layer, weight), bias)
+    layer.weight.copy_(weight)
+    forget_corrections(layer)  # They were fitted to the weight before.
+    if bias is not None:
+        layer.bias.copy_(bias)
+    return GPTQLayer(before, after, max(used for _, used in found), repairs_shortcut), wanted
 
 
 class Moments:
     """Sums over samples of inputs x, targets t and their products; means after :meth:`finish`.
 
     The products of one batch are in float32, their sums in float64. The first dimension counts
-    groups; without targets t, tx and tt are None.
+    groups.
     """
 
     x: Tensor  # (groups, inputs)
     xx: Tensor  # x x^T, (groups, inputs, inputs)
-    t: Tensor | None  # (groups, outputs)
-    tt: Tensor | None  # t^2, (groups, outputs)
-    tx: Tensor | None  # t x^T, (groups, outputs, inputs)
+    t: Tensor  # (groups, outputs)
+    tt: Tensor  # t^2, (groups, outputs)
+    tx: Tensor  # t x^T, (groups, outputs, inputs)
 
     def __init__(self) -> None:
         self.count, self.centred = 0, False
         self._sums: dict[str, Tensor] = {}
 
-    def add(self, x: Tensor, t: Tensor | None = None) -> None:
-        """Add samples ``x``, (groups, inputs, samples), and their targets in every call or none."""
-        x = x.float()
+    def add(self, x: Tensor, t: Tensor) -> None:
+        """Add samples ``x``, (groups, inputs, samples), and their targets."""
+        x, t = x.float(), t.float()
         parts = {"x": x.sum(2, dtype=torch.float64), "xx": x @ x.mT}
-        if t is not None:
-            t = t.float()
-            parts["t"] = t.sum(2, dtype=torch.float64)
-            parts |= {"tt": t.square().sum(2), "tx": t @ x.mT}
+        parts["t"] = t.sum(2, dtype=torch.float64)
+        parts |= {"tt": t.square().sum(2), "tx": t @ x.mT}
         for name, part in parts.items():
             if name in self._sums:
                 self._sums[name] += part
@@ -309,14 +281,10 @@ class Moments:
 
     def finish(self, *, centred: bool) -> None:
         """Turn sums into means; if ``centred``, those of products about the means."""
-        means = {name: total.div_(max(self.count, 1)) for name, total in self._sums.items()}
+        vars(self).update({n: total.div_(max(self.count, 1)) for n, total in self._sums.items()})
         self._sums, self.centred = {}, centred
-        self.x, self.xx = means["x"], means["xx"]
-        self.t, self.tt, self.tx = (means.get(name) for name in ("t", "tt", "tx"))
-        if not centred:
-            return
-        self.xx -= self.x.unsqueeze(2) * self.x.unsqueeze(1)
-        if self.t is not None and self.tx is not None and self.tt is not None:
+        if centred:
+            self.xx -= self.x.unsqueeze(2) * self.x.unsqueeze(1)
             self.tx -= self.t.unsqueeze(2) * self.x.unsqueeze(1)
             self.tt -= self.t.square()
 
@@ -324,33 +292,246 @@ class Moments:
         """Return the mean output of a weight matrix without a bias, (groups, outputs)."""
         return (weight @ self.x.unsqueeze(2)).squeeze(2)
 
-    def variance(self, weight: Tensor) -> Tensor:
-        """Return the sum of the variances of the targets, which without any are W x."""
-        if self.tt is None or self.t is None:
-            weight = weight.to(self.xx.dtype)
-            return (quadratic_error(weight, self.xx) - self.mean(weight).square()).sum()
+    def variance(self) -> Tensor:
+        """Return the sum of the variances of the targets."""
         return (self.tt if self.centred else self.tt - self.t.square()).sum()
 
-    def power(self, original: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def power(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the mean squared error of the outputs of a weight and bias, (groups, outputs)."""
         weight = weight.to(self.xx.dtype)
-        if self.tx is None or self.tt is None or self.t is None:
-            return quadratic_error(weight - original.to(weight.dtype), self.xx)
-        shift = torch.zeros_like(self.t) if bias is None else bias.to(self.t.dtype)
-        mean = self.mean(weight)
         power = self.tt - 2 * (weight * self.tx).sum(2) + quadratic_error(weight, self.xx)
-        if self.centred:
-            return power.clamp(min=0) + (self.t - mean - shift).square()
-        return (power - 2 * shift * (self.t - mean) + shift.square()).clamp(min=0)
+        if bias is None:
+            return power.clamp(min=0)
+        return power.clamp(min=0) + (self.t - self.mean(weight) - bias.to(self.t.dtype)).square()
 
     def wanted(self, weight: Tensor, ridge: float) -> Tensor:
         """Return the weight matrix that is to be rounded, in the dtype of the moments."""
-        if self.tx is None:
-            return weight.to(self.xx.dtype, copy=True)
         parts = zip(weight, self.xx, self.tx, strict=True)
         return torch.stack([ridge_regression(*part, ridge) for part in parts])
 
     def bias(self, rounded: Tensor) -> Tensor:
         """Return ``mean(t) - Q mean(x)``, which minimises the error for the weights Q."""
-        assert self.t is not None
         return (self.t - self.mean(rounded)).flatten()
+
+
+def quadratic_error(difference: Tensor, h: Tensor) -> Tensor:
+    """Return ``d H d^T`` of each row d of (..., rows, columns), with H (..., columns, columns)."""
+    return (difference @ h).mul_(difference).sum(-1)
+
+
+def damped_(h: Tensor, damping: float, solve: Callable[[Tensor], T]) -> tuple[T, float]:
+    """Return ``solve(H)`` after damping H in place, and the fraction that it needed.
+
+    This fraction of the mean of the diagonal is added to the diagonal; zeros become the fraction.
+    It grows tenfold while ``solve`` finds a matrix that is not positive definite, because it is
+    singular or because of rounding.
+    """
+    diagonal = h.diagonal().clone()
+    mean = diagonal.mean()
+    unit = torch.where(mean > 0, mean, 1.0)
+    while True:
+        h.diagonal().copy_(diagonal + damping * unit)
+        try:
+            return solve(h), damping
+        except torch.linalg.LinAlgError:
+            if damping > _MOST_DAMPING:
+                raise
+        damping *= 10
+
+
+def ridge_regression(weight: Tensor, xx: Tensor, tx: Tensor, ridge: float) -> Tensor:
+    """Return the weights that minimise ``mean((t - W x)^2) + r |W - weight|^2``, (rows, columns).
+
+    ``xx`` are moments of the inputs, (columns, columns), whose diagonal is changed and restored,
+    and ``tx`` those of targets and inputs. ``ridge`` is r as a fraction of the mean of the diagonal
+    of ``xx``.
+    """
+    diagonal = xx.diagonal().clone()
+    try:
+        damped_(xx, ridge, torch.linalg.cholesky)
+        r = xx.diagonal().mean() - diagonal.mean()
+        factors, pivots = torch.linalg.lu_factor(xx)
+    finally:
+        xx.diagonal().copy_(diagonal)
+    wanted = tx + r * weight.to(tx.dtype)
+    return torch.linalg.lu_solve(factors, pivots, wanted.T).T.contiguous()
+
+
+@dataclass(frozen=True)
+class Elimination:
+    """The order of columns, those with large diagonals of H first, and how the rest makes up.
+
+    ``factor`` is the upper Cholesky factor of the inverse of H in this order.
+    """
+
+    order: Tensor
+    factor: Tensor
+
+    @classmethod
+    def of(cls, h: Tensor) -> Elimination:
+        """Return the elimination for a positive definite H; else raise LinAlgError."""
+        order = h.diagonal().argsort(descending=True, stable=True)
+        # LAPACK works in place where the entries of a column lie next to each other.
+        matrix = h.mT[order.unsqueeze(1), order].mT
+        torch.linalg.cholesky(matrix, out=matrix)
+        torch.cholesky_inverse(matrix, out=matrix)
+        torch.linalg.cholesky(matrix, upper=True, out=matrix)
+        return cls(order, matrix)
+
+
+def round_rows_(weight: Tensor, elimination: Elimination, grid: Grid) -> None:
+    """Round ``weight`` by GPTQ, in place.
+
+    One column is rounded after the other. Each error is made up for by the columns that are not
+    rounded yet, as well as they can: by ``-error / U[i, i] * U[i, i + 1:]``, where U is the upper
+    Cholesky factor of the inverse of H. ``weight`` is (rows, columns), in the dtype of H.
+    """
+    order, u = elimination.order, elimination.factor
+    columns, w = order.tolist(), weight[:, order]
+    for start in range(0, w.shape[1], _LAZY):
+        end = min(start + _LAZY, w.shape[1])
+        errors = torch.empty_like(w[:, start:end])
+        for i in range(start, end):
+            rounded = grid.nearest(w[:, i], columns[i])
+            error = (w[:, i] - rounded) / u[i, i]
+            w[:, i] = rounded
+            w[:, i + 1 : end] -= error.unsqueeze(1) * u[i, i + 1 : end]
+            errors[:, i - start] = error
+        w[:, end:] -= errors @ u[start:end, end:]
+    weight[:, order] = w
+
+
+def round_groups_(weight: Tensor, eliminations: Iterable[Elimination], grid: Grid) -> None:
+    """Round every group of ``weight`` by GPTQ, in place."""
+    for part in zip(weight, eliminations, grid.groups(), strict=True):
+        round_rows_(*part)
+
+
+def descend(rounded: Tensor, weight: Tensor, h: Tensor, grid: Grid) -> Tensor:
+    """Return ``rounded`` after coordinate descent, which never makes the error of a row larger.
+
+    Each column in turn takes the grid value that is best for the values of all others. ``rounded``
+    is on the grid, and ``weight`` is what was rounded, both (rows, columns).
+    """
+    q = rounded.clone()
+    gradient = (q - weight) @ h
+    diagonal = h.diagonal()
+    for _ in range(_SWEEPS):
+        changed = False
+        for i in range(q.shape[1]):
+            best = grid.nearest(q[:, i] - gradient[:, i] / diagonal[i], i)
+            change = best - q[:, i]
+            if bool(change.any()):
+                gradient += change.unsqueeze(1) * h[i]
+                q[:, i] = best
+                changed = True
+        if not changed:
+            break
+    return q
+
+
+def _descend_groups(q: Tensor, weight: Tensor, h: Tensor, grid: Grid) -> Tensor:
+    parts = zip(q, weight, h, grid.groups(), strict=True)
+    return torch.stack([descend(*part) for part in parts])
+
+
+def _better(one: Tensor, other: Tensor, weight: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for each row whether ``one`` is better than ``other``, and the better of both."""
+    is_better = quadratic_error(one - weight, h) < quadratic_error(other - weight, h)
+    return is_better, torch.where(is_better.unsqueeze(2), one, other)
+
+
+def round_with_best_ranges(
+    layer: Any, weight: Tensor, h: Tensor, solved: list[Elimination]
+) -> tuple[Tensor, Tensor]:
+    """Return a rounded weight matrix, and the range of the weight that goes with it.
+
+    Where each row has one range, every candidate is rounded by GPTQ, and each row takes the one
+    with the least error. Then the ranges are fitted to the codes by least squares, and the codes to
+    the ranges by coordinate descent, in turn. Other granularities take the candidate with the least
+    error of nearest rounding, weighted by the diagonal of H.
+
+    ``weight`` is (groups, rows, columns) and ``h`` (groups, columns, columns), positive definite.
+    """
+    granularity = weight_quantizer(layer).descriptor.granularity
+    largest = granularity.amax(weight.reshape(layer.weight.shape)).float()
+    fractions = torch.linspace(1, _SMALLEST, _FRACTIONS, dtype=torch.float32, device="cpu").tolist()
+    one_each = isinstance(granularity, PerAxis) and granularity.axes == (0,)
+    if one_each:
+        q, amax = _best_of_candidates(layer, weight, h, solved, largest, fractions)
+    else:
+        amax, q = _weighted_search(layer, weight, h, largest, fractions), weight.clone()
+        round_groups_(q, solved, grid_of(layer, amax))
+    # No row shall be worse than rounded to nearest.
+    grid = grid_of(layer, amax)
+    ours, other = (_descend_groups(s, weight, h, grid) for s in (q, grid.nearest(weight)))
+    q = _better(other, ours, weight, h)[1]
+    for _ in range(_REFITS if one_each else 0):
+        amax, q = _refit(layer, weight, h, amax, q)
+    return q, amax
+
+
+def _best_of_candidates(
+    layer: Any,
+    weight: Tensor,
+    h: Tensor,
+    solved: list[Elimination],
+    largest: Tensor,
+    fractions: list[float],
+) -> tuple[Tensor, Tensor]:
+    """Return the rounded rows with the best of some ranges, and these ranges.
+
+    All candidates of some rows are rounded at the same time.
+    """
+    # The first column is like the others if a row has one range.
+    grids = [grid_of(layer, largest * fraction) for fraction in fractions]
+    scales = torch.stack([grid.scale[..., :1] for grid in grids], 1)
+    divisors = torch.stack([grid.divisor[..., :1] for grid in grids], 1)
+    columns, q, best = weight.shape[2], torch.empty_like(weight), []
+    step = max(1, _MEMORY // (columns * 8))
+    for start in range(0, weight.shape[1], step):
+        rows = slice(start, start + step)
+        part = weight[:, rows]
+        tried = part.repeat(1, len(grids), 1)
+        scale, divisor = (
+            t[:, :, rows].flatten(1, 2).expand(-1, -1, columns) for t in (scales, divisors)
+        )
+        round_groups_(tried, solved, Grid(scale, divisor, grids[0].format))
+        tried = tried.unflatten(1, (len(grids), -1))
+        errors = [quadratic_error(one - part, h) for one in tried.unbind(1)]
+        best.append(torch.stack(errors, 1).argmin(1))  # (groups, rows)
+        index = best[-1].unsqueeze(1).unsqueeze(3).expand(-1, 1, -1, columns)
+        q[:, rows] = tried.gather(1, index).squeeze(1)
+    fraction = largest.new_tensor(fractions)[torch.cat(best, 1)]
+    return q, largest * fraction.view(largest.shape)
+
+
+def _refit(layer: Any, weight: Tensor, h: Tensor, amax: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return better ranges for the codes of ``q``, and better codes for these ranges."""
+    grid = grid_of(layer, amax)
+    codes = q / grid.scale
+    along = codes @ h
+    scale = (along * weight).sum(-1) / (along * codes).sum(-1).clamp(min=1e-300)
+    fitted = (scale * grid.format.qmax).view(amax.shape).float()
+    fitted = torch.where((fitted > 0) & fitted.isfinite(), fitted, amax)
+    new = grid_of(layer, fitted)
+    start = (codes.to(new.scale.dtype) * new.scale).to(q.dtype)
+    is_better, found = _better(_descend_groups(start, weight, h, new), q, weight, h)
+    return torch.where(is_better.view(amax.shape), fitted, amax), found
+
+
+def _weighted_search(
+    layer: Any, weight: Tensor, h: Tensor, largest: Tensor, fractions: list[float]
+) -> Tensor:
+    """Return the range with the least error of nearest rounding, weighted by the diagonal of H."""
+    granularity = weight_quantizer(layer).descriptor.granularity
+    importance = h.diagonal(dim1=1, dim2=2).unsqueeze(1)
+
+    def error(amax: Tensor) -> Tensor:
+        rounded = grid_of(layer, amax).nearest(weight)
+        loss = ((rounded - weight).square() * importance).float()
+        parts = granularity.split(loss.reshape(layer.weight.shape))
+        dims = granularity.reduce_dims(parts.dim())
+        return (parts.sum(dims) if dims else parts).view(largest.shape)
+
+    return least_error([(largest * fraction,) for fraction in fractions], error)[0]

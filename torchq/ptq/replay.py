@@ -4,8 +4,6 @@ The code between blocks always runs, so shortcuts around blocks, masks and keywo
 no tracing. The weights of finished blocks are not read any more.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

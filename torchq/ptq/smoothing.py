@@ -4,8 +4,6 @@ Reference: Xiao et al., SmoothQuant: Accurate and Efficient Post-Training Quanti
 Language Models (ICML 2023), section 4.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -16,9 +16,8 @@ from torch import nn
 
 from torchq import recipes
 from torchq.analysis.detections import Detections
-from torchq.analysis.metrics import Evaluation
 from torchq.analysis.mixed_precision import MixedPrecision, mixed_precision
-from torchq.analysis.outputs import user_metric
+from torchq.analysis.outputs import Evaluation, user_metric
 from torchq.calib import methods
 from torchq.config import QuantConfig
 from torchq.descriptor import QuantDescriptor
