@@ -44,13 +44,6 @@ def test_detections_are_a_metric_by_name(command: str, capsys: pytest.CaptureFix
     assert "Detections: got the output" in capsys.readouterr().err
 
 
-def test_inspect(printed: Printed) -> None:
-    text = printed("inspect", "--model", "user_net:build")
-    assert "0.weight_quantizer" in text
-    data = json.loads(printed("inspect", *SOURCE, "--json"))
-    assert len(data["rows"]) == 6
-
-
 def test_inspect_gives_the_nodes_of_a_file_as_data(printed: Printed) -> None:
     pytest.importorskip("onnx")
     printed("quantize", *SOURCE, "--export", "m.onnx", "--no-report")

@@ -22,8 +22,8 @@ MODEL = SOURCE[:2]
 FILES = Path(__file__).parents[1] / "frontends"
 
 
-def test_dry_run_prints_the_plan_and_changes_nothing(folder: Path, printed: Printed) -> None:
-    out = printed("quantize", *MODEL, "--dry-run", "--exclude", "6")
+def test_a_plan_is_printed_and_nothing_changes(folder: Path, printed: Printed) -> None:
+    out = printed("plan", *MODEL, "--rows", "--exclude", "6")
     assert "type:torch.nn.modules.conv.Conv[123]d" in out
     assert "SKIPPED: excluded" in out
     left = [p.name for p in folder.iterdir() if p.suffix != ".py" and p.name != "__pycache__"]
@@ -143,7 +143,7 @@ def test_quantize_reads_an_onnx_file(printed: Printed) -> None:
 def test_recipe_from_a_json_file(printed: Printed) -> None:
     rule = torchq.Rule("*", weight=torchq.QuantDescriptor(4, axis=0))
     Path("mine.json").write_text(torchq.QuantConfig((rule,)).to_json())
-    argv = ["quantize", "--model", "user_net:instance", "--recipe", "mine.json", "--dry-run"]
+    argv = ["plan", "--model", "user_net:instance", "--recipe", "mine.json", "--rows"]
     assert "weight int4 axis=0 max" in printed(*argv)
 
 

@@ -54,11 +54,10 @@ def test_only_the_mean_of_images_runs_in_float(
     assert kinds == {"QLinearConv": 4, "QLinearAdd": 1, "MatMulIntegerToFloat": 1}
 
 
-def test_a_dry_run_shows_what_the_target_adds(
-    command: list[str], printed: Callable[..., str]
-) -> None:
-    assert "quant_add" not in printed(*command, "--dry-run")
-    assert "quant_add" in printed(*command, "--dry-run", "--target", "onnxruntime")
+def test_a_plan_shows_what_the_target_adds(command: list[str], printed: Callable[..., str]) -> None:
+    plan = ["plan", *command[1:], "--rows"]
+    assert "quant_add" not in printed(*plan)
+    assert "quant_add" in printed(*plan, "--target", "onnxruntime")
 
 
 def test_help_lists_the_registered_targets(capsys: pytest.CaptureFixture[str]) -> None:

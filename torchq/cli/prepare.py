@@ -15,9 +15,15 @@ from torch import Tensor, nn
 
 import torchq
 from torchq.analysis.detections import Detections
-from torchq.analysis.metrics import find_metric
-from torchq.cli.files import is_network_file
-from torchq.cli.loading import Images, explained, load_batches, load_model, load_object
+from torchq.analysis.outputs import find_metric
+from torchq.cli.loading import (
+    Images,
+    explained,
+    is_network_file,
+    load_batches,
+    load_model,
+    load_object,
+)
 from torchq.errors import ConfigError
 
 _SIZE = 224

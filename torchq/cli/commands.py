@@ -1,0 +1,303 @@
+"""``torchq convert``, ``quantize``, ``doctor``, ``report``, ``inspect`` and ``plan``."""
+
+import argparse
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import torchq
+from torchq.analysis import check_path, compare_outputs
+from torchq.analysis.mixed_precision import check_budget, check_formats
+from torchq.analysis.outputs import plain
+from torchq.cli.loading import (
+    ENDINGS,
+    check_different,
+    check_folder,
+    explained,
+    is_network_file,
+    load_model,
+    load_text,
+    writers_of,
+)
+from torchq.cli.prepare import (
+    Prepared,
+    example_of,
+    named_config,
+    named_ranges,
+    prepare,
+    quiet,
+    read_batches,
+    read_metric,
+    read_model,
+    require,
+    selection,
+)
+from torchq.errors import ConfigError, ExportError, TorchqError
+from torchq.runtime import Writer, reference_runtime, runtime_of
+from torchq.runtimes import Engine
+from torchq.utils import replacing
+from torchq.utils.optional import import_optional
+
+#: Where the report goes if no other file is written.
+_REPORT = "torchq-report.html"
+
+
+def run_convert(options: argparse.Namespace) -> int:
+    """Read the file, export the model, and write it."""
+    if not is_network_file(options.file):
+        problem = f"got {options.file!r}; expected a name that ends in {', '.join(ENDINGS)}"
+        raise ConfigError(problem)
+    target = Path(options.to)
+    shapes = [_sizes(text) for text in options.shape]
+    model: Any = load_model(options.file, options.weights)
+    example = _random_inputs(model, shapes)
+    program = _export(model, example)
+    with replacing(target) as (temporary,):
+        torch.export.save(program, temporary)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"read {options.file}: {len(model.graph.nodes)} nodes, {parameters} parameters")
+    print(f"wrote {target}; load it with torch.export.load({str(target)!r}).module()")
+    return 0
+
+
+def _sizes(text: str) -> list[int]:
+    if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text, re.ASCII) or "0" in text.split(","):
+        raise ConfigError(f"--shape {text}: expected sizes as 1,3,224,224")
+    return [int(size) for size in text.split(",")]
+
+
+def _random_inputs(model: Any, shapes: list[list[int]]) -> tuple[Tensor, ...]:
+    """Return random inputs, of ``shapes`` or of those that the file states, open sizes 1."""
+    names: Any = model.input_names
+    known: Any = model.input_shapes
+    if shapes and len(shapes) != len(names):
+        text = f"--shape: got {len(shapes)}; expected one for each of {', '.join(names)}"
+        raise ConfigError(text)
+    result = []
+    for number, name in enumerate(names):
+        sizes = [size or 1 for size in known[number] or ()]
+        if shapes:
+            sizes = shapes[number]
+        if not sizes:
+            raise ConfigError(f"the file does not state the shape of {name!r}; pass --shape")
+        with explained(f"--shape {','.join(map(str, sizes))}"):
+            result.append(torch.randn(sizes))
+    return tuple(result)
+
+
+def _export(model: nn.Module, example: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
+    try:
+        return torch.export.export(model, example)
+    except Exception as error:  # torch.export raises many kinds of errors
+        line = str(error).strip().partition("\n")[0]
+        text = f"convert: torch.export cannot follow the network ({type(error).__name__}: {line}). "
+        text += "Layers that choose detections are such; cut them off, or use the model in Python"
+        raise ExportError(text) from error
+
+
+def run_quantize(args: argparse.Namespace) -> int:
+    """Carry out the command step by step, announce each step, and return the exit code."""
+    say: Callable[[object], None] = quiet if args.json else print
+    found = prepare(args, say=say, held_out=args.compare, check=lambda: _check(args))
+    metric = read_metric(args)
+    comparison = _compare(found, metric, args, say)
+    files = _write(found, args, say)
+    report = _report(found, metric, args, say)
+    if report is not None:
+        files["report"] = report
+    if args.json:
+        data = {"model": args.model, "recipe": args.recipe, "comparison": comparison}
+        print(json.dumps({**data, "files": files}, indent=2))
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise an error for what would fail later."""
+    report = _report_path(args)
+    if report is not None:
+        check_folder("--report", report)
+        check_different({"--export": args.export, "--save": args.save, "--report": report})
+    if args.report:
+        check_path(args.report)
+    if args.export and _own_writer(args) is None:
+        for package in reference_runtime().packages:
+            import_optional(package, "--export")
+    elif args.export and isinstance(runtime := runtime_of(args.target), Engine):
+        runtime.check()
+    read_metric(args)
+
+
+def _own_writer(args: argparse.Namespace) -> Writer | None:
+    """Return what writes the file of --export where it is one of the target's own, no ONNX."""
+    return writers_of(args).get(Path(args.export).suffix)
+
+
+def _report_path(args: argparse.Namespace) -> str | None:
+    """Return where the report goes, or None."""
+    beside = args.export or args.save
+    if named_ranges(args):
+        return args.report
+    default = str(Path(beside).with_suffix(".report.html")) if beside else _REPORT
+    return None if args.no_report else args.report or default
+
+
+def _compare(
+    found: Prepared, metric: object, args: argparse.Namespace, say: Callable[[object], None]
+) -> dict[str, Any] | None:
+    """Say how far the quantized model is from the float one, and return the figures."""
+    if not args.compare or named_ranges(args):
+        return None
+    outputs = compare_outputs(found.model, found.held_out, metric)
+    where = "data that it was not calibrated with" if found.is_held_out else "its calibration data"
+    parts = [f"signal to noise {outputs.sqnr:.1f} dB"]
+    if outputs.agreement is not None:
+        parts.insert(0, f"same class for {outputs.agreement:.2%} of {outputs.predictions}")
+    if outputs.score is not None:
+        parts.insert(0, f"{outputs.metric} {outputs.float_score:.4g} -> {outputs.score:.4g}")
+    say(f"beside the float model, on {where}: {', '.join(parts)}")
+    return {**vars(outputs), "held_out": found.is_held_out}
+
+
+def _write(
+    found: Prepared, args: argparse.Namespace, say: Callable[[object], None]
+) -> dict[str, str]:
+    """Write the files that were asked for, and return their paths."""
+    model = found.model
+    written = {}
+    if args.save:
+        torchq.save(model, args.save)
+        say(f"wrote {args.save}: load it with\n  {load_text(args.model, args.save, args.weights)}")
+        written["save"] = args.save
+    if args.export and (write := _own_writer(args)):
+        say(write(model, (found.example,), Path(args.export)))
+        written["export"] = args.export
+    elif args.export:
+        options = {"opset": args.opset, "target": args.target}
+        options["dynamic_batch"] = not found.fixed_batch
+        report = torchq.export_onnx(model, (found.example,), args.export, **options)
+        say(f"wrote {args.export} ({Path(args.export).stat().st_size / 2**20:.2f} MiB)")
+        for note in report.notes:
+            say(note)
+        batches = [example_of(batch) for batch in found.calibration[: args.verify]]
+        say(torchq.verify_onnx(model, args.export, batches))
+        written["export"] = args.export
+    if not written:
+        say(torchq.summary(model))
+        say("the model was not written; use --export FILE.onnx or --save FILE.pt")
+    return written
+
+
+def _report(
+    found: Prepared, metric: object, args: argparse.Namespace, say: Callable[[object], None]
+) -> str | None:
+    """Write the report, and return its path; one that nobody asked for may fail."""
+    path = _report_path(args)
+    if path is None:
+        return None
+    try:
+        torchq.report(found.model, found.held_out, path, metric, plan=args.report is not None)
+    except TorchqError as error:
+        if args.report:
+            raise
+        say(f"no report: {error}")
+        return None
+    say(f"wrote {path}: open it in a browser to see which layers cost accuracy")
+    return path
+
+
+def _show(args: argparse.Namespace, text: object, data: Callable[[], Any]) -> None:
+    print(json.dumps(data(), indent=2) if args.json else text)
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    """Look for mistakes; 1 if there is an error."""
+    found = prepare(args, say=quiet, held_out=0, check=lambda: read_metric(args))
+    report = torchq.doctor(found.model, found.calibration, metric=read_metric(args))
+    _show(args, report, lambda: plain({"ok": report.ok, **dataclasses.asdict(report)}))
+    return 0 if report.ok else 1
+
+
+def run_report(args: argparse.Namespace) -> int:
+    """Write or print the report."""
+    found = prepare(args, say=quiet, held_out=args.num_batches, check=lambda: _check_out(args))
+    report = torchq.report(found.model, found.held_out, args.out, read_metric(args))
+    verdict = report.data["verdict"]
+    written = f"{verdict['sentence']} {verdict['blame']}\nwrote {args.out}"
+    _show(args, report if args.out is None else written, lambda: report.data)
+    return 0
+
+
+def _check_out(args: argparse.Namespace) -> None:
+    """Raise an error for what would fail later."""
+    read_metric(args)
+    if args.out is not None:
+        check_path(args.out)
+
+
+def run_inspect(args: argparse.Namespace) -> int:
+    """Say what is quantized in a file."""
+    if not args.file.endswith(".onnx"):
+        raise ConfigError(f"inspect {args.file}: expected a name that ends in .onnx")
+    report = torchq.inspect_onnx(args.file)
+    _show(args, report, lambda: dataclasses.asdict(report))
+    return 0
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Say what would be quantized, or choose formats."""
+    require(args, "model")
+    _check_plan(args)
+    model = read_model(args)
+    if not args.budget:
+        found = torchq.plan(model, named_config(args.recipe), target=args.target, **selection(args))
+        fields = ("name", "input", "weight", "reason")
+        rows = [
+            {k: None if (v := getattr(d, k)) is None else str(v) for k in fields}
+            for d in found.decisions
+        ]
+        shown = found.table() if args.rows else found
+        _show(args, shown, lambda: {"decisions": rows, "config": found.recipe})
+        return 0
+    batches, _ = read_batches(model, args)
+    if args.fuse:
+        torchq.fuse_(model, batches[0])
+    config = torchq.mixed_precision(
+        model, batches, budget=_budget(args.budget), formats=_formats(args), exclude=args.exclude
+    )
+    if args.out is not None:
+        with replacing(args.out) as (path,):
+            path.write_text(config.to_json(), encoding="utf-8")
+    _show(args, config, config.summary)
+    return 0
+
+
+def _check_plan(args: argparse.Namespace) -> None:
+    """Raise an error for options of a plan under a budget that do not fit."""
+    if args.out is not None and not (args.budget and args.out.endswith(".json")):
+        raise ConfigError(f"--out {args.out}: expected --budget, and a name that ends in .json")
+    if args.budget:
+        require(args, "model", "data")
+        check_budget(_budget(args.budget))
+        check_formats(_formats(args))
+
+
+def _formats(args: argparse.Namespace) -> list[int | str]:
+    return [int(name) if name.isdigit() else name for name in args.formats]
+
+
+def _budget(texts: list[str]) -> dict[str, float]:
+    found = {}
+    for text in texts:
+        kind, _, number = text.partition("=")
+        try:
+            found[kind] = float(number)
+        except ValueError:
+            problem = f"--budget {text}: expected KIND=NUMBER, such as mean_bits=5"
+            raise ConfigError(problem) from None
+    return found
