@@ -34,7 +34,7 @@ def test_it_equals_the_single_calls() -> None:
     groups = param_groups(model, lr=0.1, weight_decay=1e-4)
     assert [g["name"] for g in prepared.param_groups] == [g["name"] for g in groups]
     assert prepared.batchnorms == ("stem.1", "left.1", "right.1")
-    assert prepared.calibrated.batches == 3 and prepared.fused is None
+    assert prepared.calibrated.batches == 3
 
 
 def test_str_says_what_was_done() -> None:
@@ -43,17 +43,6 @@ def test_str_says_what_was_done() -> None:
     assert "8 ranges from 4 batches" in text
     assert "ranges (lr 0.01, decay 0)" in text
     assert "BatchNorm: 3 layers train along" in text
-
-
-def test_fusing_first_takes_a_small_learning_rate() -> None:
-    model = ConvNet().train()
-    prepared = prepare(model, labelled(), batchnorm="fuse", progress=False)
-    assert prepared.fused is not None and len(prepared.fused.fused) == 3
-    assert prepared.batchnorms == () and model.training
-    assert {g["lr"] for g in prepared.param_groups} == {1e-4}
-    assert str(prepared).startswith("fused: 3 fused, 0 refused, applied")
-    with pytest.warns(UserWarning, match=r"got lr=0\.01 for a network whose BatchNorms are folded"):
-        prepare(ConvNet(), labelled(), batchnorm="fuse", lr=1e-2, progress=False)
 
 
 def test_a_forward_of_the_users_own_reads_the_batches() -> None:
@@ -68,14 +57,13 @@ def test_a_forward_of_the_users_own_reads_the_batches() -> None:
     assert rates["ranges"] == 0.2 and rates["input_ranges"] == 0.3
 
 
-@pytest.mark.parametrize("batchnorm", ["keep", "fuse"])
-def test_a_call_that_fails_changes_nothing(batchnorm: Any) -> None:
+def test_a_call_that_fails_changes_nothing() -> None:
     model = ConvNet().train()
     before = copy.deepcopy(model)
     bad = [torch.full((2, 3, 8, 8), float("nan"))]
     batches = [image_batches()[0], *bad]
     with pytest.raises(CalibrationError):
-        prepare(model, batches, batchnorm=batchnorm, progress=False)
+        prepare(model, batches, progress=False)
     assert [type(m) for m in model.modules()] == [type(m) for m in before.modules()]
     found, expected = model.state_dict(), before.state_dict()
     assert found.keys() == expected.keys()
@@ -86,8 +74,6 @@ def test_a_call_that_fails_changes_nothing(batchnorm: Any) -> None:
 def test_errors() -> None:
     with pytest.raises(ConfigError, match="prepare: got no batch"):
         prepare(ConvNet(), iter([]))
-    with pytest.raises(ConfigError, match="batchnorm='fold'; expected 'keep' or 'fuse'"):
-        prepare(ConvNet(), labelled(), batchnorm="fold")  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"config: got 'w4a4'; expected a QuantConfig. Call a"):
         prepare(ConvNet(), labelled(), "w4a4")  # type: ignore[arg-type]
 

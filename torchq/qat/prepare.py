@@ -1,27 +1,20 @@
 """Everything that comes before the first training step, in one call."""
 
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
 from torchq.config import QuantConfig
 from torchq.errors import ConfigError
-from torchq.fusion import FuseReport, fuse_
 from torchq.fusion.modules import is_norm
 from torchq.graph import move_to
 from torchq.nn.convert import unchanged_on_error
 from torchq.swap import Plan, quantize_
-from torchq.utils import Pattern, device_of, evaluating
+from torchq.utils import Pattern, device_of
 from torchq.workflow import CalibrationReport, calibrate, quantizers, weight_quantizers
-
-#: Learning rates of SGD with momentum that train networks with BatchNorm, and without.
-_LR, _LR_FUSED = 1e-2, 1e-4
-#: Above this a network without BatchNorm usually diverges, in float too.
-_LR_FUSED_MOST = 1e-3
 
 #: Enough for ranges that training starts from.
 _BATCHES = 32
@@ -89,7 +82,6 @@ class Preparation:
         quantized: the report of the swap.
         calibrated: the report of the calibration.
         param_groups: for any ``torch.optim`` optimizer, see :func:`torchq.qat.param_groups`.
-        fused: the report of fusing, or None if the BatchNorms stayed.
         batchnorms: paths of the BatchNorms that train along and are folded afterwards.
     """
 
@@ -97,7 +89,6 @@ class Preparation:
     quantized: Plan
     calibrated: CalibrationReport
     param_groups: list[dict[str, Any]] = field(repr=False)
-    fused: FuseReport | None = None
     batchnorms: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -111,8 +102,6 @@ class Preparation:
             f"calibrated: {str(self.calibrated).splitlines()[-1]}",
             f"parameters: {groups}",
         ]
-        if self.fused is not None:
-            lines.insert(0, f"fused: {str(self.fused).splitlines()[0]}")
         if self.batchnorms:
             count = len(self.batchnorms)
             lines.append(f"BatchNorm: {count} layers train along; fuse_ folds them afterwards")
@@ -124,10 +113,9 @@ def prepare(
     loader: Iterable[Any],
     recipe: QuantConfig | None = None,
     *,
-    batchnorm: Literal["keep", "fuse"] = "keep",
     exclude: Sequence[Pattern] | Pattern | None = None,
     target: str | None = None,
-    lr: float | None = None,
+    lr: float = 1e-2,
     range_lr: float | None = None,
     input_range_lr: float | None = None,
     weight_decay: float = 1e-4,
@@ -136,19 +124,18 @@ def prepare(
     """Make ``model`` ready for quantization-aware training, in place.
 
     It swaps the layers, calibrates them, and sorts the parameters into groups for the optimizer.
-    A call that fails leaves the model as it was.
+    BatchNorms stay, which makes large learning rates safe; :func:`torchq.fuse_` folds them after
+    training without changing a code. A call that fails leaves the model as it was.
 
     Args:
         model: a trained float model; its mode stays.
         loader: batches as for :func:`torchq.calibrate`; training batches with labels are fine.
         recipe: the rules; default INT8. Let few bits learn their ranges: ``recipes.w4a4()``, or
             ``recipes.integer(4, 8, learn_ranges=True)``.
-        batchnorm: ``"keep"`` trains with the BatchNorms, which makes large learning rates safe;
-            :func:`torchq.fuse_` folds them afterwards without changing a code. ``"fuse"`` folds
-            them now: the network then needs a hundredth of the learning rate, in float too.
         exclude: as for :func:`torchq.quantize_`.
         target: as for :func:`torchq.quantize_`; the first batch is the example.
-        lr: of weights, biases and norms; default 1e-2, or 1e-4 with ``batchnorm="fuse"``.
+        lr: of weights, biases and norms. A network that was fused before needs a hundredth of it,
+            in float too.
         range_lr: of learned ranges; default ``lr``.
         input_range_lr: of those that are not of weights; default ``range_lr``.
         weight_decay: of weights; biases, norms and ranges have none.
@@ -174,9 +161,6 @@ def prepare(
         BatchNorm: 1 layers train along; fuse_ folds them afterwards
         >>> optimizer = torch.optim.SGD(prepared.param_groups, momentum=0.9)
     """
-    if batchnorm not in ("keep", "fuse"):
-        raise ConfigError(f"prepare: got batchnorm={batchnorm!r}; expected 'keep' or 'fuse'")
-    rate = _learning_rate(lr, batchnorm)
     first, batches = _with_first(loader)
     # A forward of the user's own knows how to read a batch, and nobody else does.
     example, device = None, device_of(model)
@@ -184,10 +168,6 @@ def prepare(
         example = first if device is None else move_to(first, device)
     progress = calibration.get("progress", True)
     with unchanged_on_error(model):
-        fused = None
-        if batchnorm == "fuse":
-            with evaluating(model):
-                fused = fuse_(model, example, progress=progress)
         used = None if target is None else example
         quantized = quantize_(
             model, recipe, exclude=exclude, target=target, example=used, progress=progress
@@ -196,10 +176,10 @@ def prepare(
         settings = {"num_batches": _BATCHES, "correct": False, **calibration}
         calibrated = calibrate(model, batches, **settings)
     groups = param_groups(
-        model, lr=rate, weight_decay=weight_decay, range_lr=range_lr, input_range_lr=input_range_lr
+        model, lr=lr, weight_decay=weight_decay, range_lr=range_lr, input_range_lr=input_range_lr
     )
     norms = tuple(name for name, module in model.named_modules() if is_norm(module))
-    return Preparation(model, quantized, calibrated, groups, fused, norms)
+    return Preparation(model, quantized, calibrated, groups, norms)
 
 
 def _with_first(loader: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
@@ -213,17 +193,3 @@ def _with_first(loader: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
             "one"
         ) from None
     return first, chain((first,), batches)
-
-
-def _learning_rate(lr: float | None, batchnorm: str) -> float:
-    """Return the learning rate; one that destroys a network without BatchNorm gives a warning."""
-    if lr is None:
-        return _LR if batchnorm == "keep" else _LR_FUSED
-    if batchnorm == "fuse" and lr > _LR_FUSED_MOST:
-        warnings.warn(
-            f"prepare: got lr={lr:g} for a network whose BatchNorms are folded; such networks "
-            f"usually diverge above {_LR_FUSED_MOST:g}, in float too. Use batchnorm='keep', and "
-            "fuse_ after training",
-            stacklevel=3,
-        )
-    return lr

@@ -1,9 +1,8 @@
 """Ranges in training: learned, shared, fixed from a step on, or following the data."""
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,6 @@ from torchq.functional.scale import scale_and_zero_point
 from torchq.nn import TensorQuantizer, share_quantizers_
 from torchq.utils import Pattern
 from torchq.workflow import select_quantizers, weight_quantizers
-from torchq.workflow.modes import quantized_weights
 
 _METHODS = ("lsq", "lsq+", "pact")
 
@@ -25,8 +23,6 @@ def learn_ranges_(
     model: nn.Module,
     method: str = "lsq",
     patterns: Sequence[Pattern] | Pattern = "*",
-    *,
-    start: Literal["calibrated", "lsq"] = "calibrated",
 ) -> tuple[str, ...]:
     """Make the ranges of the selected quantizers parameters that training learns, in place.
 
@@ -45,14 +41,12 @@ def learn_ranges_(
         model: a calibrated model.
         method: see the table.
         patterns: as for :func:`torchq.disabled`.
-        start: ``"calibrated"`` starts from the known ranges; ``"lsq"`` starts symmetric ranges of
-            weights from ``scale = 2 * mean(|w|) / sqrt(qmax)`` (Esser et al., section 2.1).
 
     Returns:
         The paths of the quantizers whose ranges learn now.
 
     Raises:
-        ConfigError: an unknown method or start, a range that is not known or taken from each
+        ConfigError: an unknown method, a range that is not known or taken from each
             call, a format that the method cannot do, or a pattern that selects no quantizer. The
             model is unchanged then.
 
@@ -62,16 +56,13 @@ def learn_ranges_(
         >>> learn_ranges_(model, "lsq+", "*.input_quantizer")
         ('0.input_quantizer',)
     """
-    if method not in _METHODS or start not in ("calibrated", "lsq"):
-        text = f"learn_ranges_: got method {method!r} and start {start!r}; expected one of "
-        text += f"{', '.join(_METHODS)}, and 'calibrated' or 'lsq'"
+    if method not in _METHODS:
+        text = f"learn_ranges_: got method {method!r}; expected one of {', '.join(_METHODS)}"
         raise ConfigError(text)
     chosen = select_quantizers(model, patterns)
     descriptors = {path: _learned(path, q, method) for path, q in chosen.items()}
-    weights = {id(q): weight.detach() for q, weight in quantized_weights(model)}
     for path, quantizer in chosen.items():
-        first = weights.get(id(quantizer)) if start == "lsq" else None
-        _make_parameters(quantizer, descriptors[path], first)
+        _make_parameters(quantizer, descriptors[path])
         if method == "pact":
             quantizer.delegate = _clipped_gradient
     return tuple(chosen)
@@ -114,12 +105,8 @@ def _learned(path: str, quantizer: TensorQuantizer, method: str) -> QuantDescrip
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _make_parameters(
-    quantizer: TensorQuantizer, descriptor: QuantDescriptor, weight: Tensor | None
-) -> None:
+def _make_parameters(quantizer: TensorQuantizer, descriptor: QuantDescriptor) -> None:
     amax = quantizer.amax.detach().clone()
-    if weight is not None and descriptor.symmetric:
-        amax = _lsq_start(weight, descriptor).to(amax).view_as(amax)
     ends = {"amax": amax}
     if not descriptor.symmetric:
         known = quantizer.amin
@@ -132,16 +119,6 @@ def _make_parameters(
     for name, value in ends.items():
         delattr(quantizer, name)
         quantizer.register_parameter(name, nn.Parameter(value))
-
-
-def _lsq_start(weight: Tensor, descriptor: QuantDescriptor) -> Tensor:
-    """Return the amax that LSQ starts from."""
-    granularity = descriptor.granularity
-    parts = granularity.split(weight.float()).abs()
-    dims = granularity.reduce_dims(parts.dim())
-    mean = parts.mean(dims, keepdim=True) if dims else parts
-    scale = 2 * mean / math.sqrt(descriptor.format.qmax)
-    return (scale * descriptor.format.qmax).reshape(granularity.amax_shape(weight.shape))
 
 
 def share_range_(model: nn.Module, patterns: Sequence[Pattern] | Pattern) -> TensorQuantizer:
