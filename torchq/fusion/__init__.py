@@ -7,7 +7,7 @@ from torchq.fusion.api import fuse_
 from torchq.fusion.blocks import BlockRule, register_block
 from torchq.fusion.families import FAMILIES
 from torchq.fusion.fold import ConstantPad
-from torchq.fusion.quantized import RescalesOutput
+from torchq.fusion.modules import RescalesOutput
 from torchq.fusion.record import apply_fusion_record_, fusion_record
 from torchq.fusion.report import FuseReport, Fusion, Refusal
 

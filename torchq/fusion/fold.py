@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from torchq.fusion.algebra import KernelBias, fold_affine_after, fold_affine_before
 from torchq.fusion.linear_map import relative_error
 from torchq.fusion.modules import (
+    QUANTIZED_FOLD_TOLERANCE,
     TRANSPOSED,
+    RescalesOutput,
     calls_children,
     norm_affine,
     norm_remainder,
     torch_base,
 )
 from torchq.fusion.pairs import Pair
-from torchq.fusion.quantized import QUANTIZED_FOLD_TOLERANCE, RescalesOutput
 from torchq.fusion.report import Fusion, Refusal
 from torchq.utils import copy_module, set_submodule
 

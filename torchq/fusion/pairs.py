@@ -9,6 +9,7 @@ from torch import nn
 
 from torchq.fusion.modules import (
     TRANSPOSED,
+    RescalesOutput,
     is_fuse_leaf,
     is_layer,
     is_norm,
@@ -18,7 +19,6 @@ from torchq.fusion.modules import (
     norm_obstacle,
     output_channels,
 )
-from torchq.fusion.quantized import RescalesOutput
 from torchq.fusion.report import Refusal
 from torchq.graph import Call, Flow, flow_of_graph, forward_hook_kind, record, trace_modules
 
