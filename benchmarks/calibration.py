@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import Reporter, compare, parse, parser, timing
-from torchq.calib import HistogramCalibrator, MaxCalibrator
+from torchq.calib import Calibrator
+from torchq.formats import PerAxis
 
 BINS = 2048
 
@@ -38,9 +39,9 @@ def collecting(
     report: Reporter, x: Tensor, peer: Any | None, times: dict[str, Any], **case: object
 ) -> None:
     ours, channels, largest = (
-        HistogramCalibrator(num_bins=BINS),
-        HistogramCalibrator(axis=1, num_bins=BINS),
-        MaxCalibrator(),
+        Calibrator("histogram", num_bins=BINS),
+        Calibrator("histogram", granularity=PerAxis((1,)), num_bins=BINS),
+        Calibrator(),
     )
     destination = torch.empty_like(x)
     candidates: dict[str, Callable[[], object]] = {
@@ -59,7 +60,7 @@ def collecting(
 
 
 def estimating(report: Reporter, x: Tensor, peer: Any | None, times: dict[str, Any]) -> None:
-    ours = HistogramCalibrator(num_bins=BINS)
+    ours = Calibrator("histogram", num_bins=BINS)
     ours.collect(x)
     theirs = None
     if peer is not None:
@@ -83,7 +84,7 @@ def estimating(report: Reporter, x: Tensor, peer: Any | None, times: dict[str, A
 
 
 def estimating_channels(report: Reporter, channels: int, times: dict[str, Any]) -> None:
-    ours = HistogramCalibrator(axis=1, num_bins=BINS)
+    ours = Calibrator("histogram", granularity=PerAxis((1,)), num_bins=BINS)
     ours.collect(torch.randn(200, channels, generator=torch.Generator().manual_seed(0)))
     candidates = {
         method: lambda method=method: ours.range(method).high

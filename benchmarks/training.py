@@ -124,7 +124,7 @@ _TRAINED = {
 _CASES = [
     ("resnet20", "fp32", "fp32"),
     ("resnet20", "w4a4", "lsq, distilled"),
-    *(("resnet20", "w8a8", f"ptq {how}") for how in ("max", "percentile", "mse", "entropy", "lp")),
+    *(("resnet20", "w8a8", f"ptq {how}") for how in ("max", "percentile", "mse", "entropy")),
     *(("resnet20", widths, "ptq mse") for widths in _TRAINED if widths != "w8a8"),
     *(("resnet20", widths, "lsq, distilled") for widths in ("w2a2", "w3a3", "w4a8", "w8a8")),
     *(("resnet20", "w4a4", _SHORT + method) for method in _METHODS),

@@ -1,7 +1,5 @@
 """The import contracts hold, and the house rules that can be read off the text."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Rules and configurations: validation, order, round trips."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -10,8 +10,6 @@ The sections of docs/howto.md and docs/platforms.md are tested one by one, as ea
 or a runtime of its own.
 """
 
-from __future__ import annotations
-
 import gc
 import re
 import socket

@@ -3,8 +3,6 @@
 The detector is tested first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests.no_sync import NoSync
-from torchq.calib import histogram, make_calibrator, methods
+from torchq.calib import Calibrator, histogram, methods
 from torchq.formats import INT8, UINT8, Granularity, PerAxis, PerBlock, PerTensor
 
 OFFENDERS: dict[str, Callable[[Tensor], Any]] = {
@@ -54,7 +52,7 @@ COLLECTORS: list[tuple[str, Granularity]] = [
 @pytest.mark.parametrize(("method", "granularity"), COLLECTORS, ids=str)
 def test_collecting(method: str, granularity: Granularity) -> None:
     for format in (INT8, UINT8):
-        calibrator = make_calibrator(method, format=format, granularity=granularity)
+        calibrator = Calibrator(method, format=format, granularity=granularity)
         with NoSync():
             for scale in (1.0, 100.0, 0.1):  # the bins widen on the way
                 calibrator.collect(torch.randn(3, 5, 8) * scale)

@@ -1,7 +1,5 @@
 """The comparison that the documents rest on says no where it should."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.printed import differences

@@ -1,7 +1,5 @@
 """The files around the code: commands, metadata, and documents that name files."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Each promise to users has tests, and each of these exists; promises.txt lists them."""
 
-from __future__ import annotations
-
 import ast
 import re
 from functools import cache

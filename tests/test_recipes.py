@@ -1,7 +1,5 @@
 """Recipes: what each does to the three kinds of layers, and that a model runs under each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Sphinx checks references between pages when it builds the site. What it cannot see is here.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from xml.etree import ElementTree

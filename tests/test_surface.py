@@ -1,7 +1,5 @@
 """The public names. A new one is entered here on purpose; one that disappears is a break."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect

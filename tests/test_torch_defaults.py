@@ -1,7 +1,5 @@
 """torch's default dtype and device, which belong to the user, change no result."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

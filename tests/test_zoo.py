@@ -3,8 +3,6 @@
 Swapping changes nothing while quantizers are off, and restoring gives everything back.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

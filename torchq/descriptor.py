@@ -7,7 +7,6 @@ reads it.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,7 +25,7 @@ from torchq.formats import (
     check_rounding,
     scale_format_by_name,
 )
-from torchq.utils import check_fields, parse_json, short_repr
+from torchq.utils import check_fields, short_repr
 
 __all__ = ["QuantDescriptor"]
 
@@ -171,19 +170,6 @@ class QuantDescriptor:
         """
         known = [field.name for field in dataclasses.fields(cls)]
         return cls(**check_fields(data, "QuantDescriptor", known=known))
-
-    def to_json(self) -> str:
-        """Return :meth:`to_dict` as JSON text."""
-        return json.dumps(self.to_dict())
-
-    @classmethod
-    def from_json(cls, text: str) -> QuantDescriptor:
-        """Return the descriptor that :meth:`to_json` was called on.
-
-        Raises:
-            ConfigError: not JSON, or see :meth:`from_dict`.
-        """
-        return cls.from_dict(parse_json(text, "QuantDescriptor"))
 
     def _changed_fields(self) -> list[tuple[str, Any]]:
         """Return the names and values of the fields that differ from their defaults."""

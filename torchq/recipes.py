@@ -10,8 +10,6 @@ The scale of a symmetric range is ``amax / 127`` throughout. The configurations 
 the rest that is known of them, in :mod:`torchq.runtimes`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal
 

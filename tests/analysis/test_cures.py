@@ -12,9 +12,10 @@ import torchq
 from tests.fusion.blocks.repvgg import RepVGGBlock
 from tests.models import Parts, simulated
 from torchq.analysis import DoctorReport
-from torchq.analysis.cures import Figures, cures
+from torchq.analysis.checks import Patient
+from torchq.analysis.doctor import cures
 from torchq.nn.correction import corrected_layers
-from torchq.swap import plan_of
+from torchq.workflow import quantizers, weight_quantizers
 
 W4A4 = torchq.recipes.w4a4()
 
@@ -59,6 +60,12 @@ def quantized(config: Any, model: nn.Module | None = None, **options: Any) -> nn
 
 def examined(model: nn.Module, **options: Any) -> DoctorReport:
     return torchq.doctor(model, list(images(512, 2000)[0].split(128)), progress=False, **options)
+
+
+def advised(model: nn.Module, shares: dict[str, float]) -> list[str]:
+    """Return the calls that would help if layers had these shares of the damage."""
+    patient = Patient(model, quantizers(model), weight_quantizers(model), None)
+    return [cure.code for cure in cures(patient, shares)]
 
 
 @torch.no_grad()
@@ -141,10 +148,9 @@ def test_ends_of_four_bits_want_eight() -> None:
     config = torchq.recipes.integer(4, 4)
     model = quantized(config)
     ends = "torchq.quantize_(model, config.with_ends(8))"
-    codes = [cure.code for cure in cures(plan_of(model), Figures({"6": 0.6, "1": 0.4}))]
+    codes = advised(model, {"6": 0.6, "1": 0.4})
     assert codes == ["torchq.ptq.gptq_(model, batches)", ends, codes[2]]
-    elsewhere = cures(plan_of(model), Figures({"1.rbr_reparam": 1.0}))
-    assert all(cure.code != ends for cure in elsewhere)
+    assert ends not in advised(model, {"1.rbr_reparam": 1.0})
     better = quantized(config.with_ends(8))
     assert same(better) > same(model)
 
@@ -184,12 +190,14 @@ def test_one_bad_layer_of_eight_bits_is_named() -> None:
 
 
 def test_one_scale_for_unequal_channels_wants_equalization() -> None:
-    model = quantized(torchq.recipes.integer(8, 8, per_channel=False), target="onnxruntime")
-    plan = plan_of(model)
-    (cure,) = cures(plan, Figures({}, unequal=["3.rbr_reparam"]))
-    assert cure.code == "torchq.ptq.equalize_(model, example) before torchq.calibrate"
-    assert cures(plan, Figures({})) == []
-    assert cures(plan, Figures({"2.rbr_reparam": 1.0}, unequal=["3.rbr_reparam"]))[0] != cure
+    recipe, unequal = torchq.recipes.integer(8, 8, per_channel=False), copy.deepcopy(trained())
+    with torch.no_grad():
+        unequal[3].rbr_reparam.weight[0] *= 100  # type: ignore[index]
+    model = quantized(recipe, unequal, target="onnxruntime")
+    code = "torchq.ptq.equalize_(model, example) before torchq.calibrate"
+    assert advised(model, {}) == [code]
+    assert advised(quantized(recipe, target="onnxruntime"), {}) == []
+    assert code not in advised(model, {"2.rbr_reparam": 1.0})
 
 
 def test_a_good_model_has_no_cure() -> None:

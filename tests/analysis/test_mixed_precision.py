@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests.models import ConvNet, Parts, image_batches, simulated
-from torchq.analysis.solver import Problem
+from torchq.analysis.mixed_precision import Problem
 from torchq.errors import ConfigError
 
 
@@ -106,17 +106,6 @@ def test_bit_operations_count_multiplications_of_one_input() -> None:
     assert config.costs["bit_operations"] == products * 64
 
 
-def test_groups_agree_and_fixed_layers_keep_their_format() -> None:
-    free = usual()
-    assert len({c.format for c in free.choices}) > 1
-    grouped = planned(groups=[["0", "2", "4", "6"]])
-    assert len({c.format for c in grouped.choices}) == 1
-    assert {c.group for c in grouped.choices} == {0}
-    fixed = planned(fixed={"6": "w16a16"}, budget={"mean_bits": 8})
-    assert {c.name: c.format for c in fixed.choices}["6"] == "w16a16"
-    assert "w16a16" not in {c.format for c in fixed.choices if c.name != "6"}
-
-
 @pytest.mark.parametrize("metric", ["sqnr", "fisher"])
 def test_every_metric_ranks_formats(metric: str) -> None:
     config = planned(metric=metric)
@@ -169,7 +158,6 @@ def test_the_plan_prints_and_serialises() -> None:
         ({"budget": {}}, "expected a mapping such as"),
         ({"formats": [object()]}, "expected a name such as 'w4a8'"),
         ({"formats": ["int9"]}, "expected one of"),
-        ({"groups": ["nothing*"]}, "select no layer; expected one of 0, 2"),
     ],
 )
 def test_wrong_arguments_are_named(options: dict[str, Any], text: str) -> None:
@@ -207,9 +195,3 @@ def test_layers_that_read_one_tensor_have_one_format(forward: Any) -> None:
     assert len({choice.format for choice in projections}) == 1
     assert len({choice.group for choice in projections}) == 1
     assert len({choice.group for choice in found.values()}) == 3
-
-
-def test_a_given_format_is_that_of_all_readers() -> None:
-    assert of_projections(fixed={"key": 3})["query"].format == "w3a3"
-    with pytest.raises(ConfigError, match="suits query, key, value together"):
-        of_projections(fixed={"key": 3, "value": 8})

@@ -8,8 +8,7 @@ import shutil
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +16,8 @@ from torch import Tensor, nn
 
 import torchq
 from tests.models import simulated
-from torchq.analysis import Report
-from torchq.analysis.cures import culprits, damage_shares
+from torchq.analysis import Report, SensitivityReport, SensitivityRow
+from torchq.analysis.doctor import culprits, damage_shares
 from torchq.errors import ConfigError
 
 pytest.importorskip("jinja2")
@@ -87,14 +86,9 @@ def test_a_good_model_needs_nothing() -> None:
     assert all("To come closer still" in advice["text"] for advice in found["advice"][1:])
 
 
-class Ranked(NamedTuple):
-    name: str
-    value: float
-
-
-def ranked(values: list[float], unit: str = "nat") -> Any:
-    rows = [Ranked(f"layer{number}", value) for number, value in enumerate(values)]
-    return SimpleNamespace(rows=rows, unit=unit, rising=unit == "dB", reference=None)
+def ranked(values: list[float], unit: str = "nat") -> SensitivityReport:
+    rows = tuple(SensitivityRow(f"layer{number}", value) for number, value in enumerate(values))
+    return SensitivityReport(rows, "", unit, unit == "dB", "layer", 0.0)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests.models import Parts, simulated
-from torchq.analysis.metrics import only_scores, results_in, scores_in
+from torchq.analysis.outputs import only_scores, results_in, scores_in
 from torchq.errors import CalibrationError, ExportError
 
 

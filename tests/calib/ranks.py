@@ -16,16 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchq.calib import (
-    Calibrator,
-    HistogramCalibrator,
-    MaxCalibrator,
-    make_calibrator,
-    methods,
-    sync,
-)
+from torchq.calib import Calibrator, methods, sync
 from torchq.errors import TorchqError
-from torchq.formats import INT8, PerAxis, PerTensor
+from torchq.formats import PerAxis, PerTensor
 
 CHANNELS = 6
 # Channels of the widest histogram.
@@ -35,21 +28,21 @@ WIDE = 1000
 def make_all() -> list[Calibrator]:
     """Return calibrators of every method, a wide one, and some that few ranks feed."""
     kinds = [
-        make_calibrator(m, format=INT8, granularity=g)
-        for m in methods()
-        for g in (PerTensor(), PerAxis((1,)))
+        Calibrator(method, granularity=granularity)
+        for method in methods()
+        for granularity in (PerTensor(), PerAxis((1,)))
     ]
-    wide = HistogramCalibrator(axis=1, method="percentile")
+    wide = Calibrator("percentile", granularity=PerAxis((1,)))
     kinds[0].track_negative()
-    sparse = MaxCalibrator(axis=1)
+    sparse = Calibrator(granularity=PerAxis((1,)))
     sparse.track_negative()
     return [
         *kinds,
         wide,
         sparse,
-        HistogramCalibrator(num_bins=64),
-        MaxCalibrator(momentum=0.5),
-        HistogramCalibrator(),
+        Calibrator("histogram", num_bins=64),
+        Calibrator("moving_average", momentum=0.5),
+        Calibrator("histogram"),
     ]
 
 
@@ -104,7 +97,7 @@ def run(folder: Path) -> None:
             time.sleep(0.05)
         return
     start = time.monotonic()
-    found["absent"] = failure(with_data(MaxCalibrator(), torch.ones(2)), timeout=1.0)
+    found["absent"] = failure(with_data(Calibrator(), torch.ones(2)), timeout=1.0)
     found["waited"] = time.monotonic() - start
     torch.save(found, folder / f"rank{rank}.pt")
     ended.touch()
@@ -137,19 +130,21 @@ def traffic_by_size(rank: int) -> dict[str, Any]:
 def refusals(rank: int) -> dict[str, Any]:
     """Return results for inference mode, for no calibrators, and the errors of bad calls."""
     with torch.inference_mode():
-        calibrator = with_data(HistogramCalibrator(), torch.ones(3) * (rank + 1))
+        calibrator = with_data(Calibrator("histogram"), torch.ones(3) * (rank + 1))
         sync([calibrator])
     nothing: list[Calibrator] = []
     sync(nothing)
+    rows = PerAxis((0,))
     bad = torch.tensor([1.0, torch.nan if rank == 1 else 2.0])
     return {
         "inference": calibrator.range("max").high,
-        "nan": failure(with_data(MaxCalibrator(), bad)),
+        "nan": failure(with_data(Calibrator(), bad)),
         "shape": failure(
-            MaxCalibrator(axis=0), with_data(MaxCalibrator(axis=0), torch.ones(2 + rank, 5))
+            Calibrator(granularity=rows),
+            with_data(Calibrator(granularity=rows), torch.ones(2 + rank, 5)),
         ),
-        "kind": failure(MaxCalibrator() if rank else HistogramCalibrator()),
-        "number": failure(*[MaxCalibrator() for _ in range(1 + rank)]),
+        "kind": failure(Calibrator() if rank else Calibrator("histogram")),
+        "number": failure(*[Calibrator() for _ in range(1 + rank)]),
     }
 
 

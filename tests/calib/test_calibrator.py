@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from torchq.calib import (
-    CALIBRATORS,
     ESTIMATORS,
+    OBSERVERS,
+    Calibrator,
     Histogram,
-    HistogramCalibrator,
-    MaxCalibrator,
-    make_calibrator,
+    Observer,
     methods,
 )
 from torchq.errors import ConfigError
@@ -22,7 +21,7 @@ from torchq.formats import INT8, Format, PerBlock, PerTensor
 @pytest.mark.parametrize("axis", [1, -1])
 def test_max_per_block(axis: int, generator: torch.Generator) -> None:
     x = torch.randn(4, 70, generator=generator)
-    calibrator = MaxCalibrator(granularity=PerBlock(32, axis))
+    calibrator = Calibrator(granularity=PerBlock(32, axis))
     calibrator.collect(x)
     assert torch.equal(
         calibrator.range().high,
@@ -32,7 +31,7 @@ def test_max_per_block(axis: int, generator: torch.Generator) -> None:
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9, 0.99])
 def test_moving_average_follows_the_recurrence(momentum: float, generator: torch.Generator) -> None:
-    calibrator = MaxCalibrator(momentum=momentum)
+    calibrator = Calibrator("moving_average", momentum=momentum)
     expected = None
     for batch in torch.randn(400, 30, generator=generator):
         calibrator.collect(batch)
@@ -43,7 +42,7 @@ def test_moving_average_follows_the_recurrence(momentum: float, generator: torch
 
 
 def test_moving_average_memory_is_bounded() -> None:
-    calibrator = MaxCalibrator(momentum=0.9)
+    calibrator = Calibrator("moving_average")
     for value in range(1000):
         calibrator.collect(torch.tensor([float(value)]))
     assert calibrator.batches == 1000
@@ -51,7 +50,7 @@ def test_moving_average_memory_is_bounded() -> None:
 
 
 def test_max_calibrator_has_one_method() -> None:
-    calibrator = MaxCalibrator()
+    calibrator = Calibrator()
     calibrator.collect(torch.ones(3))
     assert calibrator.range("max").high.item() == 1.0
     text = r"got method='entropy' with options \{\}; expected method='max' without options\."
@@ -61,10 +60,10 @@ def test_max_calibrator_has_one_method() -> None:
 
 def test_options_given_when_made_are_defaults(generator: torch.Generator) -> None:
     x = torch.randn(1000, generator=generator)
-    calibrator = make_calibrator(
+    calibrator = Calibrator(
         "percentile", format=INT8, granularity=PerTensor(), percentile=50.0, num_bins=512
     )
-    plain = HistogramCalibrator(num_bins=512)
+    plain = Calibrator("histogram", num_bins=512)
     for c in (calibrator, plain):
         c.collect(x)
     assert torch.equal(calibrator.range().high, plain.range("percentile", percentile=50.0).high)
@@ -77,18 +76,18 @@ def test_options_given_when_made_are_defaults(generator: torch.Generator) -> Non
 
 def test_registry_lists_refuses_and_takes() -> None:
     assert methods()[:3] == ("max", "moving_average", "histogram")
-    assert set(methods()) == {*CALIBRATORS, *ESTIMATORS}
+    assert set(methods()) == {*OBSERVERS, *ESTIMATORS}
     text = "unknown calibration method 'kl'; expected one of: max, moving_average, histogram, "
     with pytest.raises(ConfigError, match=text):
-        make_calibrator("kl", format=INT8, granularity=PerTensor())
+        Calibrator("kl", format=INT8, granularity=PerTensor())
     text = r"calibration method 'max': got options \['percentile'\]"
     with pytest.raises(ConfigError, match=text):
-        make_calibrator("max", format=INT8, granularity=PerTensor(), percentile=99.0)
+        Calibrator("max", format=INT8, granularity=PerTensor(), percentile=99.0)
     text = r"calibration method 'entropy': got options \['percentile'\]; expected none"
     with pytest.raises(ConfigError, match=text):
-        make_calibrator("entropy", format=INT8, granularity=PerTensor(), percentile=99.0)
+        Calibrator("entropy", format=INT8, granularity=PerTensor(), percentile=99.0)
     with pytest.raises(ConfigError, match="registered already"):
-        CALIBRATORS.add("max", MaxCalibrator)
+        OBSERVERS.add("max", Observer)
 
 
 def test_an_estimator_that_is_added_is_a_method() -> None:
@@ -97,7 +96,7 @@ def test_an_estimator_that_is_added_is_a_method() -> None:
 
     ESTIMATORS.add("half", half)
     try:
-        calibrator = make_calibrator("half", format=INT8, granularity=PerTensor(), factor=0.25)
+        calibrator = Calibrator("half", format=INT8, granularity=PerTensor(), factor=0.25)
         calibrator.collect(torch.tensor([1.0, -8.0]))
         assert "half" in methods()
         assert calibrator.range().high.item() == 2.0

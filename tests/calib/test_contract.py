@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.contracts.calibrator_contract import SHAPE, CalibratorContract, Make, found, sample
-from torchq.calib import make_calibrator, methods
+from torchq.calib import Calibrator, methods
 from torchq.errors import CalibrationError
 from torchq.formats import E4M3, INT8, UINT8, PerAxis, PerTensor
 from torchq.functional import Range
@@ -31,7 +31,7 @@ def case(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
 
 @pytest.fixture
 def make(case: tuple[str, dict[str, Any]]) -> Make:
-    return partial(make_calibrator, case[0], **case[1])
+    return partial(Calibrator, case[0], **case[1])
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ class TestRegistered(CalibratorContract):
 def test_channels_equal_a_calibrator_for_each(
     method: str, symmetric: bool, generator: torch.Generator
 ) -> None:
-    kind = partial(make_calibrator, method, format=INT8, symmetric=symmetric)
+    kind = partial(Calibrator, method, format=INT8, symmetric=symmetric)
     batches = sample(generator).split(2)
     together = found(partial(kind, granularity=PerAxis((1,))), *batches)
     alone = partial(kind, granularity=PerTensor())
@@ -60,9 +60,9 @@ def test_channels_equal_a_calibrator_for_each(
 @pytest.mark.parametrize("method", methods())
 def test_axes_are_those_of_the_amax_shape(method: str, generator: torch.Generator) -> None:
     x = torch.randn(3, 4, 2, 5, generator=generator) * torch.arange(1.0, 9).view(1, 4, 2, 1)
-    alone = partial(make_calibrator, method, format=INT8, granularity=PerTensor())
+    alone = partial(Calibrator, method, format=INT8, granularity=PerTensor())
     for axes in ((1, 2), (2, 1), (-2, 1)):
-        make = partial(make_calibrator, method, format=INT8, granularity=PerAxis(axes))
+        make = partial(Calibrator, method, format=INT8, granularity=PerAxis(axes))
         amax = found(make, x).high
         assert amax.shape == (1, 4, 2, 1)
         assert torch.equal(amax[0, 3, 1, 0], found(alone, x[:, 3, 1]).high)
@@ -70,7 +70,7 @@ def test_axes_are_those_of_the_amax_shape(method: str, generator: torch.Generato
 
 @pytest.mark.parametrize("method", methods())
 def test_another_number_of_channels_is_an_error(method: str) -> None:
-    calibrator = make_calibrator(method, format=INT8, granularity=PerAxis((1,)))
+    calibrator = Calibrator(method, format=INT8, granularity=PerAxis((1,)))
     calibrator.collect(torch.ones(2, 3))
     text = r"got a tensor whose amax has shape \(1, 4\); expected \(1, 3\) as before"
     with pytest.raises(CalibrationError, match=text):
@@ -82,6 +82,6 @@ def test_unsigned_formats_ignore_what_they_clamp_away(
     method: str, generator: torch.Generator
 ) -> None:
     x = torch.randn(1000, generator=generator)
-    make = partial(make_calibrator, method, format=UINT8, granularity=PerTensor())
+    make = partial(Calibrator, method, format=UINT8, granularity=PerTensor())
     from_signs = found(make, torch.cat([x, -100 * x.abs()]))
     assert from_signs == Range(found(make, torch.cat([x.relu(), torch.zeros(1000)])).high)

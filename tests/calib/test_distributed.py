@@ -8,7 +8,7 @@ import torch
 
 from tests.calib.ranks import amaxes, feed, make_all
 from tests.rank_processes import needs_gloo, run_ranks
-from torchq.calib import MaxCalibrator, sync
+from torchq.calib import Calibrator, sync
 from torchq.errors import CalibrationError
 
 pytestmark = needs_gloo
@@ -106,4 +106,4 @@ def test_a_rank_that_stays_away_is_an_error_and_no_hang(results: Results) -> Non
 def test_without_a_process_group_there_is_an_error() -> None:
     text = r"sync: got no process group; expected one\. Start with torchrun"
     with pytest.raises(CalibrationError, match=text):
-        sync([MaxCalibrator()])
+        sync([Calibrator()])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchq.calib import HistogramCalibrator
+from torchq.calib import Calibrator
 from torchq.calib.histogram import (
     MAX_COUNTS,
     MIN_EXPONENT,
@@ -146,7 +146,7 @@ def test_memory_is_bounded() -> None:
 
 
 def test_edges_are_multiples_of_the_width() -> None:
-    calibrator = HistogramCalibrator(num_bins=16)
+    calibrator = Calibrator("histogram", num_bins=16)
     calibrator.collect(torch.tensor([3.0, 0.1]))
     histogram = calibrator.histogram()
     assert histogram.edges.tolist() == [[i / 4 for i in range(17)]]
@@ -159,5 +159,5 @@ def test_blocks_and_other_numbers_of_bins_are_errors(num_bins: Any) -> None:
     with pytest.raises(ConfigError, match=text):
         HistogramObserver(PerBlock(32))
     with pytest.raises(ConfigError, match=r"num_bins: got .*; expected an integer, at least 16"):
-        HistogramCalibrator(num_bins=num_bins)
-    assert HistogramCalibrator(num_bins=65536).observers[0].num_bins == 65536
+        Calibrator("histogram", num_bins=num_bins)
+    assert Calibrator("histogram", num_bins=65536).observers[0].num_bins == 65536

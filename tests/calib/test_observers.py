@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import torchq
-from torchq.calib import HistogramCalibrator, MaxCalibrator
+from torchq.calib import Calibrator
+from torchq.formats import UINT8
 
 
 def model(unsigned: bool) -> nn.Module:
@@ -36,9 +37,9 @@ def test_nothing_is_said_where_nothing_is_lost(unsigned: bool, shift: float) -> 
     assert not caught
 
 
-@pytest.mark.parametrize("make", [MaxCalibrator, HistogramCalibrator])
-def test_negative_batches_add_up(make: type[MaxCalibrator] | type[HistogramCalibrator]) -> None:
-    calibrator = make(unsigned=True)
+@pytest.mark.parametrize("method", ["max", "histogram"])
+def test_negative_batches_add_up(method: str) -> None:
+    calibrator = Calibrator(method, format=UINT8)
     for x in ([1.0, 2.0], [-1.0, 2.0], [-1.0, 2.0]):
         calibrator.collect(torch.tensor(x))
     assert calibrator.negative_batches == 2

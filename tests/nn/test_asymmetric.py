@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import torchq
 from tests.reference import affine_fake_quantize, power_of_two_above
 from torchq import QuantDescriptor, Rule
-from torchq.calib import make_calibrator, search_range
+from torchq.calib import Calibrator, search_range
 from torchq.errors import CalibrationError, ConfigError
 from torchq.formats import UINT8, PerAxis, PerTensor, integer_format
 from torchq.functional import Range, fake_quantize
@@ -63,7 +63,7 @@ def test_power_of_two_and_rounding_are_fields() -> None:
 
 def test_percentile_leaves_out_each_side(generator: torch.Generator) -> None:
     x = torch.rand(100_000, generator=generator) * 3 - 1
-    calibrator = make_calibrator(
+    calibrator = Calibrator(
         "percentile", format=UINT8, granularity=PerTensor(), symmetric=False, percentile=99.0
     )
     calibrator.collect(x)
@@ -82,7 +82,7 @@ def test_mse_is_better_than_the_whole_range(bits: int, generator: torch.Generato
     def error(range_: Range) -> float:
         return float((fake_quantize(x, range_.high, format, amin=range_.low) - x).square().sum())
 
-    calibrator = make_calibrator("mse", format=format, granularity=PerTensor(), symmetric=False)
+    calibrator = Calibrator("mse", format=format, granularity=PerTensor(), symmetric=False)
     calibrator.collect(x)
     found, searched = calibrator.range(), search_range(x, format, symmetric=False)
     largest = error(Range(x.max(), x.min()))
@@ -94,7 +94,7 @@ def test_mse_is_better_than_the_whole_range(bits: int, generator: torch.Generato
 
 def test_entropy_takes_one_threshold_for_both_sides(generator: torch.Generator) -> None:
     x = torch.cat([gelu(generator, 60_000), torch.tensor([90.0])])
-    calibrator = make_calibrator("entropy", format=UINT8, granularity=PerTensor(), symmetric=False)
+    calibrator = Calibrator("entropy", format=UINT8, granularity=PerTensor(), symmetric=False)
     calibrator.collect(x)
     high, low = calibrator.range()
     assert low is not None

@@ -233,8 +233,6 @@ class Unread(list[Tensor]):
         ({"method": "percentile", "percentile": float("nan")}, "percentile: got nan; expected"),
         ({"method": "percentile", "percentile": -1}, "percentile: got -1; expected 0 < perc"),
         ({"method": "percentile", "percentile": "99"}, "got percentile='99'; expected a number"),
-        ({"method": "lp", "power": 0}, "power: got 0; expected 0 < power <= 10"),
-        ({"method": "lp", "power": float("inf")}, "power: got inf; expected 0 < power <= 10"),
         ({"method": "mse", "power": 2}, r"'mse': got options \['power'\]; expected none"),
         ({"method": "mse", "num_bins": 2.5}, r"num_bins: got 2\.5; expected an integer"),
         ({"method": "entropy", "num_bins": 1 << 30}, "num_bins: got 1073741824; expected an int"),
@@ -274,7 +272,7 @@ def test_nan_is_said_once_with_all_the_quantizers_that_saw_it() -> None:
     with pytest.raises(CalibrationError) as caught:
         torchq.calibrate(model, [torch.full((1, 4), float("nan"))], progress=False)
     assert str(caught.value) == (
-        "calibrate: 0.input_quantizer, 2.input_quantizer: MaxCalibrator: got NaN or infinite "
+        "calibrate: 0.input_quantizer, 2.input_quantizer: Calibrator: got NaN or infinite "
         "values in 1 of 1 batches; expected finite data. Check the input and the layers before, "
         "and start again"
     )
@@ -412,7 +410,7 @@ def test_unseen_branches_can_stay_float(
 def test_tensors_that_cannot_be_observed_are_named(branched: Branched) -> None:
     quantizer = branched.head.input_quantizer
     quantizer.start_calibration()
-    text = r"^head.input_quantizer: MaxCalibrator.collect: got a tensor of torch.int64"
+    text = r"^head.input_quantizer: Calibrator.collect: got a tensor of torch.int64"
     with pytest.raises(CalibrationError, match=text):
         quantizer(torch.ones(2, 2, dtype=torch.int64))
 

@@ -72,7 +72,7 @@ def test_a_rank_without_batches_gets_the_ranges_too(results: Results) -> None:
 def test_nan_on_one_rank_is_an_error_on_all_that_names_the_quantizer(results: Results) -> None:
     for found in results:
         assert (
-            "calibrate: stem.input_quantizer, head.input_quantizer: MaxCalibrator: got NaN or "
+            "calibrate: stem.input_quantizer, head.input_quantizer: Calibrator: got NaN or "
             "infinite values in 1 of 5 batches" in found["nan"]
         )
 

@@ -8,7 +8,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torchq.analysis.cures import Cure
 from torchq.analysis.layers import channel_axes, joined, passing
 from torchq.analysis.outputs import Outputs
 from torchq.functional import reduce_amax
@@ -36,6 +35,8 @@ _APART, _BEYOND = 4.0, 1.5
 _CUT = 8.0
 #: Largest over median channel magnitude from which on one scale costs the median channel 4 bits.
 _SPREAD = 16.0
+#: Values of one call that are kept.
+_KEPT = 8192
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,30 @@ class Finding:
         return f"{self.severity} {self.kind}: {self.name or '(root)'}: {self.evidence}"
 
 
+@dataclass(frozen=True)
+class Cure:
+    """One thing to do: a sentence with the reason, and the call."""
+
+    text: str
+    code: str
+
+
+@dataclass
+class Sample:
+    """Some values of tensors, and the ends of all, at most and at least 0."""
+
+    values: list[Tensor] = field(default_factory=list)
+    low: float = 0.0
+    high: float = 0.0
+
+    def add(self, x: Tensor) -> None:
+        """Add a tensor that is not empty."""
+        flat = x.detach().reshape(-1)
+        low, high = torch.aminmax(flat)
+        self.low, self.high = min(self.low, float(low)), max(self.high, float(high))
+        self.values.append(flat[:: max(1, flat.numel() // _KEPT)].float().cpu().clone())
+
+
 @dataclass
 class Observation:
     """What was seen of quantizers, by their ids, and of modules, by their paths."""
@@ -69,7 +94,7 @@ class Observation:
     batches: int = 0
     reached: set[int] = field(default_factory=set)
     not_finite: set[int] = field(default_factory=set)  # given NaN or infinity by the float model
-    ends: dict[int, tuple[float, float]] = field(default_factory=dict)  # smallest, largest given
+    samples: dict[int, Sample] = field(default_factory=dict)  # what the float model gives
     # Adding a quantized tensor to one that is neither quantized nor the result of a layer.
     one_sided: list[str] = field(default_factory=list)
     norms: dict[str, str] = field(default_factory=dict)  # BatchNorm -> the layer before it
@@ -81,9 +106,8 @@ class Observation:
         if not bool(torch.isfinite(x).all()):
             self.not_finite.add(id(quantizer))
         elif x.numel():
-            low, high = torch.aminmax(x if scale is None else x * scale.to(x.dtype))
-            before = self.ends.get(id(quantizer), (0.0, 0.0))
-            self.ends[id(quantizer)] = (min(before[0], float(low)), max(before[1], float(high)))
+            sample = self.samples.setdefault(id(quantizer), Sample())
+            sample.add(x if scale is None else x * scale.to(x.dtype))
 
 
 def observe(
@@ -277,11 +301,11 @@ def reaches(patient: Patient) -> Iterator[tuple[str, float, float, bool]]:
 
     The last item is True where a range may be shorter on purpose.
     """
-    seen = {} if patient.seen is None else patient.seen.ends
+    seen = {} if patient.seen is None else patient.seen.samples
     for path, quantizer, _ in _fixed(patient):
-        low, high = seen.get(id(quantizer), (0.0, 0.0))
+        sample = seen.get(id(quantizer), Sample())
         known = max(float(end.detach().abs().max()) for _, end in quantizer.range.ends())
-        largest, d = max(-low, high), quantizer.descriptor
+        largest, d = max(-sample.low, sample.high), quantizer.descriptor
         if id(quantizer) not in patient.weights and largest > 0 and 0 < known < float("inf"):
             # Other methods than "max" cut the range, tenfold with 4 bits, and so does training.
             cuts = d.learn_amax or d.calib_method not in ("max", "moving_average")

@@ -1,5 +1,11 @@
-"""What is wrong with a quantized model, and the call that mends it."""
+"""What is wrong with a quantized model, and the call that mends it.
 
+What helps where quantization does damage comes in the order of measurements on nets with trained
+weights, the cheapest first: a correction costs one more read of the data, GPTQ some seconds, and a
+layer in float its speed for ever.
+"""
+
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +18,9 @@ from torch import nn
 from torchq.analysis.checks import (
     CHECKS,
     SEVERITIES,
+    Cure,
     Finding,
+    Observation,
     Patient,
     Severity,
     damage,
@@ -20,20 +28,25 @@ from torchq.analysis.checks import (
     observe,
     range_spread,
 )
-from torchq.analysis.cures import Cure, Figures, cures, damage_shares
 from torchq.analysis.detections import Detections
 from torchq.analysis.outputs import Outputs, compare_outputs, user_metric
 from torchq.analysis.sensitivity import SensitivityReport, sensitivity
 from torchq.errors import ConfigError, QuantizationError
 from torchq.graph import Forward, call_model
-from torchq.nn import QuantModule
+from torchq.nn import QuantModule, TensorQuantizer
 from torchq.swap import plan_of
+from torchq.swap.plan import Decision, Plan
 from torchq.utils import device_of, kept_batches, progress_bar, uncompiled, unwrapped, wrap
 from torchq.workflow import quantizers, weight_quantizers
 from torchq.workflow.correction import uncorrected
 
 _WHERE = "doctor"
 _SHOWN = 12  # places of one kind in a printed report
+#: Layers that are blamed at most, and the share of the damage that makes them blamed.
+_BLAMED, _MOST = 3, 0.5
+#: Widths of weights up to which rounding to nearest is what hurts.
+_FEW_BITS = 4
+_BYTE = 8
 
 
 @dataclass(frozen=True)
@@ -138,12 +151,15 @@ def doctor(
     user_metric(_WHERE, metric)
     kept = None if batches is None else kept_batches(_WHERE, batches, num_batches)
     options: dict[str, Any] = {"forward": forward, "progress": progress}
+    known, seen = known_quantizers(model), None
+    if kept is not None:
+        run = partial(call_model, model, forward=forward, device=device_of(model))
+        seen = observe(model, known, progress_bar(kept, description=_WHERE, enabled=progress), run)
     report = examine(
         model,
-        kept,
+        seen,
         lambda: compare_outputs(model, kept or (), metric, **options),
         lambda: ranking_of(model, kept or (), metric, **options),
-        **options,
     )
     if strict and not report.ok:
         found = f"got {len(report.errors)} errors; expected none"
@@ -151,26 +167,24 @@ def doctor(
     return report
 
 
-def examine(
-    model: nn.Module,
-    batches: Sequence[Any] | None,
-    outputs: Callable[[], Outputs],
-    ranking: Callable[[], SensitivityReport],
-    *,
-    forward: Forward | None,
-    progress: bool,
-) -> DoctorReport:
-    """Return the report of :func:`doctor`; ``outputs`` and ``ranking`` are called if needed."""
+def known_quantizers(model: nn.Module) -> dict[str, TensorQuantizer]:
+    """Return the quantizers of a model by path; an error says that it has none."""
     known = quantizers(model)
     if not known:
         text = f"{_WHERE}: {type(model).__name__} has no quantizer; expected a quantized model. "
         text += "Run torchq.quantize_(model) first"
         raise ConfigError(text)
-    seen = None
-    if batches is not None:
-        run = partial(call_model, model, forward=forward, device=device_of(model))
-        shown = progress_bar(batches, description=_WHERE, enabled=progress)
-        seen = observe(model, known, shown, run)
+    return known
+
+
+def examine(
+    model: nn.Module,
+    seen: Observation | None,
+    outputs: Callable[[], Outputs],
+    ranking: Callable[[], SensitivityReport],
+) -> DoctorReport:
+    """Return the report of :func:`doctor`; ``outputs`` and ``ranking`` are called if needed."""
+    known = known_quantizers(model)
     patient = Patient(model, known, weight_quantizers(model), seen)
     chosen = [kind for kind in CHECKS if seen is not None or not CHECKS[kind].needs_batches]
     findings = [Finding(kind, *found) for kind in chosen for found in CHECKS[kind].find(patient)]
@@ -179,8 +193,7 @@ def examine(
         found = outputs()
         patient = replace(patient, outputs=found)
         if found.grade != "good" and (found.comparable or found.score is not None):
-            figures = _figures(patient, damage_shares(ranking()))
-            patient = replace(patient, cures=tuple(cures(plan_of(model), figures)))
+            patient = replace(patient, cures=tuple(cures(patient, damage_shares(ranking()))))
         findings += [Finding("damage", *found) for found in damage(patient)]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     skipped = tuple(kind for kind in CHECKS if kind not in chosen)
@@ -199,35 +212,121 @@ def ranking_of(
         return sensitivity(model, batches, "sqnr", **options)
 
 
-def _figures(patient: Patient, shares: dict[str, float]) -> Figures:
-    """Return what was measured of a model and its quantizers."""
-    assert patient.seen is not None
-    active, ends = patient.active, patient.seen.ends
-    signed = [
-        path.rpartition(".")[0]
-        for path, q in active.items()
-        if q.descriptor.format.is_integer
-        and not (q.descriptor.unsigned or id(q) in patient.weights or q.descriptor.learn_amax)
-        and q.descriptor.symmetric
-        and ends.get(id(q), (-1.0, 0.0))[0] >= 0
-    ]
-    learned = any(q.descriptor.learn_amax for q in active.values())
-    return Figures(
-        shares,
-        off=exceeded(patient),
-        uncorrected=() if learned else uncorrected(patient.model),
-        one_signed=signed,
-        rounded=_rounded(patient.model),
-        unequal=[path.rpartition(".")[0] for _, path, _, _ in range_spread(patient)],
-    )
+def damage_shares(ranking: SensitivityReport) -> dict[str, float]:
+    """Return each layer's share of the damage that all do one by one; the shares add up to 1.
+
+    Errors of different layers are independent, so that divergences and powers of noise add up.
+    """
+    harms = ranking.harms()
+    if any(map(math.isnan, harms.values())):  # These layers leave nothing of the output.
+        harms = {name: float(math.isnan(harm)) for name, harm in harms.items()}
+    total = sum(harms.values())
+    return {name: harm / total if total else 0.0 for name, harm in harms.items()}
+
+
+def culprits(shares: dict[str, float]) -> list[str]:
+    """Return the layers to exclude: the fewest that do half of the damage, if three or fewer do."""
+    found, together = [], 0.0
+    for name, share in list(shares.items())[:_BLAMED]:
+        found.append(name)
+        together += share
+        if together >= _MOST:
+            return found
+    return []
+
+
+def cures(patient: Patient, shares: dict[str, float]) -> list[Cure]:
+    """Return what helps, the cheapest first; ``shares`` is what :func:`damage_shares` returned.
+
+    Where few layers do most of the damage, only what helps these counts.
+    """
+    plan, blamed = plan_of(patient.model), culprits(shares)
+    layers = [d for d in plan.replaced if d.weight is not None]
+    hurt = [d for d in layers if not blamed or set(d.names) & set(blamed)]
+    names = {name for d in hurt for name in d.names}
+    rounded = _has_rounded_weights(patient.model)
+    found = [_recalibrate(patient, rounded), _grid(patient, plan, names)]
+    few = [d for d in hurt if _bits(d) <= _FEW_BITS]
+    if few and not rounded:
+        text = f"Weights of {_bits(few[0])} bits are rounded to nearest: gptq_ rounds them for the "
+        text += "least error of the results, which takes seconds to minutes."
+        found.append(Cure(text, "torchq.ptq.gptq_(model, batches)"))
+    found.append(_ends(layers, names))
+    unequal = sorted(names & {path.rpartition(".")[0] for _, path, _, _ in range_spread(patient)})
+    if unequal:
+        text = f"{joined_names(unequal[:_BLAMED])}: one scale for channels of very different size."
+        found.append(Cure(text, "torchq.ptq.equalize_(model, example) before torchq.calibrate"))
+    if blamed:
+        share = sum(shares[name] for name in blamed)
+        text = f"Leave {joined_names(blamed)} in float, which takes away {share:.0%} of the damage."
+        found.append(Cure(text, f"torchq.quantize_(model, config, exclude={blamed!r})"))
+    return [cure for cure in found if cure is not None]
 
 
 @torch.no_grad()
-def _rounded(model: nn.Module) -> list[str]:
-    """Return the layers whose weights are values of their grids."""
-    return [
-        path
-        for path, module in model.named_modules()
+def _has_rounded_weights(model: nn.Module) -> bool:
+    """Return True if weights of a layer lie on their grid, as ``gptq_`` leaves them."""
+    return any(
+        quantizer.quantizing and torch.equal(quantizer(weight), weight)
+        for module in model.modules()
         if isinstance(module, QuantModule)
-        and any(q.quantizing and torch.equal(q(w), w) for q, w in module.quantized_weights())
-    ]
+        for quantizer, weight in module.quantized_weights()
+    )
+
+
+def _recalibrate(patient: Patient, rounded: bool) -> Cure | None:
+    off, few = exceeded(patient), 0
+    if not (off or rounded or any(q.descriptor.learn_amax for q in patient.active.values())):
+        few = len(uncorrected(patient.model))
+    if off:
+        text = f"The range of {joined_names(off[:_BLAMED])} does not fit these values: "
+        text += "calibrate on data of the task."
+    elif few:
+        text = f"The results of {few} layers were never corrected: calibrate "
+        text += "does so, unless the model was trained with these ranges."
+    else:
+        return None
+    return Cure(text, "torchq.calibrate(model, batches, force=True)")
+
+
+def _grid(patient: Patient, plan: Plan, names: set[str]) -> Cure | None:
+    """Return the cure for signed codes of inputs without negative values."""
+    samples = {} if patient.seen is None else patient.seen.samples
+    one_signed = {
+        path.rpartition(".")[0]
+        for path, q in patient.active.items()
+        if q.descriptor.format.is_integer
+        and not (q.descriptor.unsigned or id(q) in patient.weights or q.descriptor.learn_amax)
+        and q.descriptor.symmetric
+        and id(q) in samples
+        and samples[id(q)].low >= 0
+    }
+    few = len(names & one_signed)
+    if plan.target is not None or not few:
+        return None
+    text = f"{few} inputs without negative values have signed codes, of which half are wasted: a "
+    text += "target chooses the codes for the values, where it has such codes."
+    return Cure(text, "torchq.quantize_(model, config, target=..., example=example)")
+
+
+def _ends(layers: Sequence[Decision], hurt: set[str]) -> Cure | None:
+    """Return the cure for a first or last layer that does harm in fewer than 8 bits."""
+    ends = [d for d in (*layers[:1], *layers[-1:]) if set(d.names) & hurt]
+    narrow = [d.name or "(root)" for d in ends if min(_bits(d), _bits(d, "input")) < _BYTE]
+    if not narrow:
+        return None
+    text = f"{joined_names(list(dict.fromkeys(narrow)))}: the first and last layer are few and "
+    text += "sensitive, and want 8 bits."
+    return Cure(text, f"torchq.quantize_(model, config.with_ends({_BYTE}))")
+
+
+def _bits(decision: Decision, slot: str = "weight") -> int:
+    """Return the width of integer codes; 8 for what has none."""
+    found = decision.descriptors.get(slot)
+    return found.format.bits if found is not None and found.format.is_integer else _BYTE
+
+
+def joined_names(names: Sequence[str]) -> str:
+    """Return names as a list in a sentence."""
+    shown = [name or "(root)" for name in names]
+    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)

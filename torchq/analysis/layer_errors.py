@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchq import utils
 from torchq.analysis.layers import QuantizedLayer, active_quantizers, channel_axes, quantized_layers
-from torchq.analysis.metrics import (
+from torchq.analysis.outputs import (
     Noise,
     bar,
     decibel_text,

@@ -9,17 +9,14 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import starmap
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchq import recipes, utils
-from torchq.analysis.fisher import Disturbance, fisher_costs
-from torchq.analysis.metrics import Evaluate, batch_size, plain
-from torchq.analysis.sensitivity import sensitivity
-from torchq.analysis.solver import Problem
+from torchq.analysis.outputs import Evaluate, batch_size, plain
+from torchq.analysis.sensitivity import Disturbance, fisher_costs, sensitivity
 from torchq.config import QuantConfig, Rule
 from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward, call_model
@@ -30,13 +27,15 @@ from torchq.workflow.calibrate import calibrate
 _WHERE = "mixed_precision"
 _POINTS = 12  # budgets that are tried for the front
 _FLOAT_BITS = 32
+#: Share of a bound that may be taken; sums of many numbers are rounded.
+_ALLOWED = 1 + 1e-9
 #: The name of the choice that leaves a layer as it is.
 FLOAT = "float"
 #: Kinds of budget.
 BUDGETS = ("mean_bits", "bytes", "bit_operations")
 
-#: A name such as "w4a8", "w4" or "int8", an integer width, or a pair of widths, or a config.
-FormatChoice = str | int | tuple[int | None, int | None] | QuantConfig
+#: A name such as "w4a8", "w4" or "int8", an integer width, or a config.
+FormatChoice = str | int | QuantConfig
 _WIDTHS = re.compile(r"w(\d+)(?:a(\d+))?")
 
 #: (path of the layer, name of the format) -> damage.
@@ -133,16 +132,15 @@ def mixed_precision(
     budget: Mapping[str, float],
     formats: Sequence[FormatChoice] = ("w8a8", "w4a8", "w4a4"),
     metric: str | Evaluate = "auto",
-    groups: Sequence[Sequence[utils.Pattern] | utils.Pattern] = (),
-    fixed: Mapping[str, FormatChoice] | None = None,
     exclude: Sequence[utils.Pattern] | utils.Pattern | None = None,
     forward: Forward | None = None,
     progress: bool = True,
 ) -> MixedPrecision:
     """Choose a format for each layer, so that the damage is least within a budget.
 
-    The damage of each layer in each format is estimated or measured, and taken to add up. From the
-    least damage on, those steps to smaller formats are taken that do the least damage for what
+    The damage of each layer in each format is estimated or measured, and taken to add up. Layers
+    that read one tensor have one format, such as the projections of attention. From the least
+    damage on, those steps to smaller formats are taken that do the least damage for what
     they save. The same arguments give the same result.
 
     Args:
@@ -153,15 +151,10 @@ def mixed_precision(
             ``"bytes"``, or ``"bit_operations"`` (multiplications for one input, times the widths
             of both factors). Several bounds hold together.
         formats: what a layer may have: ``"w4a8"`` (4-bit weights, 8-bit inputs), ``"w4"``
-            (weights alone), recipes such as ``"fp8"``, widths, pairs of widths, configs, and
-            ``"float"``.
+            (weights alone), recipes such as ``"fp8"``, widths, configs, and ``"float"``.
         metric: ``"auto"`` estimates the divergence of class probabilities from gradients, and
             measures the noise of models without classes; or a metric of
             :func:`torchq.sensitivity`.
-        groups: patterns of layers that must have one format together. Layers that read one tensor
-            always do, such as the projections of attention.
-        fixed: pattern -> the format of the layers that it matches, such as
-            ``{"conv1": "w8a8"}``.
         exclude: layers that stay float and do not count.
         forward: called as ``forward(model, batch)`` instead of the model itself.
         progress: show bars.
@@ -186,7 +179,7 @@ def mixed_precision(
     kept = utils.kept_batches(_WHERE, batches)
     base = utils.copy_module(utils.unwrapped(model)).eval()
     restore_(base)
-    chosen = dict(map(_named, (*formats, *(fixed or {}).values())))
+    chosen = dict(map(_named, formats))
     candidates = {
         name: _candidate(base, choice, kept, exclude, forward)
         for name, choice in chosen.items()
@@ -203,10 +196,7 @@ def mixed_precision(
         )
     run = partial(call_model, base, kept[0], forward=forward, device=utils.device_of(base))
     facts = gather_facts(base, names, run, batch_size(kept[0]))
-    free = {_named(choice)[0] for choice in formats}
-    search = _Search(base, candidates, list(chosen), free, found, facts)
-    search.join(groups, fixed or {})
-    return search.config(budget, metric_name)
+    return _Search(candidates, list(chosen), found, facts).config(budget, metric_name)
 
 
 def check_budget(budget: Mapping[str, float]) -> None:
@@ -242,11 +232,9 @@ def _named(choice: FormatChoice) -> tuple[str, QuantConfig | None]:
         widths = int(found[1]), None if found[2] is None else int(found[2])
     elif isinstance(choice, int):
         widths = choice, choice
-    elif isinstance(choice, tuple) and len(choice) == 2:
-        widths = choice  # type: ignore[assignment]
     else:
         text = f"{_WHERE}: got format {choice!r}; expected a name such as 'w4a8', a recipe, a "
-        text += "width, a pair of widths or a QuantConfig"
+        text += "width or a QuantConfig"
         raise ConfigError(text)
     config = recipes.integer(*widths)
     return config.name, config
@@ -373,12 +361,8 @@ def _damages(
     found: Damages = {}
     for format, candidate in candidates.items():
         report = sensitivity(candidate.model, batches, metric, **options)
-        for row in report.rows:
-            if report.unit == "dB":
-                damage = 10 ** (-row.value / 10)
-            else:
-                damage = max((report.reference or 0.0) - row.value, 0.0)
-            found[row.name, format] = math.inf if math.isnan(damage) else damage
+        for name, harm in report.harms().items():
+            found[name, format] = math.inf if math.isnan(harm) else harm
     return found, metric if isinstance(metric, str) else getattr(metric, "__name__", "metric")
 
 
@@ -404,57 +388,157 @@ def _estimated(
     return fisher_costs(call, shown, disturbances)
 
 
-@dataclass
-class _Search:
-    """Layers in groups, with their damages and costs in each format."""
+@dataclass(frozen=True)
+class Problem:
+    """Damages, and costs by kind of budget, (groups, formats) each.
 
-    base: nn.Module
+    A damage of infinity rules a format out.
+    """
+
+    damages: Tensor
+    costs: Mapping[str, Tensor]
+
+    def figures(self, choices: Sequence[int]) -> tuple[float, dict[str, float]]:
+        """Return the damage and the costs of a format for each group."""
+        place = torch.arange(len(choices)), list(choices)
+        costs = {kind: float(rows[place].sum()) for kind, rows in self.costs.items()}
+        return float(self.damages[place].sum()), costs
+
+    def bounds(self, kind: str) -> tuple[float, float]:
+        """Return the least and the greatest cost that is possible."""
+        allowed = self.damages.isfinite()
+        least, most = (self.costs[kind].where(allowed, end) for end in (math.inf, -math.inf))
+        return float(least.amin(1).sum()), float(most.amax(1).sum())
+
+    def solve(self, budget: Mapping[str, float]) -> list[int] | None:
+        """Return a choice with little damage within a budget; None where none was found.
+
+        From the least damage, and from the least cost, each step takes the change of one group that
+        does the least damage for what it saves. Then single changes and pairs of them are made as
+        long as they help; the better one of both results counts.
+        """
+        shares = torch.stack([self.costs[kind] / bound for kind, bound in budget.items()])
+        allowed = self.damages.isfinite()
+        starts = [_least(self.damages, shares.sum(0))]
+        starts.append(_least(shares.amax(0).where(allowed, math.inf), self.damages))
+        within = [_within(self.damages, shares, start) for start in starts]
+        found = [_improved(self.damages, shares, choice) for choice in within if choice]
+        return min(found, key=lambda choice: self.figures(choice)[0], default=None)
+
+    def front(self, budget: Mapping[str, float], count: int) -> list[list[int]]:
+        """Return choices that no other one beats in both damage and cost, the cheapest first.
+
+        ``count`` bounds of the first kind of budget are tried, between the least and the greatest
+        possible cost; the others hold as they are.
+        """
+        kind = next(iter(budget))
+        low, high = self.bounds(kind)
+        steps = range(count) if low > 0 else []
+        tried = [low * (high / low) ** (i / (count - 1)) for i in steps] or [high]
+        found: list[list[int]] = []
+        for bound in tried:
+            choice = self.solve({**budget, kind: max(bound, 1e-30) * _ALLOWED})
+            damages = [self.figures(c)[0] for c in (choice, *found[-1:]) if c is not None]
+            if choice is not None and (not found or damages[0] < damages[1]):
+                found.append(choice)
+        return found
+
+    def require(self, budget: Mapping[str, float]) -> list[int]:
+        """Return :meth:`solve`; an error names the least that is possible."""
+        found = self.solve(budget)
+        if found is not None:
+            return found
+        least = ", ".join(f"{kind}={self.bounds(kind)[0]:.6g}" for kind in budget)
+        asked = ", ".join(f"{kind}={bound:.6g}" for kind, bound in budget.items())
+        raise ConfigError(
+            f"mixed_precision: got the budget {asked}; expected at least {least}, the least that "
+            "these formats need. Raise the budget or add smaller formats"
+        )
+
+
+def _least(first: Tensor, second: Tensor) -> list[int]:
+    """Return for each row the place of the least ``first``, of equals that of the least second."""
+    tied = first == first.amin(1, keepdim=True)
+    return second.where(tied, math.inf).argmin(1).tolist()
+
+
+def _changes(table: Tensor, choice: list[int]) -> Tensor:
+    """Return what each change of one group adds; the last axis of a table holds the formats."""
+    place = torch.tensor(choice, device="cpu").expand(table.shape[:-1]).unsqueeze(-1)
+    return table - table.gather(-1, place)
+
+
+def _sums(shares: Tensor, choice: list[int]) -> Tensor:
+    """Return the share of each bound that a choice takes; shape (kinds,)."""
+    return shares[:, torch.arange(len(choice)), choice].sum(1)
+
+
+def _within(damages: Tensor, shares: Tensor, choice: list[int]) -> list[int] | None:
+    """Return a choice within all bounds by steps of the least damage for what they save."""
+    choice = list(choice)
+    while True:
+        sums = _sums(shares, choice)
+        over = (sums - _ALLOWED).clamp(min=0).sum()
+        if over <= 0:
+            return choice
+        after = (sums[:, None, None] + _changes(shares, choice) - _ALLOWED).clamp(min=0).sum(0)
+        saved = over - after
+        worse = _changes(damages, choice)
+        price = (worse / saved).where((saved > 1e-15) & worse.isfinite(), math.inf)
+        group, format = divmod(int(price.argmin()), price.shape[1])
+        if not math.isfinite(price[group, format]):
+            return None
+        choice[group] = format
+
+
+def _improved(damages: Tensor, shares: Tensor, choice: list[int]) -> list[int]:
+    """Return a choice that no change of one or two groups betters within the bounds."""
+    choice, (groups, formats) = list(choice), damages.shape
+    count = damages.numel()
+    owners = torch.arange(groups, device="cpu").repeat_interleave(formats)
+    least = -1e-12 * float(damages.where(damages.isfinite(), 0).abs().max())
+    while True:
+        room = _ALLOWED - _sums(shares, choice)
+        worse, more = _changes(damages, choice).flatten(), _changes(shares, choice).flatten(1)
+        fits = (more <= room[:, None]).all(0)
+        gain = (worse / more.sum(0).clamp(min=1e-15)).where(fits & (worse < least), 0.0)
+        changes = [int(gain.argmin())]
+        if not gain.min() < 0:
+            fits = ((more[:, :, None] + more[:, None, :]) <= room[:, None, None]).all(0)
+            fits &= owners[:, None] != owners[None, :]
+            pairs = (worse[:, None] + worse[None, :]).where(fits, math.inf)
+            changes = list(divmod(int(pairs.argmin()), count))
+            if not pairs.min() < least:
+                return choice
+        for change in changes:
+            choice[change // formats] = change % formats
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Layers with their damages and costs in each format."""
+
     candidates: dict[str, _Candidate]
     formats: list[str]
-    free: set[str]
     damages: Damages
     facts: dict[str, LayerFacts]
-    forced: dict[str, str] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.group_of = {name: number for number, name in enumerate(self.facts)}
-
-    def join(self, groups: Sequence[Any], fixed: Mapping[str, FormatChoice]) -> None:
-        """Join layers that must agree, and note those whose format is given."""
-        for candidate in self.candidates.values():
-            for shared in candidate.shared:
-                self._unite(shared)
+    def _groups(self) -> dict[int, list[str]]:
+        """Return the layers that have one format together, by the number of the first of them."""
+        group_of = {name: number for number, name in enumerate(self.facts)}
         # With forward= nothing is shared yet, but the layers read one tensor all the same.
         readers: dict[Any, list[str]] = {}
         for name, facts in self.facts.items():
             for tensor in facts.reads:
                 readers.setdefault(tensor, []).append(name)
-        for names in readers.values():
-            self._unite(names)
-        for patterns in groups:
-            self._unite(self._matching(patterns))
-        for pattern, choice in fixed.items():
-            self.forced |= dict.fromkeys(self._matching(pattern), _named(choice)[0])
-
-    def _matching(self, patterns: Sequence[utils.Pattern] | utils.Pattern) -> list[str]:
-        if isinstance(patterns, (str, type)) or callable(patterns):
-            patterns = (patterns,)
-        found = [
-            name
-            for name in self.facts
-            if any(utils.matches(p, (name,), self.base.get_submodule(name)) for p in patterns)
-        ]
-        if not found:
-            text = f"{_WHERE}: the patterns {patterns!r} select no layer; expected one of "
-            text += f"{', '.join(list(self.facts)[:8])}, ..."
-            raise ConfigError(text)
-        return found
-
-    def _unite(self, names: Sequence[str]) -> None:
-        old = {self.group_of[name] for name in names if name in self.group_of}
-        for name, number in self.group_of.items():
-            if number in old:
-                self.group_of[name] = min(old)
+        shared = [names for candidate in self.candidates.values() for names in candidate.shared]
+        for names in (*shared, *readers.values()):
+            old = {group_of[name] for name in names if name in group_of}
+            group_of |= {name: min(old) for name, number in group_of.items() if number in old}
+        members: dict[int, list[str]] = {}
+        for name, number in group_of.items():
+            members.setdefault(number, []).append(name)
+        return dict(sorted(members.items()))
 
     def _decision(self, name: str, format: str) -> Decision | None:
         """Return what a format means for a layer; None where it stays or is float."""
@@ -462,9 +546,6 @@ class _Search:
 
     def _damage(self, name: str, format: str) -> float:
         """Return the damage; infinity where the layer cannot have the format."""
-        forced = self.forced.get(name)
-        if format != forced if forced is not None else format not in self.free:
-            return math.inf
         if format == FLOAT:
             return 0.0
         if self._decision(name, format) is None:
@@ -473,19 +554,15 @@ class _Search:
 
     def config(self, budget: Mapping[str, float], metric: str) -> MixedPrecision:
         """Solve for the budget, and for others."""
-        members: dict[int, list[str]] = {}
-        for name, group in self.group_of.items():
-            members.setdefault(group, []).append(name)
-        for names in members.values():
-            self._check_together(names)
-        groups = [members[number] for number in sorted(members)]
-        problem = self._problem(groups)
+        groups = self._groups()
+        problem = self._problem(list(groups.values()))
         best = self._point(groups, problem, problem.require(budget))
         front = [self._point(groups, problem, c) for c in problem.front(budget, _POINTS)]
+        group_of = {name: number for number, names in groups.items() for name in names}
         return MixedPrecision(
             rules=tuple(_exact_rule(n, self._decision(n, f)) for n, f in best.formats.items()),
             name="mixed",
-            choices=tuple(starmap(self._choice, best.formats.items())),
+            choices=tuple(self._choice(n, f, group_of[n]) for n, f in best.formats.items()),
             front=tuple(front),
             budget=dict(budget),
             costs=best.costs,
@@ -499,7 +576,7 @@ class _Search:
         found = {(n, f): self._damage(n, f) for n in self.facts for f in self.formats}
         costs = {
             (name, format): _costs(self.facts[name], self._decision(name, format), total)
-            for (name, format), damage in found.items()
+            for name, format in found
         }
 
         def summed(figures: Mapping[tuple[str, str], float]) -> Tensor:
@@ -509,32 +586,20 @@ class _Search:
         by_kind = {k: summed({key: cost[k] for key, cost in costs.items()}) for k in BUDGETS}
         return Problem(summed(found), by_kind)
 
-    def _check_together(self, names: list[str]) -> None:
-        """Raise ConfigError unless there is a format that all ``names`` can have."""
-        if any(all(math.isfinite(self._damage(n, f)) for n in names) for f in self.formats):
-            return
-        given = {name: self.forced[name] for name in names if name in self.forced}
-        raise ConfigError(
-            f"{_WHERE}: got no format that suits {', '.join(names)} together, with fixed "
-            f"{given!r}; expected one for all of them, as they read one tensor or are in one of "
-            "groups="
-        )
-
     def _point(
-        self, groups: list[list[str]], problem: Problem, choices: Sequence[int]
+        self, groups: dict[int, list[str]], problem: Problem, choices: Sequence[int]
     ) -> FrontPoint:
         chosen = {
             name: self.formats[format]
-            for names, format in zip(groups, choices, strict=True)
+            for names, format in zip(groups.values(), choices, strict=True)
             for name in names
         }
         damage, costs = problem.figures(choices)
         return FrontPoint(costs, damage, {name: chosen[name] for name in self.facts})
 
-    def _choice(self, name: str, format: str) -> LayerChoice:
+    def _choice(self, name: str, format: str, group: int) -> LayerChoice:
         weights, widths = self.facts[name].weights, _widths(self._decision(name, format))
-        figures = (self._damage(name, format), weights, *widths, self.group_of[name])
-        return LayerChoice(name, format, *figures)
+        return LayerChoice(name, format, self._damage(name, format), weights, *widths, group)
 
 
 def _exact_rule(name: str, decision: Decision | None) -> Rule:

@@ -1,31 +1,26 @@
-"""What quantization does to the outputs of a model, and how bad that is."""
+"""Figures of tensors and of outputs, what quantization does to outputs, and how figures print."""
 
+import dataclasses
+import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from torchq.analysis.detections import Detections
 from torchq.analysis.layers import active_quantizers
-from torchq.analysis.metrics import (
-    Evaluation,
-    Score,
-    Sqnr,
-    Sums,
-    add_sums,
-    class_axis,
-    decibel_text,
-    find_metric,
-    only_scores,
-    results_in,
-)
 from torchq.errors import ConfigError
-from torchq.graph import Forward, call_model
+from torchq.graph import Forward, call_model, tensors_in
 from torchq.nn import quantizing_only
 from torchq.utils import device_of, progress_bar, untouched
+
+#: What Transformers ("logits", "logits_per_image") and torchvision ("out") call scores of classes.
+_NAMES = ("logits", "out")
 
 #: Share of equal predictions from which on a model is good, and from which on it is usable.
 _AGREEMENT = (0.99, 0.95)
@@ -36,6 +31,251 @@ _RATIO = (30.0, 20.0)
 _GRADES = ("good", "fair", "poor")
 #: Predictions below which their agreement says little.
 _FEW = 100
+
+#: What users give as a metric: of one output and its batch, or of a whole model.
+Evaluate = Callable[..., Any]
+
+
+def decibels(signal: float, noise: float) -> float:
+    """Return ``10 log10(signal / noise)``; NaN where a sum is not finite."""
+    if not (math.isfinite(signal) and math.isfinite(noise)):
+        return math.nan
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+
+
+def mean_ratio(sums: Sequence[tuple[float, float]]) -> float:
+    """Return the ratio in dB for the mean share of noise of several tensors.
+
+    ``sums`` are powers of signal and noise; tensors without signal do not count. The ratio is NaN
+    without any signal, and where a sum is not finite.
+    """
+    if not all(math.isfinite(power) for pair in sums for power in pair):
+        return math.nan
+    shares = [noise / signal for signal, noise in sums if signal > 0]
+    return decibels(1.0, sum(shares) / len(shares)) if shares else math.nan
+
+
+@dataclass
+class Noise:
+    """Sums of squares of a reference, of differences from it, and of products of both."""
+
+    signal: float = 0.0
+    noise: float = 0.0
+    correlation: float = 0.0
+
+    def add(self, value: Tensor, reference: Tensor) -> None:
+        """Add one pair of equal shape; an empty pair adds nothing."""
+        if value.numel() == 0 or value.shape != reference.shape:
+            return
+        wide = torch.float64 if reference.dtype is torch.float64 else torch.float32
+        expected = reference.detach().to(wide).reshape(-1)
+        error = value.detach().to(wide).reshape(-1) - expected
+        self.signal += float(torch.dot(expected, expected))
+        self.noise += float(torch.dot(error, error))
+        self.correlation += float(torch.dot(expected, error))
+
+    @property
+    def sqnr(self) -> float:
+        """Signal to quantization noise ratio in dB."""
+        return decibels(self.signal, self.noise)
+
+    @property
+    def cosine(self) -> float:
+        """Cosine of the angle between all values and all references; 1 where both are 0.
+
+        NaN where a sum is not finite.
+        """
+        power = self.signal + 2 * self.correlation + self.noise
+        if not math.isfinite(power):
+            return math.nan
+        if self.signal <= 0 or power <= 0:
+            return 1.0 if self.signal == power else 0.0
+        cosine = (self.signal + self.correlation) / math.sqrt(self.signal * power)
+        return min(1.0, max(-1.0, cosine))
+
+
+def floats_in(value: Any) -> list[Tensor]:
+    """Return the floating-point tensors in a value."""
+    return [tensor for tensor in tensors_in(value) if tensor.is_floating_point()]
+
+
+def results_in(output: Any) -> list[Tensor]:
+    """Return the floating-point tensors of an output.
+
+    A number among tensors is left out: it is the loss of a model that was given labels.
+    """
+    found = floats_in(output)
+    return [tensor for tensor in found if tensor.dim()] or found
+
+
+def scores_in(output: Any) -> list[Tensor]:
+    """Return the scores of classes in an output.
+
+    Where a field has the name that other libraries use for scores, it is the only one: encoders
+    and caches return further tensors, which have no classes. Else all results with two dimensions
+    and two classes or more count.
+    """
+    return [t for t in _named(output) or results_in(output) if _has_classes(t)]
+
+
+def only_scores(output: Any) -> Tensor | None:
+    """Return the scores where it is plain which tensor holds them: by its name, or alone."""
+    found = _named(output) or results_in(output)
+    return found[0] if len(found) == 1 and _has_classes(found[0]) else None
+
+
+def _named(output: Any) -> list[Tensor]:
+    fields = [value for name, value in _fields(output) if name.split("_")[0] in _NAMES]
+    return results_in(fields[0]) if fields else []
+
+
+def _has_classes(tensor: Tensor) -> bool:
+    return tensor.dim() >= 2 and tensor.shape[class_axis(tensor)] > 1
+
+
+def _fields(output: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(output, Mapping):
+        yield from ((str(name), value) for name, value in output.items())
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        yield from ((f.name, getattr(output, f.name)) for f in dataclasses.fields(output))
+
+
+def class_axis(output: Tensor) -> int:
+    """Return the axis of the classes: 1 for images (N, C, H, W), else the last."""
+    return 1 if output.dim() >= 4 else -1
+
+
+def batch_size(batch: Any) -> int:
+    """Return how many images or sequences a batch holds: the length of its first tensor."""
+    return next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()), 1)
+
+
+#: Key -> sums that were added up over batches.
+Sums = dict[Any, list[float]]
+
+
+def add_sums(known: Sums, key: Any, new: list[float]) -> None:
+    """Add the sums of one batch, which may hold more images, to those of the batches before."""
+    pairs = zip_longest(known.get(key, []), new, fillvalue=0.0)
+    known[key] = [a + b for a, b in pairs]
+
+
+class Sqnr:
+    """Signal to noise ratio in dB; over several outputs, that of the mean share of noise."""
+
+    name, unit = "sqnr", "dB"
+
+    def sums(self, output: Any, reference: Any, batch: Any) -> list[float]:
+        """Return signal and noise of each output of one batch, one after the other."""
+        found: list[float] = []
+        for value, expected in zip(results_in(output), results_in(reference), strict=False):
+            noise = Noise()
+            noise.add(value, expected)
+            found += [noise.signal, noise.noise]
+        return found
+
+    def value(self, sums: list[float]) -> float:
+        """Return the ratio in dB for sums over all batches."""
+        return mean_ratio(list(zip(sums[::2], sums[1::2], strict=True)))
+
+
+@dataclass(frozen=True)
+class _OfUser:
+    function: Evaluate
+
+    @property
+    def name(self) -> str:
+        """The name of the function, or of the class of an object."""
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+
+class Score(_OfUser):
+    """The user's ``metric(output, batch)``, averaged over batches by their size."""
+
+    unit = ""
+
+    def sums(self, output: Any, reference: Any, batch: Any) -> list[float]:
+        """Return the score of one batch times its size, and the size."""
+        score, size = self.function(output, batch), batch_size(batch)
+        return [float(score) * size, float(size)]
+
+    def value(self, sums: list[float]) -> float:
+        """Return the mean for sums over all batches."""
+        return sums[0] / sums[1] if sums[1] else math.nan
+
+
+class Evaluation(_OfUser):
+    """The user's ``metric(model)``, which runs the model itself."""
+
+    def of(self, model: nn.Module) -> float:
+        """Return the figure of a model."""
+        with torch.no_grad():
+            return float(self.function(model))
+
+
+def find_metric(
+    where: str, metric: str | Evaluate | Detections
+) -> Sqnr | Score | Detections | Evaluation:
+    """Return the metric that a user asked for; ``where`` is the function that was called."""
+    if metric == "sqnr":
+        return Sqnr()
+    if metric == "detections" or isinstance(metric, Detections):
+        return Detections() if isinstance(metric, str) else metric
+    if callable(metric):
+        count = _positional_count(metric)
+        if count in (1, 2):
+            return Evaluation(metric) if count == 1 else Score(metric)
+    raise ConfigError(
+        f"{where}: got metric {metric!r}; expected 'sqnr', 'fisher' (for the divergence of class "
+        "probabilities), 'detections', a function metric(output, batch) or a function "
+        "metric(model), which return a number that is larger for a better model"
+    )
+
+
+def _positional_count(function: Evaluate) -> int:
+    """Return how many positional arguments a function requires; -1 where it cannot be read."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return -1
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in kinds and p.default is p.empty for p in parameters)
+
+
+def bar(share: float, width: int = 20) -> str:
+    """Return a bar of at most ``width`` characters for a share between 0 and 1."""
+    if not math.isfinite(share):
+        return "?"
+    return "#" * round(min(max(share, 0.0), 1.0) * width)
+
+
+def decibel_text(value: float) -> str:
+    """Return a ratio in dB for a reader: ``exact`` without noise, ``not finite`` for NaN."""
+    if math.isnan(value):
+        return "not finite"
+    return "exact" if value == math.inf else f"{value:.1f} dB"
+
+
+def percent_text(share: float) -> str:
+    """Return a share between 0 and 1 in percent; tiny ones are not rounded to 0."""
+    if share == 0:
+        return "0"
+    return f"{share:.2%}" if share >= 0.0001 else f"{share:.1e}"
+
+
+def plain(value: Any, digits: int | None = None) -> Any:
+    """Return JSON data of so many significant digits; None stands for what is not finite."""
+    if isinstance(value, dict):
+        return {key: plain(item, digits) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, digits) for item in value]
+    if not isinstance(value, float):
+        return value
+    if not math.isfinite(value):
+        return None
+    return value if digits is None else float(f"{value:.{digits}g}")
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,28 @@
-"""Which layers hurt: each is quantized alone, and the output is compared."""
+"""Which layers hurt: each is quantized alone, and the output is compared.
+
+The metric "fisher" estimates the cost of all layers from a few backward passes. A layer that is
+quantized alone moves its output by ``d``. To second order this changes the divergence of the class
+probabilities by ``d' F d / 2``, where ``F`` is the Fisher information at that output. The Fisher
+information of the scores is known: ``diag(p) - p p'`` for probabilities ``p``. So for random
+directions of the scores with this second moment, ``F`` is the mean of ``g g'``, with ``g`` the
+gradient along them, and the cost is the mean of ``(g . d)**2 / 2``.
+Reference: Martens, New Insights and Perspectives on the Natural Gradient Method (2020), sections 5
+and 9.
+"""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchq.analysis.detections import Detections
-from torchq.analysis.fisher import Disturbance, fisher_costs
 from torchq.analysis.layers import QuantizedLayer, active_quantizers, quantized_layers
-from torchq.analysis.metrics import (
+from torchq.analysis.outputs import (
     Evaluate,
     Evaluation,
     Score,
@@ -21,19 +30,21 @@ from torchq.analysis.metrics import (
     Sums,
     add_sums,
     bar,
+    batch_size,
+    class_axis,
     decibel_text,
     find_metric,
+    floats_in,
+    scores_in,
 )
 from torchq.errors import CalibrationError, ConfigError
-from torchq.graph import Forward, call_model
+from torchq.graph import Forward, call_model, map_tensors
 from torchq.nn import TensorQuantizer, quantizing_only
 from torchq.utils import (
-    Pattern,
     check_batches,
     device_of,
     evaluating,
     item_count,
-    pattern_text,
     progress_bar,
     state_kept,
     table,
@@ -42,33 +53,30 @@ from torchq.utils import (
     watching,
     wrap,
 )
-from torchq.workflow import select_quantizers
 
-#: Names of scopes, or the patterns of groups.
-Scope = str | Mapping[str, Any] | Sequence[Pattern]
 T = TypeVar("T")
 
 _WHERE = "sensitivity"
-# Keys of results that belong to no group.
+#: What a scope switches of a layer.
+_SCOPES = {"layer": "quantizers", "input": "inputs", "weight": "weights"}
+#: Backward passes for each batch.
+_PROBES = 4
+# Keys of results that belong to no layer.
 _EVERYTHING = "everything quantized"
 _NOTHING = "nothing quantized"
 
 
 @dataclass(frozen=True)
 class SensitivityRow:
-    """The effect of one layer or group.
+    """The effect of one layer.
 
     Attributes:
-        name: the path of the layer, or the name of the group.
-        value: of the metric, with this group alone switched.
-        layers: paths of the layers of the group.
-        quantizers: paths of the quantizers that were switched.
+        name: its path.
+        value: of the metric, with this layer alone switched.
     """
 
     name: str
     value: float
-    layers: tuple[str, ...]
-    quantizers: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -80,10 +88,10 @@ class SensitivityReport:
         metric: its name.
         unit: of the values.
         rising: True where a larger value is better.
-        scope: ``"layer"``, ``"input"``, ``"weight"`` or ``"groups"``.
+        scope: ``"layer"``, ``"input"`` or ``"weight"``.
         baseline: the value with everything quantized.
         reference: the value of the float model, where the metric has one.
-        unseen: groups that no batch reached.
+        unseen: layers that no batch reached.
     """
 
     rows: tuple[SensitivityRow, ...]
@@ -101,8 +109,18 @@ class SensitivityReport:
         Args:
             count: rows, at least 0.
         """
-        found = [layer for row in self.rows[:count] for layer in row.layers]
-        return list(dict.fromkeys(found))
+        return [row.name for row in self.rows[:count]]
+
+    def harms(self) -> dict[str, float]:
+        """Return what each layer costs by itself, the first row first: what adds up over layers.
+
+        It is the share of noise beside the signal, the divergence, or what a metric loses.
+        """
+        if self.unit == "dB":
+            return {row.name: 10 ** (-row.value / 10) for row in self.rows}
+        if self.reference is None or not self.rising:
+            return {row.name: row.value for row in self.rows}
+        return {row.name: max(self.reference - row.value, 0.0) for row in self.rows}
 
     def _value_text(self, value: float) -> str:
         if self.unit == "dB":
@@ -143,7 +161,7 @@ def sensitivity(
     batches: Iterable[Any],
     metric: str | Evaluate | Detections = "sqnr",
     *,
-    scope: Scope = "layer",
+    scope: str = "layer",
     forward: Forward | None = None,
     num_batches: int | None = None,
     progress: bool = True,
@@ -165,8 +183,7 @@ def sensitivity(
             which is larger for a better model: ``metric(output, batch)``, or ``metric(model)``,
             which runs the model itself.
         scope: ``"layer"`` switches the quantizers of a layer together, ``"input"`` and
-            ``"weight"`` a part of them; a list of patterns, or a mapping of names to patterns,
-            makes each a group.
+            ``"weight"`` a part of them.
         forward: called as ``forward(model, batch)`` instead of the model itself.
         num_batches: the number of batches to stop after; None reads all of them.
         progress: show a bar with the time left.
@@ -188,7 +205,10 @@ def sensitivity(
     model = unwrapped(model)
     check_batches(_WHERE, batches, num_batches)
     layers = quantized_layers(model, _WHERE)
-    groups = _find_groups(model, layers, scope)
+    if scope not in tuple(_SCOPES):
+        text = f"{_WHERE}: got scope {scope!r}; expected one of {', '.join(map(repr, _SCOPES))}"
+        raise ConfigError(text)
+    groups = {layer.name: own for layer in layers if (own := getattr(layer, _SCOPES[scope]))}
     call = partial(call_model, model, forward=forward, device=device_of(model))
     run = _Run(model, layers, groups, call, progress)
     chosen = None if metric == "fisher" else find_metric(_WHERE, metric)
@@ -199,61 +219,172 @@ def sensitivity(
             values = run.evaluate(chosen)
         else:
             values = run.compare(chosen, batches, num_batches)
-    return _report(values, groups, scope, chosen)
+    return _report(values, list(groups), scope, chosen)
+
+
+#: Returns what a module would return under some quantization, given its arguments.
+Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclass(frozen=True)
-class _Group:
-    """Quantizers that are switched together, and the paths of the layers that they belong to."""
+class Disturbance:
+    """One way to quantize one module; ``run`` computes the output that it would have.
 
-    name: str
-    layers: tuple[str, ...]
-    quantizers: dict[str, TensorQuantizer]
+    The cost is added to that of ``key``: a group, or a layer with a format.
+    """
 
-
-def _find_groups(model: nn.Module, layers: list[QuantizedLayer], scope: Scope) -> list[_Group]:
-    """Return the groups of a scope, in the order of the layers."""
-    if isinstance(scope, str):
-        chosen = {"layer": "quantizers", "input": "inputs", "weight": "weights"}.get(scope)
-        if chosen is None:
-            text = f"{_WHERE}: got scope {scope!r}; expected 'layer', 'input', 'weight', a mapping "
-            text += "of names to patterns, or a list of patterns"
-            raise ConfigError(text)
-        found = [_Group(a.name, (a.name,), getattr(a, chosen)) for a in layers]
-        return [group for group in found if group.quantizers]
-    if isinstance(scope, Mapping):
-        patterns = dict(scope)
-    else:
-        patterns = {pattern_text(pattern): pattern for pattern in scope}
-    return [_selected(model, layers, name, chosen) for name, chosen in patterns.items()]
+    key: Any
+    module: nn.Module
+    run: Run
 
 
-def _selected(model: nn.Module, layers: list[QuantizedLayer], name: str, patterns: Any) -> _Group:
-    found = select_quantizers(model, patterns)
-    active = {path: q for path, q in found.items() if q.quantizing}
-    if not active:
+def fisher_costs(
+    call: Callable[[Any], Any], batches: Iterable[Any], disturbances: Collection[Disturbance]
+) -> dict[Any, float]:
+    """Return the estimate of each key, for one prediction; those of one key happen together.
+
+    ``call`` runs the float model on a batch. A ConfigError says that its output has no gradient
+    with respect to the layers, or no classes.
+    """
+    total: Sums = {}
+    for number, batch in enumerate(batches):
+        taps = _Taps(disturbances)
+        with torch.enable_grad(), watching(taps.hooks()):
+            scores = _class_scores(call(batch))
+        if taps.points:
+            gradients = _drawn_gradients(scores, taps.points, number)
+            predictions = float(scores.numel() // scores.shape[class_axis(scores)])
+            for key, value in taps.squares(gradients, batch_size(batch)).items():
+                add_sums(total, key, [value / (2 * _PROBES), predictions])
+    return {key: value / max(count, 1.0) for key, (value, count) in total.items()}
+
+
+def _drawn_gradients(
+    scores: Tensor, points: Sequence[Tensor], number: int
+) -> list[Sequence[Tensor | None]]:
+    """Return gradients at ``points`` along random directions of batch ``number``."""
+    generator = torch.Generator().manual_seed(number)
+    found: list[Sequence[Tensor | None]] = []
+    for probe in range(_PROBES):
+        with torch.enable_grad():
+            along = (_drawn_direction(scores, generator) * scores).sum()
+        kept = probe < _PROBES - 1
+        found.append(torch.autograd.grad(along, points, retain_graph=kept, allow_unused=True))
+    return found
+
+
+def _class_scores(output: Any) -> Tensor:
+    """Return the first output with classes that a gradient leads to; an error names what to do."""
+    found = [scores for scores in scores_in(output) if scores.requires_grad]
+    if not found:
         raise ConfigError(
-            f"{_WHERE}: group {name!r} selects quantizers that are all off; expected one that is on"
+            "sensitivity: metric='fisher' got a model whose output has no classes, or no gradient; "
+            "expected scores of shape (N, classes, ...). Use metric='sqnr'"
         )
-    ids = {id(q) for q in active.values()}
-    owners = [a.name for a in layers if ids & {id(q) for q in a.quantizers.values()}]
-    return _Group(name, tuple(owners), active)
+    return found[0]
+
+
+def _drawn_direction(scores: Tensor, generator: torch.Generator) -> Tensor:
+    """Return a random direction of the scores whose second moment is the Fisher information.
+
+    Signs ``e`` give ``(diag(r) - p r') e``, where ``r`` is the root of the probabilities ``p``.
+    Each draw weighs all classes; a drawn label is nearly always the likeliest one.
+    """
+    axis = class_axis(scores)
+    chances = scores.detach().float().softmax(axis)
+    signs = torch.randint(0, 2, scores.shape, generator=generator, device="cpu").to(chances) * 2 - 1
+    drawn = chances.sqrt() * signs
+    return (drawn - chances * drawn.sum(axis, keepdim=True)).to(scores.dtype)
+
+
+@dataclass
+class _Tap:
+    """One call of a module: its arguments, its outputs, and points where gradients are taken."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: list[Tensor]
+    first: int
+
+
+class _Taps:
+    """Points at the outputs of modules, and what disturbances do there."""
+
+    def __init__(self, disturbances: Collection[Disturbance]) -> None:
+        self._by_module: dict[nn.Module, list[Disturbance]] = {}
+        for disturbance in disturbances:
+            self._by_module.setdefault(disturbance.module, []).append(disturbance)
+        self.points: list[Tensor] = []
+        self._taps: list[_Tap] = []
+
+    def hooks(self) -> list[tuple[nn.Module, Callable[..., Any]]]:
+        """Return what taps every module."""
+        return [(module, partial(self._after, module)) for module in self._by_module]
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        outputs = floats_in(output)
+        points = [torch.zeros_like(t, requires_grad=True) for t in outputs]
+        kept = [t.detach() for t in outputs]
+        self._taps.append(_Tap(module, args, kwargs, kept, len(self.points)))
+        self.points += points
+        waiting = iter(points)
+        # The sum is a new tensor, so that code in place does not change the one that is kept.
+        return map_tensors(output, lambda t: t + next(waiting) if t.is_floating_point() else t)
+
+    @torch.no_grad()
+    def squares(self, gradients: Sequence[Sequence[Tensor | None]], size: int) -> dict[Any, float]:
+        """Return for each key the sum of squared products with the gradients, over samples."""
+        # One disturbance after the other, so that they need not lie in memory together.
+        products: dict[Any, list[Tensor]] = {}
+        for tap in self._taps:
+            for disturbance in self._by_module[tap.module]:
+                moved = floats_in(disturbance.run(tap.args, tap.kwargs))
+                for place, value in enumerate(moved[: len(tap.outputs)]):
+                    move = value - tap.outputs[place]
+                    found = [g[tap.first + place] for g in gradients]
+                    new = [_of_samples(g * move, size) for g in found if g is not None]
+                    known = products.get(disturbance.key)
+                    products[disturbance.key] = _added(known, new)
+        return {
+            key: sum(float(part.double().square().sum()) for part in parts)
+            for key, parts in products.items()
+        }
+
+
+def _added(known: list[Tensor] | None, new: list[Tensor]) -> list[Tensor]:
+    """Return sums, probe by probe; products of unlike shapes count by themselves."""
+    if not known:
+        return new
+    if len(known) != len(new) or any(a.shape != b.shape for a, b in zip(known, new, strict=True)):
+        return known + new
+    return [a + b for a, b in zip(known, new, strict=True)]
+
+
+def _of_samples(values: Tensor, size: int) -> Tensor:
+    """Return the sum of each sample; of everything where the samples cannot be told apart."""
+    if values.dim() and size and values.shape[0] % size == 0:
+        return values.reshape(size, -1).sum(1)
+    return values.sum().reshape(1)
 
 
 @dataclass(frozen=True)
 class _Run:
-    """One ranking of one model, which is in eval mode; ``call`` runs it on a batch."""
+    """One ranking of one model, which is in eval mode; ``call`` runs it on a batch.
+
+    ``groups`` are the quantizers that are switched together, by the path of their layer.
+    """
 
     model: nn.Module
     layers: list[QuantizedLayer]
-    groups: list[_Group]
+    groups: dict[str, dict[str, TensorQuantizer]]
     call: Callable[[Any], Any]
     progress: bool
 
     def compare(
         self, metric: Sqnr | Score | Detections, batches: Iterable[Any], most: int | None
     ) -> dict[str, float]:
-        """Measure the outputs of each group, batch by batch."""
+        """Measure the outputs for each layer, batch by batch."""
         known, cases, reached = active_quantizers(self.model), self._cases(), set[str]()
         sums: Sums = {}
         expected: Any = None
@@ -279,22 +410,17 @@ class _Run:
 
     def _cases(self) -> dict[str, list[TensorQuantizer]]:
         """Return the quantizers that are on in each run; nothing quantized comes first."""
-        known = active_quantizers(self.model)
-        cases = {_NOTHING: [], _EVERYTHING: known}
-        for group in self.groups:
-            chosen = {id(q) for q in group.quantizers.values()}
-            cases[group.name] = [q for q in known if id(q) in chosen]
-        return cases
+        own = {name: list(quantizers.values()) for name, quantizers in self.groups.items()}
+        return {_NOTHING: [], _EVERYTHING: active_quantizers(self.model), **own}
 
     def _noting(self, reached: set[str]) -> Iterator[tuple[nn.Module, Callable[..., None]]]:
-        """Yield what adds the name of a group if a layer or a quantizer of it is called."""
-        for group in self.groups:
-            layers = [self.model.get_submodule(name) for name in group.layers]
-            for part in (*layers, *group.quantizers.values()):
-                yield part, lambda *_, name=group.name: reached.add(name)
+        """Yield what adds the name of a layer if it or a quantizer of it is called."""
+        for name, own in self.groups.items():
+            for part in (self.model.get_submodule(name), *own.values()):
+                yield part, lambda *_, name=name: reached.add(name)
 
     def evaluate(self, metric: Evaluation) -> dict[str, float]:
-        """Let the user's function run the model once for each group."""
+        """Let the user's function run the model once for each layer."""
         known, cases, values = active_quantizers(self.model), self._cases(), {}
         shown = progress_bar(list(cases), description=_WHERE, unit="run", enabled=self.progress)
         for name in shown:
@@ -303,9 +429,9 @@ class _Run:
         return values
 
     def estimate(self, batches: Iterable[Any], most: int | None) -> dict[str, float]:
-        """Estimate the cost of each group from gradients."""
+        """Estimate the cost of each layer from gradients."""
         everything = {p: q for a in self.layers for p, q in a.quantizers.items()}
-        chosen = {g.name: g.quantizers for g in self.groups} | {_EVERYTHING: everything}
+        chosen = self.groups | {_EVERYTHING: everything}
         disturbances = [d for name, own in chosen.items() for d in self._disturbances(name, own)]
         shown = progress_bar(batches, description=_WHERE, most=most, enabled=self.progress)
         with quantizing_only(active_quantizers(self.model)):
@@ -339,17 +465,13 @@ def _run_with(
 
 def _report(
     values: dict[str, float],
-    groups: list[_Group],
-    scope: Scope,
+    names: list[str],
+    scope: str,
     metric: Sqnr | Score | Detections | Evaluation | None,
 ) -> SensitivityReport:
     """Return the ranking of measured values, or of an estimate, which has no metric."""
     rising = metric is not None
-    rows = [
-        SensitivityRow(g.name, values[g.name], g.layers, tuple(g.quantizers))
-        for g in groups
-        if g.name in values
-    ]
+    rows = [SensitivityRow(name, values[name]) for name in names if name in values]
     sign = 1 if rising else -1
     # NaN, the output of a broken layer, comes first.
     rows.sort(key=lambda row: -math.inf if math.isnan(row.value) else sign * row.value)
@@ -358,8 +480,8 @@ def _report(
         metric="fisher" if metric is None else metric.name,
         unit="nat" if metric is None else getattr(metric, "unit", ""),
         rising=rising,
-        scope=scope if isinstance(scope, str) else "groups",
+        scope=scope,
         baseline=values[_EVERYTHING],
         reference=None if isinstance(metric, Sqnr) else values[_NOTHING],
-        unseen=tuple(g.name for g in groups if g.name not in values),
+        unseen=tuple(name for name in names if name not in values),
     )

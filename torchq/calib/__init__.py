@@ -12,35 +12,31 @@ Four words have one meaning each:
   quantizer from it (:mod:`~torchq.calib.calibrator`).
 
 A new method is one function and its entry in ``ESTIMATORS`` (for a function of a histogram), in
-``SEARCHES`` (for a function of the tensor itself), or in ``CALIBRATORS`` (for a
-:class:`Calibrator` with statistics of its own). The contract tests run over all entries.
+``SEARCHES`` (for a function of the tensor itself), or in ``OBSERVERS`` (for an :class:`Observer`
+with a ``result()``: statistics of its own). The contract tests run over all entries.
 
 This package may import errors, utils, formats and functional.
 """
 
 from torchq.calib.calibrator import (
-    CALIBRATORS,
     ESTIMATORS,
+    OBSERVERS,
     SEARCHES,
     Calibrator,
-    HistogramCalibrator,
-    MaxCalibrator,
-    make_calibrator,
     methods,
 )
 from torchq.calib.distributed import sync
 from torchq.calib.histogram import Histogram
+from torchq.calib.observer import Observer
 from torchq.calib.search import search_range
 
 __all__ = [
-    "CALIBRATORS",
     "ESTIMATORS",
+    "OBSERVERS",
     "SEARCHES",
     "Calibrator",
     "Histogram",
-    "HistogramCalibrator",
-    "MaxCalibrator",
-    "make_calibrator",
+    "Observer",
     "methods",
     "search_range",
     "sync",

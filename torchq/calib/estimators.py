@@ -56,20 +56,6 @@ def mse(histogram: Histogram, format: Format) -> Tensor:
 
     Of edges with equal errors the largest is returned.
     """
-    return lp(histogram, format, power=2.0)
-
-
-def lp(histogram: Histogram, format: Format, *, power: float = 2.4) -> Tensor:
-    """Return the bin edge with the least error ``sum(|error| ** power)`` of the bin centers.
-
-    A power above 2 makes the few large errors of clipped values count more than the many small
-    errors of rounding, so the range is wider than that of :func:`mse`. Of edges with equal errors
-    the largest is returned.
-
-    Reference: the ranges of BRECQ (Li et al., ICLR 2021) have the power 2.4 in the authors' code.
-    """
-    if not 0.0 < power <= 10.0:
-        raise ConfigError(f"power: got {power}; expected 0 < power <= 10, for example 2.4")
     if _non_negative_values(format, histogram) is None:
         return largest(histogram, format)
     counts = histogram.counts.double().t()
@@ -81,18 +67,10 @@ def lp(histogram: Histogram, format: Format, *, power: float = 2.4) -> Tensor:
     for part in candidates.split(_CANDIDATES_TOGETHER):
         scale = (part.double() / format.qmax).unsqueeze(1)
         error = format.snap_(centers / scale).mul_(scale).sub_(centers)
-        errors.append(_raise_(error, power) @ counts)
+        errors.append(error.square_() @ counts)
     # The energy is 0, and the score NaN, for a group without data.
-    energy = _raise_(centers.clone(), power) @ counts
-    scores = (torch.cat(errors) / energy).t()
-    if power != 2.0:
-        scores = scores.pow(2 / power)  # The size of relative squared errors, which _TIE is for.
+    scores = (torch.cat(errors) / (centers.square() @ counts)).t()
     return _limit_to_data(_best_edge(scores, candidates, histogram), histogram)
-
-
-def _raise_(values: Tensor, power: float) -> Tensor:
-    """Raise the magnitudes of ``values`` to ``power`` in place."""
-    return values.square_() if power == 2.0 else values.abs_().pow_(power)
 
 
 def entropy(histogram: Histogram, format: Format) -> Tensor:
@@ -208,8 +186,8 @@ def _exclusive_sum(values: Tensor) -> Tensor:
 _POWERS = 8
 
 
-def least_error_power_of_two(histogram: Histogram, format: Format, power: float) -> Tensor:
-    """Return the range whose power-of-two scale has the least ``sum(|error| ** power)``.
+def least_error_power_of_two(histogram: Histogram, format: Format) -> Tensor:
+    """Return the range whose power-of-two scale has the least squared error.
 
     Of scales with equal errors the largest is chosen. The first bin is left out.
     """
@@ -219,7 +197,7 @@ def least_error_power_of_two(histogram: Histogram, format: Format, power: float)
 
     def error(amax: Tensor, scale: Tensor) -> Tensor:
         scale = scale.unsqueeze(1)
-        error = format.snap_(centers / scale).mul_(scale).sub_(centers).abs_().pow_(power)
+        error = format.snap_(centers / scale).mul_(scale).sub_(centers).square_()
         return (error * counts).sum(1)
 
     scales = [top / 2**exponent for exponent in range(_POWERS)]
@@ -228,14 +206,9 @@ def least_error_power_of_two(histogram: Histogram, format: Format, power: float)
 
 
 def least_error_range(
-    upper: Histogram,
-    lower: Histogram,
-    format: Format,
-    scale_format: Format | None,
-    *,
-    power: float = 2.4,
+    upper: Histogram, lower: Histogram, format: Format, scale_format: Format | None
 ) -> Range:
-    """Return the asymmetric range of least error of the bin centers; see :func:`lp`.
+    """Return the asymmetric range of least squared error of the bin centers.
 
     The first bins are left out: their values round to 0, or nearly so, in every range.
     """
@@ -243,7 +216,7 @@ def least_error_range(
     counts = torch.cat([lower.counts[:, 1:], upper.counts[:, 1:]], 1).double()
 
     def error(amin: Tensor, amax: Tensor) -> Tensor:
-        return total_error(centers, counts, amin, amax, format, float(power), scale_format)
+        return total_error(centers, counts, amin, amax, format, scale_format)
 
     amin, amax = minimize_range(-lower.amax, upper.amax, error)
     return Range(amax.view(upper.shape), amin.view(lower.shape))

@@ -165,10 +165,9 @@ def total_error(
     amin: Tensor,
     amax: Tensor,
     format: Format,
-    power: float,
     scale_format: Format | None = None,
 ) -> Tensor:
-    """Return ``sum(counts * |error| ** power)`` of each group; both are (groups, n)."""
+    """Return ``sum(counts * error ** 2)`` of each group; both are (groups, n)."""
     ends = amin.double(), amax.double()
     scale, point = (t.unsqueeze(1) for t in scale_and_zero_point(*ends, format, scale_format))
     rows = max(1, _PIECE // values.shape[1])
@@ -176,7 +175,6 @@ def total_error(
     for some in torch.arange(len(values), device=values.device).split(rows):
         codes = (values[some] / scale[some]).round_().add_(point[some])
         codes = codes.clamp_(format.quant_min, format.quant_max).sub_(point[some])
-        error = codes.mul_(scale[some]).sub_(values[some])
-        error = error.square_() if power == 2.0 else error.abs_().pow_(power)
+        error = codes.mul_(scale[some]).sub_(values[some]).square_()
         errors.append(error.mul_(counts[some]).sum(1))
     return torch.cat(errors)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torchq.calib import SEARCHES, Calibrator, make_calibrator
+from torchq.calib import SEARCHES, Calibrator
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import CalibrationError, ConfigError, ExportError
 from torchq.functional import (
@@ -461,7 +461,7 @@ class TensorQuantizer(nn.Module):
         if method in (None, d.calib_method):
             options = {**dict(d.calib_options), **options}
         try:
-            calibrator = make_calibrator(
+            calibrator = Calibrator(
                 method or d.calib_method,
                 format=d.format,
                 granularity=d.granularity,

@@ -1,48 +1,58 @@
-"""All figures of a report, as JSON data: outputs beside the float ones, layers, histograms."""
+"""All figures of a report, as JSON data, and the state of the model in a few sentences."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchq.analysis.cures import culprits, damage_shares
-from torchq.analysis.doctor import examine, ranking_of
+from torchq.analysis.checks import Finding, Sample, observe
+from torchq.analysis.doctor import (
+    DoctorReport,
+    culprits,
+    damage_shares,
+    examine,
+    joined_names,
+    ranking_of,
+)
 from torchq.analysis.layer_errors import LayerErrors, layer_errors
 from torchq.analysis.layers import (
     QuantizedLayer,
     active_quantizers,
     channel_axes,
-    passing,
     quantized_layers,
 )
-from torchq.analysis.metrics import batch_size, plain
 from torchq.analysis.mixed_precision import (
     LayerFacts,
     MixedPrecision,
     gather_facts,
     mixed_precision,
 )
-from torchq.analysis.outputs import compare_outputs
-from torchq.analysis.page.verdict import verdict
+from torchq.analysis.outputs import Outputs, batch_size, compare_outputs, decibel_text, plain
 from torchq.analysis.sensitivity import SensitivityReport
-from torchq.calib import make_calibrator
+from torchq.calib import Calibrator
 from torchq.errors import CalibrationError, ConfigError
 from torchq.formats import PerTensor
 from torchq.graph import Forward, call_model
 from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
-from torchq.utils import device_of, progress_bar, untouched, unwrapped, watching
+from torchq.utils import device_of, progress_bar, untouched, unwrapped
 from torchq.version import __version__
+from torchq.workflow import quantizers
 
 _FORMATS = ("w8a8", "w6a6", "w4a8", "w4a4")
 _METHODS = ("max", "percentile", "mse", "entropy")
 _BINS = 96
-#: Values of one call that are kept.
-_KEPT = 8192
 #: Channels that a chart shows; more are put together.
 _CHANNELS = 128
+#: Layers whose rank makes it no surprise that their own error is large.
+_BLAMED = 3
+_EFFECTS = {
+    "good": "Quantization hardly changes this model",
+    "fair": "Quantization changes this model noticeably",
+    "poor": "Quantization damages this model",
+}
 
 
 def collect(
@@ -61,13 +71,15 @@ def collect(
     outputs = compare_outputs(model, batches, metric, **options)
     errors = layer_errors(model, batches, **options)
     ranking = ranking_of(model, batches, metric, **options)
-    examined = examine(model, batches, lambda: outputs, lambda: ranking, **options)
+    shown = progress_bar(batches, description="values", enabled=progress)
+    seen = observe(model, quantizers(model), shown, run)
+    examined = examine(model, seen, lambda: outputs, lambda: ranking)
     worst = [name or "(root)" for name in culprits(damage_shares(ranking))]
     found_plan, plan_note = _plan(model, batches, plan, options)
     with untouched(model), quantizing_only(active_quantizers(model)):
         names, size = [layer.name for layer in layers], batch_size(batches[0])
         facts = gather_facts(model, names, partial(run, batches[0]), size)
-    found = _histogram_rows(model, layers, batches, run, progress)
+    found = _histogram_rows(layers, {} if seen is None else seen.samples, progress)
     data = {
         "torchq": __version__,
         "torch": torch.__version__,
@@ -174,50 +186,19 @@ def _quantizer_rows(
     }
 
 
-@dataclass
-class _Sample:
-    """Values of one quantizer, and their true ends."""
-
-    values: list[Tensor] = field(default_factory=list)
-    low: float = 0.0
-    high: float = 0.0
-
-    def add(self, x: Tensor) -> None:
-        flat = x.detach().reshape(-1)
-        if not flat.numel():
-            return
-        low, high = torch.aminmax(flat)
-        self.low, self.high = min(self.low, float(low)), max(self.high, float(high))
-        self.values.append(flat[:: max(1, flat.numel() // _KEPT)].float().cpu().clone())
-
-
 def _histogram_rows(
-    model: nn.Module,
-    layers: list[QuantizedLayer],
-    batches: Iterable[Any],
-    run: Callable[[Any], Any],
-    progress: bool,
+    layers: list[QuantizedLayer], samples: dict[int, Sample], progress: bool
 ) -> dict[str, dict[str, Any]]:
-    """Return for each quantizer its histogram and every method's amax; the model runs in float."""
-    quantizers = {path: q for layer in layers for path, q in layer.quantizers.items()}
-    samples = {path: _Sample() for path in quantizers}
-    weights = {path for layer in layers for path in layer.weights}
-    inputs = [
-        (q, partial(_sample, q, samples[path]))
-        for path, q in quantizers.items()
-        if path not in weights
-    ]
-    shown = progress_bar(batches, description="histograms", enabled=progress)
-    with untouched(model), passing(model), watching(inputs, before=True):
-        for batch in shown:
-            run(batch)
+    """Return for each quantizer its histogram and every method's amax."""
+    known = {path: q for layer in layers for path, q in layer.quantizers.items()}
+    weights: dict[str, Sample] = {path: Sample() for layer in layers for path in layer.weights}
     for path, _, _, weight in _weights(layers):
-        samples[path].add(weight)
-    shown = progress_bar(samples.items(), description="ranges", unit="quantizer", enabled=progress)
+        if weight.numel():
+            weights[path].add(weight)
+    found = {path: weights.get(path) or samples.get(id(q), Sample()) for path, q in known.items()}
+    shown = progress_bar(found.items(), description="ranges", unit="quantizer", enabled=progress)
     return {
-        path: _row(quantizers[path], sample, path in weights)
-        for path, sample in shown
-        if sample.values
+        path: _row(known[path], sample, path in weights) for path, sample in shown if sample.values
     }
 
 
@@ -233,13 +214,7 @@ def _weights(
                     yield paths[id(quantizer)], layer.module, quantizer, weight
 
 
-def _sample(q: TensorQuantizer, sample: _Sample, args: Any, kwargs: Any, _: None) -> None:
-    """Add one call of a quantizer."""
-    scale = q.pre_quant_scale
-    sample.add(args[0] if scale is None else args[0] * scale.to(args[0].dtype))
-
-
-def _row(quantizer: TensorQuantizer, sample: _Sample, is_weight: bool) -> dict[str, Any]:
+def _row(quantizer: TensorQuantizer, sample: Sample, is_weight: bool) -> dict[str, Any]:
     values = torch.cat(sample.values)
     values = values[torch.isfinite(values)]
     low, high = sample.low, sample.high
@@ -260,7 +235,7 @@ def _methods(quantizer: TensorQuantizer, values: Tensor, largest: float) -> dict
     found = {"max": largest}
     for method in _METHODS[1:]:
         try:
-            calibrator = make_calibrator(
+            calibrator = Calibrator(
                 method, format=quantizer.descriptor.format, granularity=PerTensor()
             )
             calibrator.collect(values)
@@ -293,3 +268,86 @@ def _channels(quantizer: TensorQuantizer, weight: Tensor, axis: int) -> list[lis
         low = torch.tensor([True, False, True, False], device="cpu")
         table = torch.stack([torch.where(low, p.amin(0).cpu(), p.amax(0).cpu()) for p in parts])
     return [[float(f"{value:.4g}") for value in row] for row in table.tolist()]
+
+
+def verdict(
+    outputs: Outputs, errors: LayerErrors, ranking: SensitivityReport, examined: DoctorReport
+) -> dict[str, Any]:
+    """Return ``grade`` ("good", "fair" or "poor"), ``sentence``, ``blame`` (which layers and why).
+
+    ``advice`` holds sentences with the call, the most useful first.
+    """
+    grade = outputs.grade if examined.ok else "poor"
+    if math.isnan(outputs.sqnr) and outputs.comparable:
+        return _not_finite(grade, errors, examined)
+    return {
+        "grade": grade,
+        "sentence": f"{_EFFECTS[grade]}: {outputs.evidence}.",
+        "blame": _blame(errors, ranking),
+        "advice": _advice(grade, ranking, examined),
+    }
+
+
+def _not_finite(grade: str, errors: LayerErrors, examined: DoctorReport) -> dict[str, Any]:
+    """Return the verdict on a model that returns NaN or infinity, which says nothing of others."""
+    first = errors.first_not_finite
+    where = "" if first is None else f", and {first.name or '(root)'} is the first layer to do so"
+    text = "Look at its weight, its bias and what it is given, then measure again."
+    advice = [*_repairs(examined), {"text": text, "code": ""}]
+    sentence = f"The model returns NaN or infinity for these batches{where}."
+    return {"grade": grade, "sentence": sentence, "blame": "", "advice": advice}
+
+
+def _blame(errors: LayerErrors, ranking: SensitivityReport) -> str:
+    """Return the sentence that says which layers do the damage, and how much of it."""
+    shares = damage_shares(ranking)
+    names = culprits(shares)
+    if not shares:
+        return ""
+    if names:
+        parts = [f"{name or '(root)'} ({shares[name]:.0%})" for name in names]
+        text = f"Most of the damage at the output comes from {joined_names(parts)}"
+    else:
+        name, share = next(iter(shares.items()))
+        text = f"No single layer is to blame: the worst of {len(shares)}, {name}, does {share:.0%} "
+        text += "of the damage at the output"
+    noisiest = [row for row in errors.worst[:1] if row.name not in list(shares)[:_BLAMED]]
+    for row in noisiest:
+        ratio = decibel_text(row.local_sqnr)
+        text += f". {row.name or '(root)'} makes the largest error by itself ({ratio}), "
+        text += "but the output bears it better"
+    return text + "."
+
+
+def _advice(grade: str, ranking: SensitivityReport, examined: DoctorReport) -> list[dict[str, str]]:
+    found = _repairs(examined) + [vars(cure) for cure in examined.cures]
+    if grade == "good":
+        if not found:
+            found.append({"text": "Nothing needs to be done: export or deploy it.", "code": ""})
+        shares = damage_shares(ranking)
+        if names := culprits(shares):
+            share = sum(shares[name] for name in names)
+            text = f"To come closer still, leave {joined_names(names)} in float: {share:.0%} of "
+            text += "the little damage is done there."
+            code = f"torchq.quantize_(model, config, exclude={names!r})"
+            found.append({"text": text, "code": code})
+        return found
+    if not examined.ok:
+        return found
+    text = f"{'Or give' if found else 'Give'} each layer its own format under a budget."
+    code = 'config = torchq.mixed_precision(model, batches, budget={"mean_bits": 6})'
+    return [*found, {"text": text, "code": code}]
+
+
+def _repairs(examined: DoctorReport) -> list[dict[str, str]]:
+    """Return what mends the doctor's errors, those with one remedy together."""
+    alike: dict[tuple[str, str], list[Finding]] = {}
+    for finding in examined.errors:
+        alike.setdefault((finding.kind, finding.remedy), []).append(finding)
+    found = []
+    for (_, remedy), findings in list(alike.items())[:3]:
+        where = findings[0].name or "the model"
+        others = f" So it is at {len(findings) - 1} more places." if len(findings) > 1 else ""
+        text = f"Mend {where}: it {findings[0].evidence}.{others}"
+        found.append({"text": text, "code": remedy})
+    return found

@@ -11,9 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from torchq.analysis.metrics import decibel_text, percent_text
 from torchq.analysis.mixed_precision import MixedPrecision
-from torchq.analysis.outputs import user_metric
+from torchq.analysis.outputs import decibel_text, percent_text, user_metric
 from torchq.analysis.page.collect import collect
 from torchq.errors import ConfigError
 from torchq.graph import Forward

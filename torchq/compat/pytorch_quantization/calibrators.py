@@ -131,7 +131,7 @@ class HistogramCalibrator(_Calibrator):
 
     Raises:
         ConfigError: ``num_bins`` is out of range.
-        UnsupportedError: an axis. :class:`torchq.calib.HistogramCalibrator` has one.
+        UnsupportedError: an axis. :class:`torchq.calib.Calibrator` has one.
     """
 
     # Defaults for objects that the original pickled.
