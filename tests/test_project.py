@@ -1,9 +1,13 @@
-"""The files around the code: commands, metadata, and documents that name files."""
+"""The files around the code: commands, metadata, and documents that name files.
+
+Sphinx checks references between pages when it builds the site. What it cannot see is here.
+"""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -20,7 +24,7 @@ DOCUMENTS = [
 ]
 NAMED_FILE = re.compile(r"(?<![\w/.-])(?:tests|benchmarks|torchq|docs)/[\w./-]*\w(?:\.py|\.md|/)")
 CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
+LINK = re.compile(r"(?:\]\(|(?:src|srcset)=\")([^)#\"]+)")
 
 
 def hide(found: re.Match[str]) -> str:
@@ -87,3 +91,30 @@ def test_metadata_is_read_without_importing_torch() -> None:
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
     )
     assert found.stdout.strip().endswith(torchq.__version__), found.stderr
+
+
+def public_packages() -> list[str]:
+    """Return the packages and modules of torchq that have public names."""
+    places = [path for path in (ROOT / "torchq").iterdir() if path.name[0] not in "_."]
+    # What a runtime is, is public in torchq.runtimes.
+    private = {"cli", "utils", "version", "config", "descriptor", "runtime"}
+    return sorted({path.stem for path in places if path.suffix in ("", ".py")} - private)
+
+
+def test_the_reference_lists_every_top_level_name_and_package() -> None:
+    page = read("docs/reference.md")
+    listed = set(re.findall(r"~torchq\.[\w.]*?(\w+)$", page, re.MULTILINE))
+    names = {name for name in torchq.__all__ if name != "__version__"}
+    assert names - set(public_packages()) == listed
+    packages = re.findall(r"^   torchq\.(\w+)$", page, re.MULTILINE)
+    assert sorted(packages) == public_packages()
+
+
+def test_every_picture_is_there_for_both_themes() -> None:
+    text = "".join(map(read, DOCUMENTS))
+    shown = set(re.findall(r"images/([\w-]+)-(?:light|dark)\.svg", text))
+    assert shown
+    for name in shown:
+        for theme in ("light", "dark"):
+            picture = ElementTree.parse(ROOT / "docs" / "images" / f"{name}-{theme}.svg")
+            assert len(list(picture.iter())) > 20
