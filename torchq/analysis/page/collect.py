@@ -1,7 +1,7 @@
 """All figures of a report, as JSON data, and the state of the model in a few sentences."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -76,9 +76,6 @@ def collect(
     examined = examine(model, seen, lambda: outputs, lambda: ranking)
     worst = [name or "(root)" for name in culprits(damage_shares(ranking))]
     found_plan, plan_note = _plan(model, batches, plan, options)
-    with untouched(model), quantizing_only(active_quantizers(model)):
-        names, size = [layer.name for layer in layers], batch_size(batches[0])
-        facts = gather_facts(model, names, partial(run, batches[0]), size)
     found = _histogram_rows(layers, {} if seen is None else seen.samples, progress)
     data = {
         "torchq": __version__,
@@ -89,7 +86,7 @@ def collect(
         "outputs": vars(outputs),
         "verdict": verdict(outputs, errors, ranking, examined),
         "ranking": {"metric": ranking.metric, "unit": ranking.unit, "worst": worst},
-        "layers": _layer_rows(layers, errors, ranking, facts),
+        "layers": _layer_rows(layers, errors, ranking, _facts(model, layers, batches[0], run)),
         "quantizers": _quantizer_rows(layers, errors, found),
         "channels": dict(_channel_rows(layers)),
         "findings": [vars(finding) for finding in examined.findings],
@@ -98,6 +95,15 @@ def collect(
         "plan_note": plan_note,
     }
     return dict(plain(data, digits=5))
+
+
+def _facts(
+    model: nn.Module, layers: list[QuantizedLayer], batch: Any, run: Callable[[Any], Any]
+) -> dict[str, LayerFacts]:
+    """Return sizes and multiplications of layers; the model runs in float on one batch."""
+    with untouched(model), quantizing_only(active_quantizers(model)):
+        names = [layer.name for layer in layers]
+        return gather_facts(model, names, partial(run, batch), batch_size(batch))
 
 
 def _plan(
