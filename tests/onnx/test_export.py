@@ -456,6 +456,36 @@ def batch(count: int = 2) -> tuple[Tensor, Tensor]:
     return torch.randn(count, 3, 8, 8), torch.randn(count, 4, 6, 6)
 
 
+class Cache:
+    """An object that a language model returns beside its result."""
+
+
+class Caches(nn.Module):
+    """Returns a dictionary with such an object in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, object]:
+        y = self.layer(x)
+        return {"logits": y, "cache": Cache(), "more": (y + 1, None)}
+
+
+@pytest.mark.parametrize("dynamo", [True, False])
+def test_what_onnx_has_no_type_for_is_left_out(path: Path, dynamo: bool) -> None:
+    x = torch.randn(3, 4)
+    model = calibrated(Caches(), [x])
+    with pytest.warns(UserWarning, match=r"returns tests\.onnx\.test_export\.Cache, which ONNX"):
+        torchq.export_onnx(model, x, path, dynamo=dynamo)
+    found, more = run_file(path, x)
+    result = model(x)
+    assert isinstance(result["cache"], Cache)
+    # Two float32 orders of the same sums.
+    torch.testing.assert_close(torch.as_tensor(found), result["logits"])
+    torch.testing.assert_close(torch.as_tensor(more), result["logits"] + 1)
+
+
 def interface(path: Path) -> tuple[list[str], list[str]]:
     graph = onnx.load(str(path)).graph
     return [value.name for value in graph.input], [value.name for value in graph.output]

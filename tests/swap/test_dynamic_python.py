@@ -316,6 +316,60 @@ def test_decorators_run_around_the_routes() -> None:
     assert torch.equal(model(X), 2 * F.conv2d(y, call.weight_quantizer(model.kernel)))
 
 
+def of_some_keywords(function: Any) -> Any:
+    """A decorator that hands on the keywords it knows, as Transformers has for its kernels."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        kwargs = {key: value for key, value in kwargs.items() if key in ("x", "weight")}
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def of_two_arguments(function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapper(x: Tensor, weight: Tensor) -> Any:
+        return function(x, weight)
+
+    return wrapper
+
+
+def convolve(x: Tensor, weight: Tensor) -> Tensor:
+    return F.conv2d(x, weight)
+
+
+known_keywords, two_arguments = of_some_keywords(convolve), of_two_arguments(convolve)
+all_keywords = torch.autocast("cpu", enabled=False)(convolve)
+
+
+class KnownKeywords(Decorated):
+    def forward(self, x: Tensor) -> Tensor:
+        return known_keywords(self.conv(x), weight=self.kernel)
+
+
+class TwoArguments(Decorated):
+    def forward(self, x: Tensor) -> Tensor:
+        return two_arguments(self.conv(x), self.kernel)
+
+
+class AllKeywords(Decorated):
+    def forward(self, x: Tensor) -> Tensor:
+        return all_keywords(self.conv(x), weight=self.kernel)
+
+
+@pytest.mark.parametrize("kind", [KnownKeywords, TwoArguments, AllKeywords])
+def test_helpers_under_decorators_that_hide_keywords_run_as_they_are(kind: Any) -> None:
+    torch.manual_seed(0)
+    model: Any = kind().eval()
+    torchq.quantize_(model, target="openvino", example=X)
+    torchq.calibrate(model, [X], progress=False)
+    assert hasattr(model, "kernel_call") is (kind is AllKeywords)
+    with torchq.disabled(model):
+        assert torch.equal(model(X), floats_of(model)(X))
+    assert not torch.equal(model(X), floats_of(model)(X))
+
+
 class Caching(nn.Module):
     """timm's LeViT keeps biases by device in a dictionary, others count calls in a buffer."""
 

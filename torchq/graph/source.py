@@ -102,7 +102,8 @@ def _rewrite(
     """Return ``function`` rewritten, or None; ``paths`` are its arguments that are known."""
     inner = getattr(function, "__wrapped__", None)
     if inner is not None:  # The code of a decorator runs around the rewritten function.
-        found = _rewrite(inner, cls, callers, start, paths) if _is_function(inner) else None
+        reaches = _is_function(inner) and (start is not None or _hands_on_keywords(function))
+        found = _rewrite(inner, cls, callers, start, paths) if reaches else None
         around = None if found is None else _rewrapped(function, inner, found.forward)
         return None if found is None or around is None else replace(found, forward=around)
     tree = _parse(function)
@@ -149,6 +150,21 @@ def _rewrapped(
     copy = _like(wrapper, wrapper.__code__, closure)
     vars(copy).update({**vars(wrapper), "__wrapped__": new})
     return copy
+
+
+def _hands_on_keywords(wrapper: types.FunctionType) -> bool:
+    """Return True if what a decorator made passes on all keywords: the router is one of them."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(wrapper.__code__))).body[0]
+    except (OSError, SyntaxError):
+        return False
+    rest = tree.args.kwarg if isinstance(tree, ast.FunctionDef) else None
+    if rest is None:
+        return False
+    names = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id == rest.arg]
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    handed = [k.value in names for call in calls for k in call.keywords if k.arg is None]
+    return all(map(_is_load, names)) and any(handed)
 
 
 def _like(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchq.errors import ExportError
 from torchq.nn import TensorQuantizer
@@ -60,6 +61,7 @@ from torchq.utils import (
     evaluating,
     plain_attention,
     progress_stages,
+    qualified_name,
     state_kept,
 )
 from torchq.utils.optional import import_optional
@@ -298,6 +300,7 @@ def _traced(
         stack.enter_context(evaluating(call.model))
         stack.enter_context(rounded_biases(call.model))
         stack.enter_context(marking(call.model, active, opset))
+        stack.enter_context(_without_unknown_outputs(call.model))
         stack.enter_context(plain_attention())
         graph = run_dynamo(call, opset) if modern else run_torchscript(call, opset)
     if not graph.graph.outputs:
@@ -332,3 +335,39 @@ def _first_that_traces(
         stacklevel=3,
     )
     return graph
+
+
+@contextmanager
+def _without_unknown_outputs(model: nn.Module) -> Iterator[None]:
+    """Leave out of the outputs what is no tensor, number or text, and warn of it.
+
+    The exporters refuse objects of unknown classes, such as the cache of keys and values that
+    language models of Hugging Face return beside their logits.
+    """
+    dropped: set[str] = set()
+
+    def known(value: Any) -> Any:
+        if value is None or isinstance(value, (Tensor, bool, int, float, str)):
+            return value
+        if isinstance(value, MutableMapping):
+            value = copy.copy(value)
+            for key in list(value):
+                value[key] = known(value[key])
+            return value
+        if isinstance(value, (tuple, list)):
+            items = [known(item) for item in value]
+            return type(value)(items) if type(value) in (tuple, list) else type(value)(*items)
+        dropped.add(qualified_name(type(value)))
+        return None
+
+    handle = model.register_forward_hook(lambda module, args, out: known(out))
+    try:
+        yield
+    finally:
+        handle.remove()
+    if dropped:
+        warnings.warn(
+            f"export_onnx: the model returns {', '.join(sorted(dropped))}, which ONNX has no type "
+            "for; the file leaves it out",
+            stacklevel=6,
+        )
