@@ -258,8 +258,7 @@ class Kernel:
             unpadded = params._replace(padding=(0,) * len(image))
             inner = self._run((*shape[:2], *image), weights, unpadded, epilogue, adds)
             return lambda x, *residual: inner(F.pad(x, border, value=border_code), *residual)
-        packed, scale, bias = self._pack(shape, weights, params), *_scale_and_bias(weights)
-        return (_adding if adds else _plain)(packed, scale, bias, weights.x_scale, params, epilogue)
+        return _bound(self._pack(shape, weights, params), weights, params, epilogue, adds)
 
     def _pack(self, shape: Sequence[int], weights: Int8Weights, params: ConvParams) -> Tensor:
         """Return the packed weight for inputs of ``shape``, and drop the plain one.
@@ -305,74 +304,58 @@ def _zeros(count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.int64, device="cpu")
 
 
-def _plain(
-    packed: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    x_scale: float,
-    params: ConvParams,
-    epilogue: Epilogue,
+def _bound(
+    packed: Tensor, weights: Int8Weights, params: ConvParams, epilogue: Epilogue, adds: bool
 ) -> Run:
-    """Return a product without a residual.
+    """Return a product as a function of codes and, where it adds one, of a residual.
 
     Where the epilogue can, it computes in units of the resulting codes: oneDNN compiles and keeps
     a kernel for each set of numbers in its post-ops. Bounds in codes are the same numbers in most
     layers, bounds of values in none.
     """
-    operator: Any = {
-        0: torch.ops.onednn.qlinear_pointwise.default,
-        2: torch.ops.onednn.qconv2d_pointwise.default,
-        3: torch.ops.onednn.qconv3d_pointwise.default,
-    }[len(params.stride)]
-    grid, bounds = _output(epilogue), epilogue.bounds_in_codes()
+    (scale, bias), x_scale, out = _scale_and_bias(weights), weights.x_scale, epilogue.out
+    grid = (1.0, 0, torch.float32) if out is None else (out.scale, out.zero_point, torch.uint8)
     activation, arguments = epilogue.activation, epilogue.arguments
+    bounds = None if adds else epilogue.bounds_in_codes()
     if bounds is not None:
         bias = None if bias is None else (bias.double() / grid[0]).float()
         scale, x_scale = (scale.double() * x_scale / grid[0]).float(), 1.0
         grid, activation, arguments = (1.0, *grid[1:]), "clamp" if bounds else "none", bounds
-    act = ACTIVATIONS[activation]
-    geometry = params.as_lists() if params.stride else ()
-    post_op = (*grid, act.onednn, list(arguments), act.algorithm)
-    given = (x_scale, 0, packed, scale, _zeros(len(scale)), bias, *geometry, *post_op)
-    return _bounded(lambda x: operator(x, *given), None if bounds is not None else epilogue.out)
+    before: Any = (x_scale, 0, packed, scale, _zeros(len(scale)))
+    behind: Any = (bias, *(params.as_lists() if params.stride else ()), *grid)
+    if adds:
+        run: Run = _adding(before, behind, epilogue, grid[2])
+    else:
+        operator: Any = {
+            0: torch.ops.onednn.qlinear_pointwise.default,
+            2: torch.ops.onednn.qconv2d_pointwise.default,
+            3: torch.ops.onednn.qconv3d_pointwise.default,
+        }[len(params.stride)]
+        act = ACTIVATIONS[activation]
+        given = (*before, *behind, act.onednn, list(arguments), act.algorithm)
+
+        def run(x: Tensor) -> Tensor:
+            result: Tensor = operator(x, *given)
+            return result
+
+    if bounds is not None or out is None or out.saturates_by_itself:
+        return run
+    return lambda *tensors: run(*tensors).clamp_(out.quant_min, out.quant_max)
 
 
-def _adding(
-    packed: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    x_scale: float,
-    params: ConvParams,
-    epilogue: Epilogue,
-) -> Run:
+def _adding(before: Any, behind: Any, epilogue: Epilogue, dtype: torch.dtype) -> Run:
     """Return the convolution that adds a residual, in place, to a copy in the output's dtype."""
     operator: Any = torch.ops.onednn.qconv2d_pointwise.binary
-    grid, of, last = _output(epilogue), epilogue.residual, torch.channels_last
+    of, last = epilogue.residual, torch.channels_last
     added = (1.0, 0) if of is None else (of.scale, of.zero_point)
-    post_op: Any = (*grid, *added, "sum", 1.0, epilogue.activation, [], "")
-    before = (x_scale, 0, packed, scale, _zeros(len(scale)))
-    after = (bias, *params.as_lists(), *post_op)
+    given = (*behind, *added, "sum", 1.0, epilogue.activation, [], "")
 
     def add(x: Tensor, residual: Tensor) -> Tensor:
-        target = residual.to(grid[2], memory_format=last, copy=True)
-        result: Tensor = operator(x, *before, target, *after)
+        target = residual.to(dtype, memory_format=last, copy=True)
+        result: Tensor = operator(x, *before, target, *given)
         return result
 
-    return _bounded(add, epilogue.out)
-
-
-def _output(epilogue: Epilogue) -> tuple[float, int, torch.dtype]:
-    """Return scale, zero point and dtype of results as the operators take them."""
-    out = epilogue.out
-    return (1.0, 0, torch.float32) if out is None else (out.scale, out.zero_point, torch.uint8)
-
-
-def _bounded(run: Run, out: ByteQParams | None) -> Run:
-    """Return a function whose codes have the bounds that no kernel knows."""
-    if out is None or out.saturates_by_itself:
-        return run
-    low, high = out.quant_min, out.quant_max
-    return lambda *tensors: run(*tensors).clamp_(low, high)
+    return add
 
 
 @lru_cache
