@@ -184,7 +184,7 @@ def expose_input_quantizer(trace: fx.GraphModule, node: Node) -> bool:
         return False
     plain = revert_(copy_module(module))
     vars(plain).pop("deploy_note", None)
-    name = f"{node.target}_float{node.name}"
+    name = f"{node.target}_float"
     trace.add_submodule(name, plain)
     with node.graph.inserting_before(node):
         new = node.graph.call_module(name, (_rounded_before(node, source, qparams),))
