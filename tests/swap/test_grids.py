@@ -1,6 +1,5 @@
 """The codes that a target has are in the plan, in the model, in files of `save`, and restored."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,26 +60,6 @@ def test_what_may_be_negative_has_a_zero_point_and_the_rest_none(target: str) ->
     assert (quantizer(model, signed).amin, quantizer(model, signed).amax) == (low, high)
     if target == "onnxruntime":
         assert quantizer(model, proved).qparams().zero_point == 0
-
-
-@pytest.mark.parametrize("target", [*ZERO_POINTS, "openvino", "tensorrt", None])
-def test_plan_report_model_and_file_name_the_same_codes(target: str | None, tmp_path: Path) -> None:
-    model = planned(target)
-    settings = {"target": target, "example": IMAGES}
-    plan = torchq.plan(Mixed().eval(), torchq.recipes.int8(), **settings)
-    before = dict(model.state_dict())
-    torchq.calibrate(model, [IMAGES], progress=False)
-    assert model.state_dict().keys() >= before.keys()  # the ends exist from construction
-    torchq.save(model, tmp_path / "m.pt")
-    loaded = torchq.load(Mixed().eval(), tmp_path / "m.pt")
-    assert plan.outcome() == plan_of(model).outcome() == plan_of(loaded).outcome()
-    assert torch.equal(model(IMAGES), loaded(IMAGES))
-    fresh = planned(target)
-    fresh.load_state_dict(model.state_dict())
-    assert torch.equal(model(IMAGES), fresh(IMAGES))
-    assert str(torchq.summary(model)) == str(torchq.summary(loaded))
-    torchq.restore_(loaded)
-    assert not plan_of(loaded).replaced
 
 
 @pytest.mark.parametrize("method", ["max", "percentile", "mse", "entropy"])

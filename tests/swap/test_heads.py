@@ -179,15 +179,3 @@ def test_a_rule_of_the_user_counts() -> None:
     joined = Rule("quant_cat*", input=torchq.QuantDescriptor())
     found = in_float(Distances(), "openvino", joined)
     assert found and not any(name.startswith("quant_cat") for name in found)
-
-
-@pytest.mark.parametrize("cls", [Ssd, Distances, OneHead])
-def test_the_plan_is_what_is_quantized_and_loaded(cls: type[nn.Module], tmp_path: Any) -> None:
-    model = cls().eval()
-    plan = torchq.plan(model, target="openvino", example=X)
-    assert torchq.quantize_(model, target="openvino", example=X) == plan
-    torchq.calibrate(model, [X], progress=False)
-    torchq.save(model, tmp_path / "model.pt")
-    loaded = torchq.load(cls().eval(), tmp_path / "model.pt")
-    for got, want in zip(loaded(X), model(X), strict=True):
-        assert torch.equal(got, want)

@@ -8,6 +8,7 @@ from torch.nn import Conv2d, Linear, Sequential
 
 import torchq
 from torchq import QuantConfig, QuantDescriptor, Rule
+from torchq.errors import ConfigError
 from torchq.nn import QuantConv2d, QuantLinear
 
 INT8 = QuantDescriptor()
@@ -110,3 +111,11 @@ def test_a_model_built_in_another_thread_meanwhile_is_whole() -> None:
         thread.start()
         thread.join()
     assert kinds(built[0]) == ["QuantConv2d", "QuantLinear", "QuantLinear"]
+
+
+def test_patch_refuses_what_needs_the_whole_model() -> None:
+    with pytest.raises(ConfigError, match=r"patch: rule .*first layer.*: needs the whole model"):
+        torchq.patch(torchq.recipes.w4a4())
+    with torchq.patch(torchq.recipes.w4a4(first_last=None)):
+        model = nn.Sequential(nn.Linear(2, 2))
+    assert model[0].weight_quantizer.descriptor.num_bits == 4

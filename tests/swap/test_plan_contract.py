@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import torchq
 from tests.models import Conv1D, ConvNet, Projection, SamePadConv2d, StagedNet
+from tests.swap.test_grids import Mixed
+from tests.swap.test_heads import Distances
 from torchq.nn import TensorQuantizer
 from torchq.swap import Plan, apply_, plan_of
 from torchq.swap.apply import quantizer_slots
@@ -74,6 +76,8 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "fused": (fused, IMAGE),
     "own padding": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), SamePadConv2d(8, 8, 3)), IMAGE),
     "transformer": (transformer, ROWS),
+    "grids": (Mixed, IMAGE),
+    "detector": (Distances, IMAGE),
     "recurrent": (lambda: nn.Sequential(nn.LSTM(8, 4, 2, bidirectional=True)), ROWS),
 }
 ZOO = ("resnet18", "mobilenet_v3_small", "squeezenet1_1", "shufflenet_v2_x0_5", "densenet121")

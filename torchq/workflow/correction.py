@@ -145,7 +145,6 @@ def correct(
     undone = undone_on_error(*layers.values())
     with torch.no_grad(), undone, evaluating(model), _results_shown(fits.values()):
         forget_corrections(model)
-        forget_corrections(model)
         device, count = device_of(model), 0
         call = partial(call_model, model, forward=forward, device=device)
         step = (_step_in_order if in_order else _step_of_own_errors)(model, fits, call)

@@ -1,6 +1,6 @@
 """Quantized convolutions: they quantize input and weight, then run torch's own code."""
 
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -45,40 +45,36 @@ class QuantConv3d(_QuantConv, nn.Conv3d):
     """Quantized :class:`torch.nn.Conv3d`; input (N, C, D, H, W) or (C, D, H, W)."""
 
 
+_CONVOLVE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+
 class _QuantConvTranspose(Corrected, OutputScaling, QuantModule):
     """Base of the transposed convolutions; their weight is (in, out / groups, ...)."""
 
     channel_axis: ClassVar[int] = 1
-    convolve: ClassVar[Any]
-    spatial_dims: ClassVar[int]
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         # Only zeros are padded: the constructor of the float class refuses other padding modes.
-        sizes = (self.stride, self.padding, self.kernel_size, self.spatial_dims, self.dilation)
+        dims = len(self.kernel_size)
+        sizes = (self.stride, self.padding, self.kernel_size, dims, self.dilation)
         with constant_while_tracing():
             padding = self._output_padding(input, output_size, *sizes)  # type: ignore[operator]
         x, weight = self.input_quantizer(input), self.weight_quantizer(self.weight)
         bias = self.corrected_bias(cast(Tensor | None, self.bias))
         options = (self.stride, self.padding, padding, self.groups, self.dilation)
-        return type(self).convolve(x, weight, bias, *options)
+        return _CONVOLVE[dims](x, weight, bias, *options)  # type: ignore[arg-type]
 
 
 @register(nn.ConvTranspose1d)
 class QuantConvTranspose1d(_QuantConvTranspose, nn.ConvTranspose1d):
     """Quantized :class:`torch.nn.ConvTranspose1d`; input (N, C, L) or (C, L)."""
 
-    convolve, spatial_dims = staticmethod(F.conv_transpose1d), 1
-
 
 @register(nn.ConvTranspose2d)
 class QuantConvTranspose2d(_QuantConvTranspose, nn.ConvTranspose2d):
     """Quantized :class:`torch.nn.ConvTranspose2d`; input (N, C, H, W) or (C, H, W)."""
 
-    convolve, spatial_dims = staticmethod(F.conv_transpose2d), 2
-
 
 @register(nn.ConvTranspose3d)
 class QuantConvTranspose3d(_QuantConvTranspose, nn.ConvTranspose3d):
     """Quantized :class:`torch.nn.ConvTranspose3d`; input (N, C, D, H, W) or (C, D, H, W)."""
-
-    convolve, spatial_dims = staticmethod(F.conv_transpose3d), 3
