@@ -10,7 +10,15 @@ from torch import Tensor, fx, nn
 import torchq
 from tests.lowering.common import BITS, recipe, sqnr
 from tests.models import Parts, simulated
-from tests.nn.test_attention import MASKS, OPTIONS, Seq2Seq, attention, batch, tokens
+from tests.nn.test_attention import (
+    MASKS,
+    OPTIONS,
+    Seq2Seq,
+    attention,
+    batch,
+    quantize_products,
+    tokens,
+)
 from torchq.lowering import DeployedMultiheadAttention, DynamicInt8Linear, Int8Linear
 
 D = torchq.QuantDescriptor
@@ -24,7 +32,7 @@ def calibrated(model: nn.Module, *inputs: Any, products: bool = False, **descrip
     )
     torchq.quantize_(model.eval(), torchq.QuantConfig((rule,)))
     if products:
-        model.quantize_products()  # type: ignore[operator]
+        quantize_products(model)
     torchq.calibrate(model, [inputs], forward=lambda module, given: module(*given), progress=False)
     return model
 

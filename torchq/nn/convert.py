@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, ClassVar, TypeVar, cast
@@ -71,6 +71,8 @@ class QuantModule(nn.Module):
     input_slots: ClassVar[tuple[str, ...]] = ("input",)
     #: Names of the quantized weights; the ``weight`` of a rule is theirs.
     weight_slots: ClassVar[tuple[str, ...]] = ("weight",)
+    #: Slots that are off unless a target asks -> the kind of operator that such targets name.
+    optional_slots: ClassVar[Mapping[str, str]] = types.MappingProxyType({})
     #: The axis of the weight that holds its output channels.
     channel_axis: ClassVar[int] = 0
     #: "int32" where the forward rounds the bias as integer kernels do; "" leaves it float.
@@ -178,9 +180,10 @@ class QuantModule(nn.Module):
         """Add the quantizers; called on construction and by :func:`convert_`."""
         device = next((t.device for t in (*self.parameters(), *self.buffers())), None)
         for slot, descriptor in descriptors.items():
-            quantizer = (
-                nn.Identity() if descriptor is None else TensorQuantizer(descriptor, device=device)
-            )
+            quantizer: nn.Module = nn.Identity()
+            if descriptor is not None:
+                mode = "off" if slot in self.optional_slots else "quantize"
+                quantizer = TensorQuantizer(descriptor, mode=mode, device=device)
             self.add_module(f"{slot}_quantizer", quantizer.train(self.training))
         self.on_convert()
 

@@ -22,13 +22,7 @@ from torchq.graph import (
     record,
     tensors_in,
 )
-from torchq.nn import (
-    QuantModule,
-    QuantMultiheadAttention,
-    QuantSiLU,
-    TensorQuantizer,
-    quantizing_only,
-)
+from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
 from torchq.nn.modules.operators import QuantCat
 from torchq.runtime import Codes, Placement, Runtime
 from torchq.swap.apply import public_path, quantizer_slots, shared_paths, tried
@@ -124,9 +118,7 @@ def _made(model: nn.Module) -> dict[str, Any]:
             slots = {slot: public_path(f"{start}{slot}_quantizer") for slot in module.input_slots}
             inputs[path] = tuple(p if p in quantizers else None for p in slots.values())
             of_weights |= {id(q) for q, _ in module.quantized_weights()}
-            for cls, kinds in _OPTIONAL.items():
-                if isinstance(module, cls):
-                    optional |= {slots[slot]: kind for slot, kind in kinds.items()}
+            optional |= {slots[slot]: kind for slot, kind in module.optional_slots.items()}
     return {
         "inputs": inputs,
         "descriptors": {path: q.descriptor.replace(name=None) for path, q in quantizers.items()},
@@ -135,13 +127,6 @@ def _made(model: nn.Module) -> dict[str, Any]:
         "weights": frozenset(p for p, q in quantizers.items() if id(q) in of_weights),
         "shared": shared_paths(model),
     }
-
-
-#: Class -> its slots that only some targets want -> the kind of operator that those name.
-_OPTIONAL: dict[type[nn.Module], dict[str, str]] = {
-    QuantMultiheadAttention: dict.fromkeys(QuantMultiheadAttention.products, "attention"),
-    QuantSiLU: {"gate": "activation"},
-}
 
 
 def is_leaf(module: nn.Module) -> bool:

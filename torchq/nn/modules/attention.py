@@ -6,7 +6,7 @@ models. The layers of this file add projections and quantizers.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, cast
 
 import torch
@@ -258,8 +258,8 @@ class QuantMultiheadAttention(QuantModule, ProjectedAttention, nn.MultiheadAtten
     ``value_weight_quantizer`` and ``out_weight_quantizer``, each on its part of
     ``in_proj_weight``. The operands of the two matrix products have quantizers as well:
     ``query_heads_quantizer`` (of the scaled query), ``key_heads_quantizer``,
-    ``value_heads_quantizer`` and ``softmax_quantizer`` (unsigned). These four are off until
-    :meth:`quantize_products`, which ``quantize_`` calls for "onnxruntime" and "openvino".
+    ``value_heads_quantizer`` and ``softmax_quantizer`` (unsigned). These four are off unless
+    ``quantize_`` turns them on, as for "onnxruntime" and "openvino".
 
     With every quantizer off this is torch's own forward, bit for bit. Otherwise a row whose keys
     are all masked attends to all of them alike, where torch gives NaN or zero.
@@ -277,6 +277,9 @@ class QuantMultiheadAttention(QuantModule, ProjectedAttention, nn.MultiheadAtten
     projections: ClassVar[tuple[str, ...]] = ("input", "key", "value", "out_input")
     input_slots = (*projections, *ProjectedAttention.products)
     weight_slots = ("weight", "key_weight", "value_weight", "out_weight")
+    optional_slots: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ProjectedAttention.products, "attention"
+    )
 
     @classmethod
     def slot_descriptors(
@@ -286,16 +289,6 @@ class QuantMultiheadAttention(QuantModule, ProjectedAttention, nn.MultiheadAtten
         products = dict(zip(cls.products, _product_descriptors(input), strict=True))
         layers = dict.fromkeys(cls.projections, input) | dict.fromkeys(cls.weight_slots, weight)
         return layers | products
-
-    def on_convert(self) -> None:
-        """Switch the quantizers of the matrix products off."""
-        self.quantize_products(False)
-
-    def quantize_products(self, enabled: bool = True) -> None:
-        """Switch the quantizers of both matrix products on or off; then calibrate them."""
-        for quantizer in self._quantizers(self.products):
-            if isinstance(quantizer, TensorQuantizer):
-                quantizer.mode = "quantize" if enabled else "off"
 
     def quantized_weights(self) -> Iterator[tuple[TensorQuantizer, Tensor]]:
         """Yield each weight quantizer with its part of the packed projections."""

@@ -55,7 +55,7 @@ class _QuantConvTranspose(Corrected, OutputScaling, QuantModule):
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         # Only zeros are padded: the constructor of the float class refuses other padding modes.
-        dims = len(self.kernel_size)
+        dims = len(cast("tuple[int, ...]", self.kernel_size))
         sizes = (self.stride, self.padding, self.kernel_size, dims, self.dilation)
         with constant_while_tracing():
             padding = self._output_padding(input, output_size, *sizes)  # type: ignore[operator]

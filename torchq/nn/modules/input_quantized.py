@@ -4,7 +4,8 @@ A quantized input of an activation is the quantized output of the layer before i
 runtimes need to keep that layer on integers.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -71,11 +72,12 @@ class QuantSiLU(InputQuantized, nn.SiLU):
     """Quantized-input :class:`torch.nn.SiLU`.
 
     Runtimes compute ``x * sigmoid(x)``, on integers only where the sigmoid is quantized too. Its
-    ``gate_quantizer`` is unsigned with the fixed range 0..1. It is off until
-    :meth:`quantize_gate`, which ``quantize_(..., target="onnxruntime")`` calls.
+    ``gate_quantizer`` is unsigned with the fixed range 0..1. It is off unless
+    ``quantize_(..., target="onnxruntime")`` turns it on.
     """
 
     input_slots = ("input", "gate")
+    optional_slots: ClassVar[Mapping[str, str]] = {"gate": "activation"}
 
     gate_quantizer: nn.Module
 
@@ -90,17 +92,8 @@ class QuantSiLU(InputQuantized, nn.SiLU):
         gate = QuantDescriptor(input.num_bits, unsigned=unsigned, amax=1.0)
         return {"input": input, "gate": gate}
 
-    def on_convert(self) -> None:
-        """Switch the gate's quantizer off."""
-        self.quantize_gate(False)
-
-    def quantize_gate(self, enabled: bool = True) -> None:
-        """Switch the quantizer of the sigmoid on or off."""
-        if isinstance(self.gate_quantizer, TensorQuantizer):
-            self.gate_quantizer.mode = "quantize" if enabled else "off"
-
     def forward(self, input: Tensor) -> Tensor:
-        """Return ``x * sigmoid(x)`` of the quantized input; see :meth:`quantize_gate`."""
+        """Return ``x * sigmoid(x)`` of the quantized input."""
         gate = self.gate_quantizer
         if not isinstance(gate, TensorQuantizer) or gate.mode == "off":
             return super().forward(input)
