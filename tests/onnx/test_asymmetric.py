@@ -99,15 +99,6 @@ def test_power_of_two_scales_are_in_the_file(generator: torch.Generator, path: P
     assert torchq.verify_onnx(model, path, [images(generator)]).ok
 
 
-@pytest.mark.filterwarnings("ignore:export_onnx")  # QNN wants quantized outputs of layers.
-def test_signed_codes_are_moved_for_qnn(generator: torch.Generator, path: Path) -> None:
-    model = quantized(generator, unsigned=False)
-    torchq.export_onnx(model, images(generator), path, target="qnn")
-    found = activation_qparams(load_model(path))
-    assert {q.format.name for q in found.values()} == {"uint8"}
-    assert torchq.verify_onnx(model, path, [images(generator)]).ok
-
-
 def test_tensorrt_refuses_by_name(generator: torch.Generator, path: Path) -> None:
     model = quantized(generator)
     with pytest.raises(

@@ -21,6 +21,7 @@ from torchq.nn.integer_bias import rounded_biases
 from torchq.onnx.interface import ExampleCall, fixes_batch
 from torchq.onnx.ir import (
     Model,
+    Rewrite,
     float_size,
     is_constant,
     nodes_of,
@@ -28,7 +29,6 @@ from torchq.onnx.ir import (
     run_passes,
     save_model,
     set_opset,
-    undo_passes,
 )
 from torchq.onnx.passes import EXPORT_PASSES
 from torchq.onnx.passes.pairs import merge_duplicates
@@ -254,7 +254,11 @@ def undo_export(graph: Model) -> dict[str, str]:
     """Undo what the passes of a file changed in layers; return what is wrong, by quantizer."""
     runtime = RUNTIMES.get(str(read_record(graph).get("target")))
     own = () if runtime is None or runtime.file is None else runtime.file.passes
-    return undo_passes(graph, (*EXPORT_PASSES, *own))
+    wrong: dict[str, str] = {}
+    for rewrite in reversed((*EXPORT_PASSES, *own)):
+        if isinstance(rewrite, Rewrite):
+            wrong |= rewrite.undo(graph)
+    return wrong
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -188,8 +188,8 @@ def named_tensors(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """Return the tensors among the arguments of a call, by the names that they have in a file."""
-    named = {**dict(zip(argument_names(model, len(args)), args, strict=True)), **kwargs}
-    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+    named = zip(argument_names(model, len(args)), args, strict=True)
+    return {n: value for n, value in (*named, *kwargs.items()) if isinstance(value, Tensor)}
 
 
 def nested_tensors(

@@ -48,15 +48,6 @@ class Rewrite:
         self.do(model)
 
 
-def undo_passes(model: Model, passes: Iterable[Pass]) -> dict[str, str]:
-    """Undo what passes changed, the last one first; return what is wrong, by quantizer."""
-    wrong: dict[str, str] = {}
-    for rewrite in reversed([*passes]):
-        if isinstance(rewrite, Rewrite):
-            wrong |= rewrite.undo(model)
-    return wrong
-
-
 onnx_ir: Any = OptionalModule("onnx_ir", "torchq.onnx")
 _passes: Any = OptionalModule("onnx_ir.passes.common", "torchq.onnx")
 #: Its functions for one class each; ``onnx_ir.to_proto`` asks for every protocol, which is slow.
