@@ -79,11 +79,6 @@ class FuseReport:
     notes: tuple[str, ...] = ()
     record: tuple[dict[str, Any], ...] = field(default=(), repr=False)
 
-    @property
-    def max_error(self) -> float:
-        """The largest error of a single merge, float64; 0 where nothing was merged."""
-        return max((fusion.error for fusion in self.fused), default=0.0)
-
     def reason(self, name: str) -> str | None:
         """Return why the module at path ``name`` was refused; None if it was not."""
         return next((refusal.reason for refusal in self.refused if refusal.name == name), None)

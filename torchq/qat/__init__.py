@@ -1,7 +1,6 @@
 """Helpers for quantization-aware training. May import workflow and below."""
 
 from torchq.qat.batchnorm import (
-    Reestimate,
     freeze_bn_,
     freeze_bn_from_,
     reestimate_bn_,
@@ -14,7 +13,6 @@ from torchq.qat.ranges import freeze_ranges_from_, learn_ranges_, observing, sha
 __all__ = [
     "Distillation",
     "Preparation",
-    "Reestimate",
     "float_twin",
     "freeze_bn_",
     "freeze_bn_from_",

@@ -1,6 +1,6 @@
 """BatchNorm during quantization-aware training: freeze its statistics, or estimate them again."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -59,22 +59,6 @@ def freeze_bn_from_(model: nn.Module, step: int, start: int) -> tuple[str, ...]:
     return freeze_bn_(model) if step >= start else unfreeze_bn_(model)
 
 
-class Reestimate:
-    """The result of :func:`reestimate_bn_`; :meth:`remove` brings the old statistics back.
-
-    Attributes:
-        batches: how many batches the new statistics are the average of.
-    """
-
-    def __init__(self, restore: Callable[[], None], batches: int) -> None:
-        self.batches = batches
-        self._restore = restore
-
-    def remove(self) -> None:
-        """Restore the statistics from before."""
-        self._restore()
-
-
 def reestimate_bn_(
     model: nn.Module,
     batches: Iterable[Any],
@@ -82,7 +66,7 @@ def reestimate_bn_(
     forward: Forward | None = None,
     num_batches: int | None = None,
     progress: bool = True,
-) -> Reestimate:
+) -> int:
     """Replace the running statistics of every BatchNorm by the average over ``batches``, in place.
 
     Quantization shifts the activations that a BatchNorm sees, so its statistics from float
@@ -96,7 +80,7 @@ def reestimate_bn_(
         progress: show a bar.
 
     Returns:
-        A handle whose ``remove()`` undoes the change.
+        How many batches the new statistics are the average of.
 
     Raises:
         ConfigError: The model has no BatchNorm with statistics, or there was no batch.
@@ -112,7 +96,7 @@ def reestimate_bn_(
     statistics = [b for m in norms for n, b in m.named_buffers(recurse=False) if n in _STATISTICS]
     momenta, count = [m.momentum for m in norms], 0
     try:
-        with undone_on_error(written=statistics) as restore, torch.no_grad(), evaluating(model):
+        with undone_on_error(written=statistics), torch.no_grad(), evaluating(model):
             for norm in norms:
                 norm.reset_running_stats()
                 norm.momentum = None  # torch takes this for the plain average over all batches
@@ -127,4 +111,4 @@ def reestimate_bn_(
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
-    return Reestimate(restore, count)
+    return count
