@@ -93,6 +93,19 @@ def test_a_dense_block_agrees_with_its_simulation(target: str | None, pool: bool
     assert sqnr(torchq.deploy(model)(x), model(x)) > 40
 
 
+def test_a_densenet_agrees_with_its_simulation() -> None:
+    """Codes with and without negative values meet in its concatenations."""
+    models = pytest.importorskip("torchvision.models")
+    torch.manual_seed(0)
+    model, x = models.DenseNet(8, (2,), 8, num_classes=10).eval(), torch.randn(2, 3, 64, 64)
+    for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm2d)):
+        norm.running_mean.normal_(0, 0.1)  # type: ignore[union-attr]
+        norm.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
+    torchq.fuse_(model, x)
+    simulated(model, [x], recipe(), correct=False, target="openvino")
+    assert sqnr(torchq.deploy(model, target="torch")(x), model(x)) > 40
+
+
 @pytest.fixture
 def images() -> Tensor:
     return torch.randn(2, 3, 9, 9)

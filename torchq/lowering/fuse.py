@@ -67,6 +67,7 @@ class Fusion:
         carried: node -> the qparams of the codes that its values are made from.
         values: the nodes that are wanted as values.
         wishes: node -> the codes that are wanted.
+        values_of: node -> its values in the new graph.
     """
 
     def __init__(self, trace: fx.GraphModule, dtype: torch.dtype) -> None:
@@ -76,7 +77,7 @@ class Fusion:
         self.wishes: dict[Node, dict[ByteQParams, Wish]] = defaultdict(dict)
         self._settled: dict[Node, dict[ByteQParams, ByteQParams]] = {}
         self._writes: dict[Node, Write] = {}
-        self._written: dict[Node, Node] = {}
+        self.values_of: dict[Node, Node] = {}
         self._written_codes: dict[tuple[Node, ByteQParams], Codes] = {}
         self._parts: dict[str, nn.Module] = {}
         self._taken = dict(trace.named_modules(remove_duplicate=False))
@@ -174,7 +175,7 @@ class Fusion:
 
     def written(self, value: Any) -> Any:
         """Return arguments of the trace with the values of the new graph in them."""
-        return fx.map_arg(value, self._written.__getitem__)
+        return fx.map_arg(value, self.values_of.__getitem__)
 
     def codes(self, node: Node, qparams: ByteQParams) -> Codes:
         """Return the codes of a node in the new graph, and how they are to be read.
@@ -184,7 +185,7 @@ class Fusion:
         """
         settled = self._settled[node][qparams]
         if (node, settled) not in self._written_codes:
-            made = self._written[node]
+            made = self.values_of[node]
             quantize = Quantize(settled, self.wishes[node][settled].dtype)
             quantize.finite = self._is_finite(made, _LONGEST)
             codes = self.call(node, "_input", quantize, made)
@@ -200,17 +201,13 @@ class Fusion:
         self._parts[name] = module.eval()
         return self.graph.call_module(name, args)
 
-    def deliver(self, node: Node, made: Node) -> None:
-        """Note the values that were written for a node."""
-        self._written[node] = made
-
     def deliver_codes(self, node: Node, written: dict[ByteQParams, Codes]) -> None:
         """Note the codes that were written for a node, and write values where they are wanted."""
         for qparams, codes in written.items():
             self._written_codes[node, qparams] = codes
         made, own = next(iter(written.values()))
         if node in self.values or not self.wishes[node].keys() <= written.keys():
-            self._written[node] = self.call(node, "_values", Dequantize(own, self.dtype), made)
+            self.values_of[node] = self.call(node, "_values", Dequantize(own, self.dtype), made)
 
     def _is_finite(self, node: Node, longest: int) -> bool:
         """Return True if values are made from codes by few functions that keep them finite.
@@ -393,7 +390,7 @@ def _write_layer(
         made = fusion.call(call, "", own, *args)
         made.kwargs = kwargs
         if only is None:
-            fusion.deliver(node, made)
+            fusion.values_of[node] = made
         else:
             out = _round_to(own, only[0], only[1].keeps_zero)
             fusion.deliver_codes(node, {only[0]: (made, out)})
@@ -437,7 +434,7 @@ def keep(fusion: Fusion, node: Node) -> Write:
         else:
             made = fusion.graph.node_copy(node, of)
         if node.op != "output":
-            fusion.deliver(node, made)
+            fusion.values_of[node] = made
 
     return write
 
