@@ -135,11 +135,6 @@ class VerifyReport:
         """The first layer, in the order of the model, that differs by more than is allowed."""
         return next((layer for layer in self.layers if not layer.ok), None)
 
-    @property
-    def top1(self) -> float | None:
-        """Top-1 agreement of the first output."""
-        return self.outputs[0].top1 if self.outputs else None
-
     def __str__(self) -> str:
         lines = [f"{self.path}: {'agrees with its model' if self.ok else 'DIFFERS'}"]
         lines += [f"  output {output}" for output in self.outputs]
