@@ -15,8 +15,8 @@ from tests.models import Conv1D, Parts, Projection, simulated
 from torchq import QuantDescriptor
 from torchq.errors import QuantizationError
 from torchq.nn import QuantLinear
-from torchq.nn.calls.functions import CallSite
 from torchq.nn.calls.modules import route_
+from torchq.nn.calls.routes import CallSite
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*Function'> should not be instantiated:DeprecationWarning"  # torch 2.9

@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 
 import torchq
 from torchq.errors import ConfigError, QuantizationError
-from torchq.nn.calls.functions import CallSite
 from torchq.nn.calls.modules import route_
+from torchq.nn.calls.routes import CallSite
 from torchq.nn.convert import unchanged_on_error
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import torchq
 from torchq.errors import QuantizationError
-from torchq.nn.calls.functions import CallSite
 from torchq.nn.calls.modules import RoutedModule, route_
+from torchq.nn.calls.routes import CallSite
 
 X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
 TARGET = "onnxruntime"

@@ -9,8 +9,8 @@ from torch import nn
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
 from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
-from torchq.nn.calls.functions import site_descriptors
 from torchq.nn.calls.modules import RoutedModule
+from torchq.nn.calls.routes import site_descriptors
 from torchq.nn.correction import corrected_layers
 from torchq.utils import state_kept
 from torchq.workflow import quantizers, weight_quantizers

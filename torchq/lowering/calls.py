@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torchq.graph import call_model
 from torchq.lowering.eligible import as_linear, lower
 from torchq.nn import QuantModule, convert_
-from torchq.nn.calls.functions import CallSite, equivalent_class
 from torchq.nn.calls.modules import ComputedCall, RoutedModule
+from torchq.nn.calls.routes import CallSite, equivalent_class
 from torchq.nn.modules.operators import Call
 
 #: Kind of a call -> the names of its arguments.

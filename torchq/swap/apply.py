@@ -18,8 +18,8 @@ from torchq.nn import (
     share_quantizers_,
     shared_groups,
 )
-from torchq.nn.calls.functions import CallSite
 from torchq.nn.calls.modules import OperatorOwner, RoutedModule, route_
+from torchq.nn.calls.routes import CallSite
 from torchq.nn.convert import unchanged_on_error, unparametrized
 from torchq.nn.modules.operators import OPERATORS, QuantCat, stand_in
 from torchq.runtime import RUNTIMES, remember_target

@@ -22,7 +22,7 @@ from torchq.nn import (
     quantized_class,
 )
 from torchq.nn.calls.find import WHOLE_ATTENTION, FoundCalls, Seen, weighted_calls
-from torchq.nn.calls.functions import CallSite, equivalent_class, site_descriptors
+from torchq.nn.calls.routes import CallSite, equivalent_class, site_descriptors
 from torchq.nn.convert import unparametrized
 from torchq.nn.modules.operators import Call
 from torchq.runtime import Runtime
@@ -488,7 +488,7 @@ def _by_holder(
 ) -> tuple[list[CallSite], list[tuple[CallSite, int]]]:
     """Return the calls with the weight of a quantized child that computes the same, and others."""
     held, own = [], []
-    for site, ndim in zip(calls.sites, calls.ndims, strict=True):
+    for site, ndim in calls.sites.items():
         path = site.weight.rpartition(".")[0]
         child = module.get_submodule(path) if path else module
         same = quantized_as(type(child)) is equivalent_class(site.kind)

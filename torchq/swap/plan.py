@@ -11,7 +11,7 @@ from typing import Any
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
-from torchq.nn.calls.functions import CallSite
+from torchq.nn.calls.routes import CallSite
 from torchq.swap import schema
 from torchq.swap.share import Share, Work
 from torchq.utils import table

@@ -11,7 +11,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
-from torchq.nn.calls.functions import CallSite
+from torchq.nn.calls.routes import CallSite
 
 _WORDS = {str: "a string", bool: "true or false", int: "a whole number", float: "a number"}
 

@@ -16,9 +16,8 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from torchq.graph import OPERATORS, Operator, call_model, operator_of, tensors_in
-from torchq.nn.calls.functions import CallSite, operand, product_of
 from torchq.nn.calls.modules import recording_operators, rewritten
-from torchq.nn.calls.routes import MARK, Recorder, Visit
+from torchq.nn.calls.routes import MARK, CallSite, Recorder, Visit, operand, product_of
 from torchq.nn.convert import QuantModule
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.utils import untouched
@@ -32,16 +31,15 @@ class FoundCalls:
     """The calls that the forward of one module made in a run.
 
     Attributes:
-        sites: Calls with a weight, and attention, in the order of their first call.
-        ndims: For each site the number of dimensions of its weight; 0 for attention.
+        sites: Calls with a weight, and attention, in the order of their first call -> the number of
+            dimensions of the weight; 0 for attention.
         sources: Ids of the parameters that computed weights of calls depend on.
         unreached: Names of other functions that got a weight -> a clause on what becomes of it.
         unseen: Products in its source that the run has not made.
         obstacle: Why the calls cannot be quantized; "" if they can.
     """
 
-    sites: list[CallSite] = field(default_factory=list)
-    ndims: list[int] = field(default_factory=list)
+    sites: dict[CallSite, int] = field(default_factory=dict)
     sources: set[int] = field(default_factory=set)
     unreached: dict[str, str] = field(default_factory=dict)
     unseen: list[CallSite] = field(default_factory=list)
@@ -51,8 +49,7 @@ class FoundCalls:
         """Enter a call of the run."""
         earlier = next((other for other in self.sites if other.site == site.site), None)
         if earlier is None:
-            self.sites.append(site)
-            self.ndims.append(ndim)
+            self.sites[site] = ndim
         elif earlier != site:
             self.obstacle = self.obstacle or _CHANGES
 

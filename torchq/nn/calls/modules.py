@@ -32,8 +32,18 @@ from torchq.graph import (
     rewrite_forward,
     trace_call,
 )
-from torchq.nn.calls.functions import CallSite, operand, product_of, with_operands
-from torchq.nn.calls.routes import MARK, Recorder, Route, carry_out, place_of, visits_of
+from torchq.nn.calls.routes import (
+    MARK,
+    CallSite,
+    Recorder,
+    Route,
+    carry_out,
+    operand,
+    place_of,
+    product_of,
+    visits_of,
+    with_operands,
+)
 from torchq.nn.convert import QuantModule, change_class, class_below, unchanged_on_error
 from torchq.nn.modules.operators import Call, ScaledDotProductAttention, Tap, function_of
 from torchq.nn.tensor_quantizer import TensorQuantizer
