@@ -1,20 +1,35 @@
-"""convert_, revert_ and the registry.
+"""convert_, revert_ and the registry; subclasses, and layers with parametrizations of torch.
 
 The cases are refusals, weight_norm, fused transformer layers and legacy checkpoints.
 """
 
 import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 import torchq
+from tests.models import simulated
 from torchq import QuantDescriptor
 from torchq.errors import ConfigError, QuantizationError
 from torchq.functional import fake_quantize, reduce_amax
-from torchq.nn import QUANTIZED, QuantLinear, QuantModule, convert_, register
+from torchq.nn import (
+    QUANTIZED,
+    QuantConv2d,
+    QuantLinear,
+    QuantModule,
+    QuantMultiheadAttention,
+    convert_,
+    quantized_as,
+    register,
+    revert_,
+)
 
 INT8 = QuantDescriptor()
 ROWS = QuantDescriptor(axis=0)
@@ -151,3 +166,239 @@ def test_a_registered_class_is_swapped() -> None:
         assert torch.equal(model(x), expected)
     torchq.restore_(model)
     assert type(model[0]) is OwnLinear
+
+
+# --- subclasses ---------------------------------------------------------------------------------
+
+
+class PlainConv(nn.Conv2d):
+    """An empty subclass."""
+
+
+class Stem(nn.Conv2d):
+    """A subclass with a constructor, an initialisation and a method of its own."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(3, channels, 3, padding=1)
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 0.5)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def flops(self, size: int) -> int:
+        return 9 * 3 * self.out_channels * size
+
+
+class PlainAttention(nn.MultiheadAttention):
+    """An empty subclass of a layer that reads the weight of its child."""
+
+
+class Doubled(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class OwnSeam(nn.Conv2d):
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(input, weight - weight.mean(), bias)
+
+
+class Mixin:
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class MixedIn(Mixin, nn.Linear):
+    """Its forward comes from a class that is no module."""
+
+
+class Tied(nn.Linear):
+    """Its weight is computed."""
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return torch.eye(self.out_features, self.in_features)
+
+    @weight.setter
+    def weight(self, value: Any) -> None:
+        pass
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("cls", "expected"),
+    [
+        (nn.Conv2d, nn.Conv2d),
+        (PlainConv, nn.Conv2d),
+        (Stem, nn.Conv2d),
+        (PlainAttention, nn.MultiheadAttention),
+        (Doubled, None),
+        (OwnSeam, None),
+        (MixedIn, None),
+        (Tied, None),
+        (nn.LazyConv2d, None),
+        (torchq.nn.QuantConv2d, None),
+        (nn.ReLU, nn.ReLU),
+        (nn.Softplus, None),
+    ],
+)
+def test_what_a_class_is_quantized_as(cls: type[nn.Module], expected: type | None) -> None:
+    assert quantized_as(cls) is expected
+
+
+def test_a_subclass_is_quantized_as_its_base() -> None:
+    stem, x = Stem(4), torch.randn(2, 3, 8, 8)
+    plain = nn.Conv2d(3, 4, 3, padding=1)
+    plain.load_state_dict(stem.state_dict())
+    for module in (stem, plain):
+        convert_(module, input=QuantDescriptor(), weight=QuantDescriptor(axis=0))
+    assert isinstance(stem, QuantConv2d) and isinstance(stem, Stem) and stem.flops(2) == 216
+    assert torch.equal(stem(x), plain(x))
+    assert type(revert_(stem)) is Stem and not list(stem.children())
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
+)
+def test_copies(copied: Any) -> None:
+    module, x = convert_(Stem(4), input=QuantDescriptor(4)), torch.randn(2, 3, 8, 8)
+    twin = copied(module)
+    assert type(twin) is type(module) and torch.equal(twin(x), module(x))
+
+
+class Video(nn.Module):
+    """A model whose layers are subclasses, in the way of torchvision's r3d_18."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.conv, self.head = Stem(4), PlainConv(4, 4, 3), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.conv(self.stem(x)).mean((2, 3)))
+        return out
+
+
+def test_every_recipe_selects_them_by_their_base() -> None:
+    report = torchq.plan(Video())
+    assert [d.name for d in report.replaced] == ["stem", "conv", "head"] and not report.skipped
+    assert report.replaced[0].class_name == "Stem"
+    by_own_class = torchq.plan(Video(), exclude=f"type:{__name__}.Stem")
+    assert [d.name for d in by_own_class.skipped] == ["stem"]
+    by_base = torchq.plan(Video(), exclude="type:torch.nn.modules.conv.Conv2d")
+    assert [d.name for d in by_base.skipped] == ["stem", "conv"]
+
+
+def test_save_load_deploy(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Video().eval(), torch.randn(4, 3, 8, 8)
+    nn.init.normal_(model.stem.weight, std=0.2)
+    simulated(model, [x])
+    torchq.save(model, tmp_path / "m.pt")
+    assert torch.equal(torchq.load(Video().eval(), tmp_path / "m.pt")(x), model(x))
+    kernels = {row.name: row.kernel for row in torchq.summary(torchq.deploy(model, x)).layers}
+    assert "simulated" not in kernels.values() and len(kernels) >= 3
+
+
+def test_attention_is_quantized_with_its_output_projection() -> None:
+    model = nn.Sequential(PlainAttention(4, 2))
+    report = torchq.quantize_(model)
+    assert [d.name for d in report.replaced] == ["0"] and not report.skipped
+    assert isinstance(model[0], QuantMultiheadAttention)
+
+
+# --- parametrizations ----------------------------------------------------------------------------
+
+
+X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Double(nn.Module):
+    """A parametrization of somebody else."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+PARAMETRIZATIONS: dict[str, Callable[[nn.Module], object]] = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "own": lambda layer: parametrize.register_parametrization(layer, "weight", Double()),
+}
+
+
+def network(name: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
+    )
+    for layer in (model[0], model[4]):
+        PARAMETRIZATIONS[name](layer)
+    return model.eval()
+
+
+def quantized(name: str) -> nn.Sequential:
+    model = network(name)
+    report = torchq.quantize_(model)
+    assert [d.name for d in report.replaced] == ["0", "4"]
+    assert [d.name for d in report.skipped] == ["2"]  # the pool
+    torchq.calibrate(model, [X], progress=False)
+    return model
+
+
+@pytest.mark.parametrize("name", PARAMETRIZATIONS)
+def test_the_computed_weight_is_quantized(name: str) -> None:
+    """It computes what the layer with the baked weight computes when that is quantized."""
+    model, baked = quantized(name), network(name)
+    for layer in (baked[0], baked[4]):
+        parametrize.remove_parametrizations(layer, "weight")
+    simulated(baked, [X])
+    assert isinstance(model[0], QuantConv2d) and isinstance(model[4], QuantLinear)
+    assert torch.equal(model(X), baked(X))
+
+
+@pytest.mark.parametrize("name", PARAMETRIZATIONS)
+def test_restore_gives_the_parametrized_layer_back(name: str) -> None:
+    model, floating = quantized(name), network(name)
+    torchq.restore_(model)
+    assert torch.equal(model(X), floating(X))
+    assert parametrize.type_before_parametrizations(model[0]) is nn.Conv2d
+    parametrize.remove_parametrizations(model[0], "weight")
+    assert type(model[0]) is nn.Conv2d
+    torch.testing.assert_close(model(X), floating(X))
+
+
+def test_torch_removes_the_parametrization_of_a_quantized_layer() -> None:
+    model = quantized("weight_norm")
+    expected = model(X)
+    parametrize.remove_parametrizations(model[0], "weight")
+    assert type(model[0]) is QuantConv2d
+    assert torch.equal(model(X), expected)
+
+
+@pytest.mark.parametrize("name", PARAMETRIZATIONS)
+def test_files_and_copies(name: str, tmp_path: Path) -> None:
+    model = quantized(name)
+    assert torch.equal(copy.deepcopy(model)(X), model(X))
+    torchq.save(model, tmp_path / "model.pt")
+    loaded = torchq.load(network(name), tmp_path / "model.pt").eval()
+    assert torch.equal(loaded(X), model(X))
+
+
+def test_the_originals_are_trained() -> None:
+    model = quantized("weight_norm")
+    model(X).square().sum().backward()
+    gradients = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert gradients == {name for name, _ in model.named_parameters()}
+    assert "0.parametrizations.weight.original1" in gradients
+
+
+@pytest.mark.parametrize("name", PARAMETRIZATIONS)
+def test_integer_kernels_get_the_computed_weight(name: str) -> None:
+    model = quantized(name)
+    int8 = torchq.deploy(model, X)
+    # Float32 sums differ in their last bits.
+    torch.testing.assert_close(int8(X), model(X), rtol=1e-5, atol=1e-5)
