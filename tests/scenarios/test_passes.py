@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from torchq.fusion import passes as fusion
+from torchq.fusion import api as fusion
 from torchq.lowering.fuse import RULES
 from torchq.lowering.known_forms import KNOWN_FORMS
 from torchq.onnx.passes import EXPORT_PASSES
