@@ -149,10 +149,8 @@ def calibrate(
     of_weights, pending = weight_quantizers(model), {id(q) for q in todo.values()}
     activations = {name: q for name, q in todo.items() if id(q) not in of_weights}
     samples = None if batches is None else _samples(model, todo)
-    if correct and todo and isinstance(batches, Iterator) and needs_gains(model):
-        raise ConfigError(f"calibrate: {_READ_ONCE}")
-    count, unseen = 0, list[str]()
-    shows = progress and (group is None or dist.get_rank(group) == 0)
+    _check_readable(model, batches if correct and todo else None)
+    count, unseen, shows = 0, list[str](), progress and _is_first(group)
     buffers = [b for quantizer in todo.values() for b in quantizer.buffers()]
     parts = (*todo.values(), *corrected_layers(model))
     with utils.undone_on_error(*parts, written=buffers, but=CalibrationError), torch.no_grad():
@@ -198,6 +196,16 @@ def _corrected(
         return None
     few, some = needs_gains(model), islice(batches, max(1, most))
     return correct_results(model, some, gains=few, in_order=few, forward=forward, group=group)
+
+
+def _is_first(group: dist.ProcessGroup | None) -> bool:
+    return group is None or dist.get_rank(group) == 0
+
+
+def _check_readable(model: nn.Module, batches: Iterable[Any] | None) -> None:
+    """Raise ConfigError for batches that are read once, where 4 bits want them twice."""
+    if isinstance(batches, Iterator) and needs_gains(model):
+        raise ConfigError(f"calibrate: {_READ_ONCE}")
 
 
 def _samples(model: nn.Module, chosen: Mapping[str, TensorQuantizer]) -> OutputSamples | None:
