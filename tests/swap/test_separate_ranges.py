@@ -123,9 +123,12 @@ def test_a_damaged_number_of_ranges_is_named() -> None:
     data = plan_of(model).to_dict()
     row = next(row for row in data["decisions"] if row["names"] == ["quant_cat"])
     assert row["ranges"] == 3
-    for damaged in (9999, 0, True, "3"):
+    for damaged, expected in (
+        *((9999, "a number from 1 to 256"), (0, "a number from 1 to 256")),
+        *((True, "a whole number"), ("3", "a whole number")),
+    ):
         row["ranges"] = damaged
-        with pytest.raises(ConfigError, match=r"ranges: got .*; expected a number from 1 to 256"):
+        with pytest.raises(ConfigError, match=f"ranges: got .*; expected {expected}"):
             Plan.from_dict(data)
 
 
