@@ -14,8 +14,9 @@ install:
 demo:
 	$(BIN)/torchq demo
 
+# Every test. Without --slow, as in README, the larger tables and networks are left out.
 test:
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --slow
 
 style types imports doctests docs package:
 	.ci/checks $@

@@ -13,6 +13,7 @@ from torch import nn
 import torchq
 from torchq.lowering.kernel import saturates
 
+pytest_plugins = ["pytester", "tests.slow"]
 ROOT = Path(__file__).parent
 
 

@@ -1,0 +1,100 @@
+"""What the default run leaves out: tests marked `slow`, and how a table of cases is sampled.
+
+`python -m pytest` runs what finds nearly every fault within minutes. A test is marked `slow` for
+one reason: the default run has a smaller one that fails for the same kinds of faults, and this one
+looks at more cases of them (a whole table, a larger network, one more exporter, a process of its
+own). Nothing that is promised to users is only tested there; tests/test_promises.py checks that.
+
+    python -m pytest -n 2            # without the slow tests
+    python -m pytest -n 2 --slow     # all tests
+    python -m pytest -n 2 -m slow    # the slow tests alone
+    python -m pytest tests/nn/test_calls.py::test_names   # a test that is named runs, slow or not
+
+The hooks below are a plugin of pytest, which the conftest.py of the repository loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+#: How many slow tests were left out, in the process that collected them.
+LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out slow tests, unless an option asks for them or an argument names them."""
+    if config.option.slow or "slow" in config.option.markexpr:
+        return
+    named = [argument for argument in config.args if "::" in argument]
+    left_out = [
+        item
+        for item in items
+        if item.get_closest_marker("slow") and not any(is_named(item, by) for by in named)
+    ]
+    config.stash[LEFT_OUT] = len(left_out)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        slow = set(left_out)
+        items[:] = [item for item in items if item not in slow]
+
+
+def is_named(item: pytest.Item, argument: str) -> bool:
+    """Return whether an argument ``file::name`` selects this test, and not just its file."""
+    file, _, name = argument.partition("::")
+    path, _, test = item.nodeid.partition("::")
+    same_file = Path(file).resolve() == (item.config.rootpath / path).resolve()
+    return same_file and (test == name or test.startswith((f"{name}[", f"{name}::")))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tell pytest-xdist's process how many tests were left out here, if this is a worker of it."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["slow_left_out"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Read what a worker of pytest-xdist left out: every worker collects every test."""
+    config: pytest.Config = node.config
+    count = getattr(node, "workeroutput", {}).get("slow_left_out", 0)
+    config.stash[LEFT_OUT] = max(config.stash.get(LEFT_OUT, 0), count)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    count = config.stash.get(LEFT_OUT, 0)
+    if count:
+        terminalreporter.write_line(
+            f"slow tests left out: {count}; --slow runs them too, -m slow runs them alone"
+        )
+
+
+def sampled(cases: Iterable[Any], count: int) -> list[Any]:
+    """Return the cases of a table for ``parametrize``; all but ``count`` of them are slow.
+
+    The cases that stay in the default run are spread evenly over the table, so that a table in the
+    order of its kinds keeps some of each.
+    """
+    rows = list(cases)
+    size = min(count, len(rows))
+    kept = {index * len(rows) // size for index in range(size)}
+    return [row if index in kept else slow_case(row) for index, row in enumerate(rows)]
+
+
+def slow_case(row: Any) -> Any:
+    """Return a row of ``parametrize`` that is marked slow."""
+    if isinstance(row, type(pytest.param())):
+        return pytest.param(*row.values, id=row.id, marks=[*row.marks, pytest.mark.slow])
+    values = row if isinstance(row, tuple) else (row,)
+    return pytest.param(*values, marks=pytest.mark.slow)

@@ -1,0 +1,65 @@
+"""What a run leaves out, that it says so, and that named tests run all the same."""
+
+import pytest
+
+from tests.slow import sampled
+
+TESTS = """
+import pytest
+from tests.slow import sampled
+
+@pytest.mark.slow
+def test_slow():
+    pass
+
+@pytest.mark.parametrize("number", sampled(range(6), 2))
+def test_table(number):
+    pass
+"""
+LEFT_OUT = "slow tests left out: 5; --slow runs them too, -m slow runs them alone"
+
+
+@pytest.fixture
+def folder(pytester: pytest.Pytester) -> pytest.Pytester:
+    """A folder with one file of tests, five of which are slow."""
+    pytester.makeini("[pytest]\nmarkers = slow: rarely\naddopts = -p tests.slow")
+    pytester.makepyfile(TESTS)
+    return pytester
+
+
+@pytest.mark.parametrize(
+    ("arguments", "passed"),
+    [
+        ([], 2),
+        (["test_what_a_run_leaves_out.py"], 2),
+        (["--slow"], 7),
+        (["-m", "slow"], 5),
+        (["-m", "not slow"], 2),
+        (["test_what_a_run_leaves_out.py::test_slow"], 1),
+        (["test_what_a_run_leaves_out.py::test_table[1]"], 1),
+        (["test_what_a_run_leaves_out.py::test_table"], 6),
+    ],
+)
+def test_what_a_run_leaves_out(folder: pytest.Pytester, arguments: list[str], passed: int) -> None:
+    result = folder.runpytest_inprocess("-p", "no:xdist", *arguments)
+    result.assert_outcomes(
+        passed=passed, deselected=7 - passed if "::" not in str(arguments) else 0
+    )
+    says = LEFT_OUT in result.stdout.str()
+    assert says == (passed == 2 and "-m" not in arguments)
+
+
+def test_workers_of_xdist_tell_what_they_left_out(folder: pytest.Pytester) -> None:
+    result = folder.runpytest_subprocess("-n", "2")
+    result.stdout.fnmatch_lines([LEFT_OUT])
+
+
+def test_a_sample_is_spread_over_the_table_and_keeps_ids_and_marks() -> None:
+    rows = sampled([(1, 2), pytest.param(3, 4, id="named", marks=pytest.mark.xfail), (5, 6)], 1)
+    assert rows[0] == (1, 2)
+    assert rows[1].id == "named"
+    assert [mark.name for mark in rows[1].marks] == ["xfail", "slow"]
+    assert rows[2].values == (5, 6)
+    kept = [row for row in sampled(range(10), 4) if isinstance(row, int)]
+    assert kept == [0, 2, 5, 7]
+    assert sampled(range(3), 5) == [0, 1, 2]
