@@ -1,0 +1,290 @@
+"""Plant small faults where a wrong number is silent, and count those that the tests notice.
+
+The same number of mutants is drawn, with a seed, from each package of ``PACKAGES``. Each is written
+into a copy of the repository, in which the tests of that package run until one fails. A mutant is
+``killed`` by a test that fails, by a run that does not end or by a file that cannot be imported,
+and ``survived`` otherwise. A test counts as the killer only if it passes without the mutant.
+
+One run of the tests with contexts says which test executes which line, so that only tests that can
+notice a mutant run::
+
+    pip install pytest-cov
+    python -m pytest -n 2 --cov=torchq --cov-context=test --cov-report=
+    python -m benchmarks.mutation --seed 1 --coverage .coverage \
+        --out benchmarks/results/mutation.jsonl
+
+Each verdict is stored at once, and a run with the same ``--out`` and ``--seed`` goes on behind it.
+Mutants that no input can tell apart stand in benchmarks/mutation_equivalent.json, key and reason,
+and are not counted. ``--table`` prints the shares of a file of results.
+
+Why no library: mutmut runs functions through trampolines, and torchq reads the source of the
+forwards that it rewrites; cosmic-ray knows no tests of a line, and a dozen variants of each
+operator, most of which no test can overlook.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from benchmarks.harness import Reporter, finished_rows
+from benchmarks.mutants import Mutant, all_mutants
+
+ROOT = Path(__file__).resolve().parents[1]
+EQUIVALENT = ROOT / "benchmarks" / "mutation_equivalent.json"
+# The sources of a package and its tests.
+PACKAGES = {
+    "formats": ("torchq/formats", "tests/formats"),
+    "functional": ("torchq/functional", "tests/functional"),
+    "calib": ("torchq/calib", "tests/calib"),
+    "nn": ("torchq/nn", "tests/nn"),
+    "swap": ("torchq/swap", "tests/swap"),
+    "onnx": ("torchq/onnx", "tests/onnx"),
+    "lowering": ("torchq/lowering", "tests/lowering"),
+    "correction": ("torchq/workflow/correction.py", "tests/workflow"),
+}
+NOT_COPIED = shutil.ignore_patterns(
+    ".git", ".venv*", "__pycache__", "_build", ".*_cache", "results"
+)
+SECONDS = 600  # for the tests of one mutant
+
+
+def sources_of(root: Path, where: str) -> dict[str, str]:
+    """Return the Python files of a folder, or one file, by their paths in the repository."""
+    place = root / where
+    files = [place] if place.is_file() else sorted(place.rglob("*.py"))
+    return {str(path.relative_to(root)): path.read_text("utf-8") for path in files}
+
+
+def draw(root: Path, packages: Iterable[str], count: int, seed: int) -> dict[str, list[Mutant]]:
+    """Draw ``count`` mutants in all, the same number from each package."""
+    names = list(packages)
+    drawn = {}
+    for name in names:
+        mutants = list(all_mutants(sources_of(root, PACKAGES[name][0])))
+        generator = Random(f"{seed} {name}")
+        drawn[name] = generator.sample(mutants, min(count // len(names), len(mutants)))
+    return drawn
+
+
+class Contexts:
+    """The tests that execute a line, as coverage.py wrote them down.
+
+    Args:
+        path: the SQLite file that ``--cov-context=test`` leaves, of lines or of branches.
+        root: the repository as it was when the file was written.
+    """
+
+    def __init__(self, path: Path, root: Path) -> None:
+        self._database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+        self._root = root
+
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        return dict(self._database.execute("select id, context from context"))
+
+    @cached_property
+    def _files(self) -> dict[str, int]:
+        rows = self._database.execute("select id, path from file")
+        return {str(Path(path)).split("/torchq/")[-1]: number for number, path in rows}
+
+    def _executed(self, path: str) -> list[tuple[int, set[int]]]:
+        """Return pairs of a context and the lines of a file that were executed in it."""
+        number = self._files.get(path.removeprefix("torchq/"))
+        by_context: dict[int, set[int]] = defaultdict(set)
+        # Of branches there are pairs of lines, of lines alone one bit each.
+        arcs = self._database.execute(
+            "select context_id, fromno, tono from arc where file_id = ?", (number,)
+        )
+        for context, first, second in arcs:
+            by_context[context] |= {abs(first), abs(second)}
+        bits = self._database.execute(
+            "select context_id, numbits from line_bits where file_id = ?", (number,)
+        )
+        for context, blob in bits:
+            for index, byte in enumerate(blob):
+                by_context[context] |= {8 * index + bit for bit in range(8) if byte >> bit & 1}
+        return list(by_context.items())
+
+    def tests_of(self, mutant: Mutant, folder: str) -> list[str]:
+        """Return the tests below ``folder`` that execute the line of a mutant.
+
+        A line that is executed while modules are imported has no test of its own: all tests that
+        execute any line of the file stand for it. For a line that no test executes in its own
+        process, those of the file's own name stand: they may run it in another process.
+        """
+        executed = self._executed(mutant.path)
+        at_import = any(
+            mutant.line in lines for context, lines in executed if not self._names[context]
+        )
+        chosen = set()
+        for context, lines in executed:
+            test = self._names[context].rpartition("|")[0]
+            if test.startswith(f"{folder}/") and (at_import or mutant.line in lines):
+                chosen.add(test)
+        # The tests of the file's own name come first: they are the likeliest to fail.
+        name = Path(mutant.path).stem
+        if not chosen:
+            files = sorted((self._root / folder).glob(f"test_*{name}*.py"))
+            return [str(path.relative_to(self._root)) for path in files]
+        return sorted(chosen, key=lambda test: (f"test_{name}" not in test, test))
+
+
+@dataclass
+class Copy:
+    """A copy of the repository in which one mutant at a time is planted and tested."""
+
+    folder: Path
+    options: Sequence[str] = ()
+    passes_alone: dict[str, bool] = field(default_factory=dict)
+
+    def run(self, tests: Sequence[str]) -> tuple[str, str]:
+        """Run tests until one fails; return ``passed``, ``failed`` or ``timeout``, and the test."""
+        arguments = self.folder / "tests_of_the_mutant.txt"
+        arguments.write_text("\n".join(tests), "utf-8")
+        command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        command += [*self.options, f"@{arguments.name}"]
+        environment = {**os.environ, "PYTHONPATH": str(self.folder)}
+        try:
+            done = subprocess.run(
+                command,
+                cwd=self.folder,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            return "timeout", ""
+        if done.returncode == 0:
+            return "passed", ""
+        lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        name = lines[0].split(" ", 1)[1].split(" - ")[0] if lines else "import"
+        return "failed", name
+
+    def verdict(self, mutant: Mutant, tests: Sequence[str]) -> tuple[str, str]:
+        """Return ``killed`` or ``survived``, and the test that failed.
+
+        A test that fails without the mutant too is left out, and the rest runs again.
+        """
+        path = self.folder / mutant.path
+        source = path.read_text("utf-8")
+        remaining = [test for test in tests if self.passes_alone.get(test, True)]
+        while remaining:
+            path.write_text(mutant.apply(source), "utf-8")
+            try:
+                outcome, test = self.run(remaining)
+            finally:
+                path.write_text(source, "utf-8")
+            if outcome == "passed":
+                return "survived", ""
+            if outcome == "timeout" or test not in remaining or self.passes(test):
+                return "killed", test or outcome
+            remaining.remove(test)
+        return "survived", ""
+
+    def passes(self, test: str) -> bool:
+        """Tell whether a test passes without any mutant; asked once for each test."""
+        if test not in self.passes_alone:
+            self.passes_alone[test] = self.run([test])[0] == "passed"
+        return self.passes_alone[test]
+
+
+def equivalents() -> dict[str, str]:
+    """Return the keys of mutants that no input can tell apart, with the reason."""
+    return dict(json.loads(EQUIVALENT.read_text("utf-8")))
+
+
+def table(path: Path, seed: int) -> str:
+    """Return a Markdown table of the shares that the tests killed, by package."""
+    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    rows = [row for row in rows if row["kind"] == "result" and row["seed"] == seed]
+    excused = equivalents()
+    lines = ["| package | mutants | equivalent | killed | share |", "|---|---|---|---|---|"]
+    for name in [*PACKAGES, "all"]:
+        mutants = [row for row in rows if name in ("all", row["package"])]
+        counted = [row for row in mutants if row["key"] not in excused]
+        killed = sum(row["verdict"] == "killed" for row in counted)
+        share = f"{100 * killed / len(counted):.0f} %" if counted else "-"
+        cells = [name, len(mutants), len(mutants) - len(counted), killed, share]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    result = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    result.add_argument("--count", type=int, default=120, help="mutants in all")
+    result.add_argument("--seed", type=int, default=1)
+    result.add_argument("--packages", nargs="+", choices=PACKAGES, default=list(PACKAGES))
+    result.add_argument("--coverage", type=Path, help="which tests execute which line")
+    result.add_argument("--root", type=Path, default=ROOT, help="the repository that is tested")
+    result.add_argument("--options", nargs="+", default=[], help="further options of pytest")
+    result.add_argument("--only", help="run the mutant whose key contains this text again")
+    result.add_argument("--table", action="store_true", help="print the shares of --out")
+    result.add_argument("--out", type=Path, help="append the JSON lines to this file as well")
+    return result.parse_args(argv)
+
+
+def measure(copy: Copy, options: argparse.Namespace, report: Reporter) -> None:
+    """Draw mutants, and report the verdict of each that has none yet."""
+    contexts = Contexts(options.coverage, options.root) if options.coverage else None
+    stored = finished_rows(options.out, "seed", "key")
+    # Always drawn from all packages, so that --packages selects a part of the same mutants.
+    drawn = draw(options.root, PACKAGES, options.count, options.seed)
+    for package in options.packages:
+        folder = PACKAGES[package][1]
+        for mutant in drawn[package]:
+            is_asked = options.only is None or options.only in mutant.key
+            if not is_asked or (options.only is None and (options.seed, mutant.key) in stored):
+                continue
+            began = time.monotonic()
+            tests = contexts.tests_of(mutant, folder) if contexts else [folder]
+            verdict, test = copy.verdict(mutant, tests)
+            fields: Mapping[str, Any] = {
+                "seed": options.seed,
+                "package": package,
+                "key": mutant.key,
+                "line": mutant.line,
+                "mutation": mutant.kind,
+                "verdict": verdict,
+                "test": test,
+                "tests": len(tests),
+                "seconds": round(time.monotonic() - began, 1),
+            }
+            report.value(**fields)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, or print the table of an earlier run."""
+    options = parse(argv)
+    if options.table:
+        print(table(options.out, options.seed))
+        return
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Reporter("mutation", options.out, ("pytest", "coverage")) as report,
+    ):
+        place = Path(folder) / "repository"
+        shutil.copytree(options.root, place, ignore=NOT_COPIED)
+        measure(Copy(place, options.options), options, report)
+
+
+if __name__ == "__main__":
+    main()
