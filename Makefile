@@ -4,12 +4,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo test test-oldest test-targets style types imports doctests docs package \
-	figures check ci bench-env clean
+.PHONY: install demo test test-fast test-oldest test-targets style types imports doctests docs \
+	package figures check ci bench-env clean
 
 install:
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -e ".[all,docs]" -c docs/requirements.txt
+	$(BIN)/pip install -e ".[all,docs]" -c docs/requirements.txt -c .ci/requirements.txt
 
 demo:
 	$(BIN)/torchq demo
@@ -17,6 +17,13 @@ demo:
 # Every test. Without --slow, as in README, the larger tables and networks are left out.
 test:
 	$(BIN)/python -m pytest -n 2 --slow
+
+# What a change to one package wants, within a minute: make test-fast PACKAGE=nn
+test-fast:
+	@test -d "tests/$(PACKAGE)" -a -n "$(PACKAGE)" || { \
+		echo "test-fast: got PACKAGE='$(PACKAGE)'; expected a folder of tests/, as in PACKAGE=nn" >&2; \
+		exit 2; }
+	$(BIN)/python -m pytest -n 2 tests/$(PACKAGE) tests/test_architecture.py tests/test_surface.py
 
 style types imports doctests docs package:
 	.ci/checks $@
