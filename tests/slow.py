@@ -15,7 +15,8 @@ The hooks below are a plugin of pytest, which the conftest.py of the repository 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ import pytest
 
 #: How many slow tests were left out, in the process that collected them.
 LEFT_OUT = pytest.StashKey[int]()
+#: Seconds of processor time that a test may take on CI, with its fixtures, without being slow.
+LIMIT = 15.0
+#: The processor time when the setup of a test began.
+BEGAN = pytest.StashKey[float]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -77,6 +82,29 @@ def pytest_terminal_summary(
     if count:
         terminalreporter.write_line(
             f"slow tests left out: {count}; --slow runs them too, -m slow runs them alone"
+        )
+
+
+def processor_time() -> float:
+    """Return the seconds that this process and its ended children have computed."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[BEGAN] = processor_time()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test that takes too long for the default run, where CI runs it."""
+    yield
+    seconds = processor_time() - item.stash[BEGAN]
+    if seconds > LIMIT and "CI" in os.environ and not item.get_closest_marker("slow"):
+        pytest.fail(
+            f"the test took {seconds:.0f} s of processor time; expected at most {LIMIT:g} s. "
+            "Make it smaller, or mark it slow"
         )
 
 

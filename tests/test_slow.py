@@ -16,6 +16,32 @@ def test_slow():
 def test_table(number):
     pass
 """
+LONG = """
+import subprocess, sys, time
+import pytest
+
+def compute():
+    end = time.process_time() + 0.1
+    while time.process_time() < end:
+        pass
+
+@pytest.fixture
+def computed():
+    compute()
+
+def test_short():
+    time.sleep(0.1)
+
+def test_long():
+    compute()
+
+def test_with_a_long_fixture(computed):
+    pass
+
+@pytest.mark.slow
+def test_marked():
+    compute()
+"""
 LEFT_OUT = "slow tests left out: 5; --slow runs them too, -m slow runs them alone"
 
 
@@ -52,6 +78,21 @@ def test_what_a_run_leaves_out(folder: pytest.Pytester, arguments: list[str], pa
 def test_workers_of_xdist_tell_what_they_left_out(folder: pytest.Pytester) -> None:
     result = folder.runpytest_subprocess("-n", "2")
     result.stdout.fnmatch_lines([LEFT_OUT])
+
+
+@pytest.mark.parametrize("place", ["CI", "HERE"])
+def test_a_long_test_fails_on_ci_unless_it_is_slow(pytester: pytest.Pytester, place: str) -> None:
+    pytester.makeini("[pytest]\nmarkers = slow: rarely\naddopts = -p tests.slow")
+    pytester.makepyfile(LONG)
+    with pytest.MonkeyPatch.context() as patch:  # the same limit holds for this test
+        patch.delenv("CI", raising=False)
+        patch.setenv(place, "1")
+        patch.setattr("tests.slow.LIMIT", 0.05)
+        result = pytester.runpytest_inprocess("-p", "no:xdist", "--slow")
+    failed = {"CI": 2, "HERE": 0}[place]
+    result.assert_outcomes(passed=4 - failed, failed=failed)
+    if failed:
+        result.stdout.fnmatch_lines(["*s of processor time; expected at most 0.05 s*slow"])
 
 
 def test_a_sample_is_spread_over_the_table_and_keeps_ids_and_marks() -> None:
