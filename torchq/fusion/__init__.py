@@ -1,4 +1,4 @@
-"""Exact merging of BatchNorms and parallel linear branches, before quantization.
+"""Exact merging of BatchNorms and parallel linear branches, before quantization or after it.
 
 See docs/fuse.md.
 """
@@ -7,7 +7,7 @@ from torchq.fusion.api import fuse_
 from torchq.fusion.blocks import BlockRule, register_block
 from torchq.fusion.families import FAMILIES
 from torchq.fusion.fold import ConstantPad
-from torchq.fusion.modules import RescalesOutput
+from torchq.fusion.modules import OutputFold, RescalesOutput
 from torchq.fusion.record import apply_fusion_record_, fusion_record
 from torchq.fusion.report import FuseReport, Fusion, Refusal
 
@@ -17,6 +17,7 @@ __all__ = [
     "ConstantPad",
     "FuseReport",
     "Fusion",
+    "OutputFold",
     "Refusal",
     "RescalesOutput",
     "apply_fusion_record_",

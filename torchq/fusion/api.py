@@ -19,7 +19,8 @@ from torchq.errors import FuseError
 from torchq.fusion.blocks import BlockEdit, plan_blocks
 from torchq.fusion.fold import FoldEdit, plan_fold
 from torchq.fusion.linear_map import relative_error
-from torchq.fusion.modules import QUANTIZED_MODEL_TOLERANCE, holds_quantizers, is_norm
+from torchq.fusion.modules import holds_quantizers, is_norm
+from torchq.fusion.on_grid import plan_on_grid
 from torchq.fusion.pairs import find_flow, find_pairs
 from torchq.fusion.record import recording
 from torchq.fusion.report import FuseReport, Refusal
@@ -111,9 +112,22 @@ def fold_batchnorms(trial: Trial) -> int:
     for name in [name for name in trial.refused if is_norm(modules.get(name))]:
         del trial.refused[name]  # it has just been looked at again
     trial.notes = list(notes)
-    bar = trial.bar(pairs, "fold BatchNorm")
+    on_grid = [pair for pair in pairs if pair.is_on_grid(trial.model)]
+    in_float = [pair for pair in pairs if pair not in on_grid]
+    bar = trial.bar(in_float, "fold BatchNorm")
     planned = [plan_fold(trial.model, pair, verify=trial.verify) for pair in bar]
+    planned += plan_on_grid(trial.model, on_grid, trial.example, verify=trial.verify)
+    order = {pair.norm: position for position, pair in enumerate(pairs)}
+    planned.sort(key=lambda result: order[norm_of(result)])
     return trial.carry_out([*planned, *refusals])
+
+
+def norm_of(result: FoldEdit | Refusal) -> str:
+    """Return the path of the BatchNorm that is folded or refused."""
+    if isinstance(result, Refusal):
+        return result.name
+    assert result.fusion is not None
+    return result.fusion.parts[0]
 
 
 #: The passes in their order: a BatchNorm inside a block goes with the block.
@@ -141,10 +155,14 @@ def fuse_(
     """Fold BatchNorms and merge parallel linear branches, in place, exactly.
 
     Everything is computed in float64 and compared with the unfused layers on random inputs before
-    the model is touched. Layers stay the same objects with new parameters; a folded BatchNorm
-    becomes an Identity (or its own activation). What cannot be merged exactly is left as it is,
-    and the report says why. A second call finds nothing left to do. A call that fails or is
-    interrupted leaves the model as it was.
+    the model is touched. A quantized layer takes a BatchNorm on the grid of its own weight: the
+    codes stay and take the signs of the factors, their scales grow. It is compared by its codes,
+    and by its result on the input that it gets on the example.
+
+    Layers stay the same objects with new parameters; a folded BatchNorm becomes an Identity (or its
+    own activation). What cannot be merged exactly is left as it is, and the report says why. A
+    second call finds nothing left to do. A call that fails or is interrupted leaves the model as it
+    was.
 
     Call it on a trained model in eval mode, before :func:`torchq.quantize_`, and before the
     optimizer is created: merged parameters are new objects.
@@ -165,8 +183,9 @@ def fuse_(
 
     Returns:
         The report. If the fused model differs from ``model`` by more than rounding, the report
-        says by how much, the model is as before, and a warning is given. What was done is also
-        kept with the model, see :func:`torchq.fusion.fusion_record`.
+        says by how much, the model is as before, and a warning is given. Of a quantized model the
+        difference is shown and refuses nothing: ties between two codes decide it. What was done is
+        also kept with the model, see :func:`torchq.fusion.fusion_record`.
 
     Raises:
         FuseError: ``model`` is no module, every BatchNorm is in training mode, or the model is
@@ -241,19 +260,23 @@ def _check_model(model: Any) -> None:
 
 
 def _compare(model: nn.Module, fused: nn.Module, example: Any, report: FuseReport) -> FuseReport:
-    """Compare both models on the example, within the limit of the lowest precision in use."""
+    """Compare both models on the example, within the limit of the lowest precision in use.
+
+    There is no limit for a quantized model, in which a tie between two codes falls to either side
+    for the last bit. Its folds were judged layer by layer.
+    """
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.float32}
-    limit = max(TOLERANCE.get(dtype, 1e-4) for dtype in dtypes)
-    if holds_quantizers(model):
-        limit = max(limit, QUANTIZED_MODEL_TOLERANCE)
+    limit = None if holds_quantizers(model) else max(TOLERANCE.get(d, 1e-4) for d in dtypes)
     before, notes = _outputs(model, example), report.notes
     try:
         after = _outputs(fused, example)
     except Exception as failure:  # a forward that reads what a BatchNorm has and an Identity lacks
         reason = f"the fused model fails ({type(failure).__name__}: {failure})"
-        return replace(report, error=math.inf, tolerance=limit, notes=(*notes, reason))
+        return replace(report, error=math.inf, tolerance=limit or 0.0, notes=(*notes, reason))
     error = _difference(after, before)
-    if not error <= limit:  # rounding may swap near-ties in a ranking; equal values were swapped
+    if (
+        limit is not None and not error <= limit
+    ):  # rounding may swap near-ties in a ranking; equal values were swapped
         reordered = _difference(_sorted(after), _sorted(before))
         if reordered <= limit:
             error = reordered

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +14,13 @@ from torch import Tensor, nn
 from torchq.fusion.algebra import KernelBias, fold_affine_after, fold_affine_before
 from torchq.fusion.linear_map import relative_error
 from torchq.fusion.modules import (
-    QUANTIZED_FOLD_TOLERANCE,
     TRANSPOSED,
-    RescalesOutput,
+    WEIGHT_QUANTIZER,
     calls_children,
+    holders_of,
     norm_affine,
     norm_remainder,
+    output_quantizer_of,
     torch_base,
 )
 from torchq.fusion.pairs import Pair
@@ -63,17 +65,16 @@ class ConstantPad(nn.Module):
 
 @dataclass(frozen=True)
 class LayerNumbers:
-    """New parameters of a layer in its dtype, and what its output channels were multiplied by."""
+    """New parameters of a layer in its dtype."""
 
     weight: Tensor
     bias: Tensor
-    scale: Tensor | None = None
 
     @classmethod
-    def of(cls, value: KernelBias, layer: Any, scale: Tensor | None) -> LayerNumbers:
+    def of(cls, value: KernelBias, layer: Any) -> LayerNumbers:
         """Return ``value`` on the device and in the dtype of ``layer``."""
         weight, bias = (t.to(device=layer.weight.device, dtype=layer.weight.dtype) for t in value)
-        return cls(weight, bias, scale)
+        return cls(weight, bias)
 
     @property
     def finite(self) -> bool:
@@ -84,8 +85,18 @@ class LayerNumbers:
         """Replace the parameters of ``layer``. Other owners of the old tensors keep them."""
         replace_parameter(layer, "weight", self.weight)
         replace_parameter(layer, "bias", self.bias)
-        if self.scale is not None and isinstance(layer, RescalesOutput):
-            layer.rescale_output_(self.scale)
+
+
+@dataclass(frozen=True)
+class GridFold:
+    """The map that a quantized layer folds into itself, on the grid of its own weight."""
+
+    scale: Tensor
+    shift: Tensor
+
+    def put_into(self, layer: Any) -> None:
+        """Let ``layer`` compute ``scale * result + shift``. Others keep the tensors they share."""
+        layer.fold_output_(self.scale, self.shift)
 
 
 def replace_parameter(layer: nn.Module, name: str, value: Tensor) -> None:
@@ -106,18 +117,22 @@ def replace_parameter(layer: nn.Module, name: str, value: Tensor) -> None:
 class FoldEdit:
     """A planned fold, or one of a record, without ``fusion``; ``pad`` replaces the BatchNorm."""
 
-    numbers: dict[str, LayerNumbers]
+    numbers: Mapping[str, LayerNumbers | GridFold]
     norms: tuple[str, ...]
     pad: ConstantPad | None
     fusion: Fusion | None = None
 
     def apply(self, model: nn.Module) -> None:
         """Change ``model``, where every path is still what it was when the fold was planned."""
+        result_quantizer = output_quantizer_of(model.get_submodule(self.norms[0]))
         for path, numbers in self.numbers.items():
             layer: Any = model.get_submodule(path)
+            keep_own_quantizer_(model, layer)
             numbers.put_into(layer)
             if self.pad is not None:
                 layer.padding = (0,) * len(self.pad.padding)
+            if result_quantizer is not None:
+                layer.adopt_output_quantizer_(result_quantizer, f"{path}.output_quantizer")
         for path in self.norms:
             norm = model.get_submodule(path)
             new = norm_remainder(norm) if self.pad is None else copy.deepcopy(self.pad)
@@ -133,6 +148,13 @@ class FoldEdit:
         }
 
 
+def keep_own_quantizer_(model: nn.Module, layer: nn.Module) -> None:
+    """Give ``layer`` a copy of its weight's quantizer if another module of ``model`` has it too."""
+    quantizer = dict(layer.named_children()).get(WEIGHT_QUANTIZER)
+    if quantizer is not None and holders_of(model, quantizer, layer):
+        layer.add_module(WEIGHT_QUANTIZER, copy_module(quantizer))
+
+
 def plan_fold(model: nn.Module, pair: Pair, *, verify: bool) -> FoldEdit | Refusal:
     """Return one fold, or why it would not be exact; ``verify`` compares classes of torch too."""
     norm = model.get_submodule(pair.norm)
@@ -144,33 +166,42 @@ def plan_fold(model: nn.Module, pair: Pair, *, verify: bool) -> FoldEdit | Refus
         if pair.pads:
             pad = ConstantPad((-shift / scale).to(layer.weight.device), layer.padding)
         exact = _exact(layer, pair.before, scale, shift)
-        numbers[path] = LayerNumbers.of(exact, layer, None if pair.before else scale)
+        numbers[path] = LayerNumbers.of(exact, layer)
         if not numbers[path].finite:
             return Refusal(pair.norm, f"folding it into {path} overflows {layer.weight.dtype}")
-        if verify or not (_is_of_torch(norm) and _is_of_torch(layer)):
+        if verify or not (is_of_torch(norm) and is_of_torch(layer)):
             try:
-                found = _error(pair, norm, layer, exact, numbers[path], pad)
+                found = _error(pair, norm, layer, exact, pad)
             except Exception as failure:  # a forward of the user's may want more than one tensor
-                reason = f"{type(failure).__name__}: {str(failure).partition(chr(10))[0]}"
-                return Refusal(pair.norm, f"folding it into {path} cannot be checked ({reason})")
+                return Refusal(pair.norm, cannot_be_checked(path, failure))
             error = max(error, found)
-            limit = QUANTIZED_FOLD_TOLERANCE if isinstance(layer, RescalesOutput) else TOLERANCE
-            if not found <= limit:
+            if not found <= TOLERANCE:
                 return Refusal(
                     pair.norm,
                     f"folding it into {path} would be off by {found:.1e} (relative, float64);"
-                    f" expected at most {limit:.0e}",
+                    f" expected at most {TOLERANCE:.0e}",
                 )
-    named = model.named_modules(remove_duplicate=False)
-    norms = tuple(name for name, module in named if module is norm)
     kind = "norm before layer" if pair.before else "norm after layer"
     parts = (pair.norm, *pair.layers[1:])
     largest = scale.abs().max().item()
     fusion = Fusion(pair.layers[0], kind, parts, error, pair.found_by, largest)
-    return FoldEdit(numbers, norms, pad, fusion)
+    return FoldEdit(numbers, paths_of(model, norm), pad, fusion)
 
 
-def _is_of_torch(module: nn.Module) -> bool:
+def cannot_be_checked(path: str, failure: Exception) -> str:
+    """Return the reason of a refusal for a layer that fails on an input."""
+    first_line = str(failure).partition("\n")[0]
+    return f"folding it into {path} cannot be checked ({type(failure).__name__}: {first_line})"
+
+
+def paths_of(model: nn.Module, module: nn.Module) -> tuple[str, ...]:
+    """Return every path of ``module`` in ``model``."""
+    named = model.named_modules(remove_duplicate=False)
+    return tuple(name for name, part in named if part is module)
+
+
+def is_of_torch(module: nn.Module) -> bool:
+    """Return True for a class of torch itself, whose forward is known."""
     return type(module).__module__.startswith("torch.nn.")
 
 
@@ -188,30 +219,26 @@ def _error(
     norm: nn.Module,
     layer: Any,
     exact: KernelBias,
-    numbers: LayerNumbers,
     pad: ConstantPad | None,
 ) -> float:
-    """Return the relative error of a fold; in a quantized layer that of its rounded numbers."""
-    x, folded = _sample(layer, torch.Generator().manual_seed(0)), _double(layer)
-    if isinstance(layer, RescalesOutput) and not pair.before:
-        numbers.put_into(folded)
-    else:
-        for name, value in zip(("weight", "bias"), exact, strict=True):
-            folded.register_parameter(name, nn.Parameter(value, requires_grad=False))
+    """Return the relative error of a fold."""
+    x, folded = sample(layer, torch.Generator().manual_seed(0)), _double(layer)
+    for name, value in zip(("weight", "bias"), exact, strict=True):
+        folded.register_parameter(name, nn.Parameter(value, requires_grad=False))
     if not pair.before:
-        return relative_error(_run([folded, norm_remainder(norm)], x), _run([layer, norm], x))
-    want = _run([norm, layer], x)
+        return relative_error(run([folded, norm_remainder(norm)], x), run([layer, norm], x))
+    want = run([norm, layer], x)
     if pad is not None:
         folded.padding = (0,) * len(pad.padding)
         x = copy.deepcopy(pad).double()(x)
-    return relative_error(_run([folded], x), want)
+    return relative_error(run([folded], x), want)
 
 
 def _double(module: nn.Module) -> Any:
     return copy_module(module).cpu().double()
 
 
-def _run(parts: list[Any], x: Tensor) -> Tensor:
+def run(parts: list[Any], x: Tensor) -> Tensor:
     """Return what ``parts`` compute one after the other, past hooks, in float64 on the CPU."""
     ndims = {nn.BatchNorm2d: 4, nn.BatchNorm3d: 5}
     with torch.no_grad():
@@ -219,12 +246,14 @@ def _run(parts: list[Any], x: Tensor) -> Tensor:
             for kind, ndim in ndims.items():
                 if x.dim() == 2 and isinstance(part, kind):  # tokens, with features on axis 1
                     x = x.reshape(*x.shape, *[1] * (ndim - 2))
-            # Of a layer that calls children only torch's own part is compared.
-            x = torch_base(part).forward(part, x) if calls_children(part) else part.forward(x)
+            # Of a layer that calls children only torch's own part is compared, and of a BatchNorm
+            # that quantizes its result what comes before.
+            is_base_alone = calls_children(part) or output_quantizer_of(part) is not None
+            x = torch_base(part).forward(part, x) if is_base_alone else part.forward(x)
     return x.flatten(1) if isinstance(parts[0], nn.Linear) else x
 
 
-def _sample(layer: Any, generator: torch.Generator) -> Tensor:
+def sample(layer: Any, generator: torch.Generator) -> Tensor:
     """Return a random float64 input for ``layer``."""
     shape = [4, layer.in_features] if isinstance(layer, nn.Linear) else [2, layer.in_channels]
     for axis, kernel in enumerate(getattr(layer, "kernel_size", ())):

@@ -5,6 +5,7 @@ module counts as quantized if it has a child named ``*_quantizer``, and a quanti
 in fusion through :class:`RescalesOutput`.
 """
 
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
@@ -21,27 +22,48 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _NORM_TENSORS = ("weight", "bias", "running_mean", "running_var")
 
 
+#: The child of a quantized layer that quantizes its weight.
+WEIGHT_QUANTIZER = "weight_quantizer"
+
 QUANTIZED_FIRST = (
     "holds quantizers; expected the order fuse_, quantize_, calibrate: restore_ the model, fuse it,"
     " then quantize and calibrate again"
 )
 
-#: One fold into a quantized layer: a weight on a tie between two codes may round to the other
-#: one. The limit is one code of the smallest format that is worth quantizing to.
-QUANTIZED_FOLD_TOLERANCE = 2e-2
 
-#: A whole quantized model: rounding moves an activation between two codes to the other code.
-QUANTIZED_MODEL_TOLERANCE = 5e-2
+@dataclass(frozen=True)
+class OutputFold:
+    """What a quantized layer says of a map that was folded into it.
+
+    Attributes:
+        codes: how many codes its weight has.
+        changed: bool, the shape of the weight: the codes that could not stay what they were but
+            for their sign.
+        exact: bool ``(out_channels,)``: the channels without such a code.
+        relative: how far results may be off in these channels, relative to their largest terms.
+        absolute: float64 ``(out_channels,)``: how far they may be off beside that.
+        remarks: sentences for the report.
+        has_range: the quantizer of the weight has a range. Without one the weight is a product of
+            floats, and results are compared without that quantizer.
+    """
+
+    codes: int
+    changed: Tensor
+    exact: Tensor
+    relative: float
+    absolute: Tensor
+    remarks: tuple[str, ...] = ()
+    has_range: bool = True
 
 
 @runtime_checkable
 class RescalesOutput(Protocol):
     """A layer with a quantized weight whose output channels can be scaled without changing a code.
 
-    The weight's range of output channel ``c`` has to grow by ``|scale[c]|`` together with the
-    weight; a negative scale flips the sign of the codes. ``fuse_`` calls
-    :meth:`output_scale_obstacle` while it plans, and :meth:`rescale_output_` after it has put the
-    scaled weight into the layer.
+    The weight's range of output channel ``c`` grows by ``|scale[c]|``, and a negative scale flips
+    the sign of the codes. ``fuse_`` asks :meth:`output_scale_obstacle` while it plans, lets a copy
+    of the layer do :meth:`fold_output_`, and compares the copy with the layer: its codes by
+    :meth:`folded_codes_obstacle`, and its results.
     """
 
     def output_scale_obstacle(self, scale: Tensor) -> str | None:
@@ -51,9 +73,27 @@ class RescalesOutput(Protocol):
         """
         ...
 
-    def rescale_output_(self, scale: Tensor) -> None:
-        """Multiply the weight's ranges by ``|scale|``."""
+    def fold_output_(self, scale: Tensor, shift: Tensor) -> OutputFold:
+        """Compute ``scale * result + shift`` per output channel from now on, in place."""
         ...
+
+    def folded_codes_obstacle(
+        self, folded: nn.Module, scale: Tensor, outcome: OutputFold
+    ) -> str | None:
+        """Return which codes of a folded copy are not those of this layer, or None."""
+        ...
+
+    def adopt_output_quantizer_(self, quantizer: nn.Module, path: str) -> None:
+        """Take the quantizer that stood behind the BatchNorm; ``path`` is where it is now."""
+        ...
+
+
+@runtime_checkable
+class QuantizesOutput(Protocol):
+    """A BatchNorm whose result is quantized, by its child ``output_quantizer`` and nothing else."""
+
+    output_quantizer: nn.Module
+    quantizes_output: bool
 
 
 def holds_quantizers(module: nn.Module) -> bool:
@@ -62,6 +102,23 @@ def holds_quantizers(module: nn.Module) -> bool:
         name.rpartition(".")[2].endswith("_quantizer") and type(child) is not nn.Identity
         for name, child in module.named_modules()
     )
+
+
+def output_quantizer_of(norm: nn.Module) -> nn.Module | None:
+    """Return the quantizer of the result of a BatchNorm; None for one that is all float."""
+    if not (isinstance(norm, QuantizesOutput) and norm.quantizes_output):
+        return None
+    return norm.output_quantizer
+
+
+def holders_of(model: nn.Module, part: Any, other_than: nn.Module) -> list[str]:
+    """Return the paths of the modules with ``part`` as a child or parameter, but for one module."""
+    return [
+        path
+        for path, module in model.named_modules()
+        if module is not other_than
+        and any(item is part for item in (*module.children(), *module.parameters(recurse=False)))
+    ]
 
 
 def is_layer(module: nn.Module | None) -> TypeGuard[Any]:
@@ -162,10 +219,13 @@ def norm_obstacle(norm: nn.Module) -> str | None:
         return "in training mode; call .eval() first"
     if getattr(norm, "running_mean", None) is None or getattr(norm, "running_var", None) is None:
         return "keeps no running statistics (track_running_stats=False)"
-    if holds_quantizers(norm):
+    quantizes_result = output_quantizer_of(norm) is not None
+    if holds_quantizers(norm) and not quantizes_result:
         return QUANTIZED_FIRST
     if hook := forward_hook_kind(norm):
         return f"has {hook}; remove it first"
+    if quantizes_result:
+        return _tensor_obstacle(norm, _NORM_TENSORS)
     if not _inherits_forward(norm) and isinstance(norm, _NORMS) and not hasattr(norm, "act"):
         return f"is a {type(norm).__name__}, whose forward may do more than BatchNorm"
     drop = getattr(norm, "drop", None)

@@ -18,6 +18,7 @@ from torchq.fusion.modules import (
     norm_affine,
     norm_obstacle,
     output_channels,
+    output_quantizer_of,
 )
 from torchq.fusion.report import Refusal
 from torchq.graph import Call, Flow, flow_of_graph, forward_hook_kind, record, trace_modules
@@ -158,6 +159,10 @@ class Pair:
     pads: bool
     found_by: str
 
+    def is_on_grid(self, model: nn.Module) -> bool:
+        """Return True if a quantized layer takes the BatchNorm behind it."""
+        return not self.before and isinstance(model.get_submodule(self.layers[0]), RescalesOutput)
+
 
 class _Refused(Exception):
     """A BatchNorm stays; the text is the reason."""
@@ -264,6 +269,8 @@ class _Finder:
         reason = None
         if isinstance(layer, RescalesOutput):
             reason = layer.output_scale_obstacle(norm_affine(norm)[0])
+        elif output_quantizer_of(norm) is not None:
+            reason = "is float, and cannot take over the quantizer of the BatchNorm's result"
         reason = reason or self._hook_between(self.names[id(layer)], self.names[id(norm)])
         if reason:
             raise _Refused(f"its layer {name} {reason}")
@@ -329,7 +336,8 @@ class _Finder:
     def _pair_before(self, name: str, norm: Any, calls: list[Call], why_not_after: str) -> Pair:
         """Return the pair of a BatchNorm and all layers that read it, or raise ``_Refused``."""
         alone = len(calls) == 1 and calls[0].index not in self.flow.outputs
-        followers = self._followers(calls[0]) if alone and not hasattr(norm, "act") else []
+        is_affine = not hasattr(norm, "act") and output_quantizer_of(norm) is None
+        followers = self._followers(calls[0]) if alone and is_affine else []
         if not followers:
             raise _Refused(why_not_after)
         shifts = bool(norm_affine(norm)[1].any())

@@ -1,73 +1,271 @@
-"""Folding a BatchNorm into a calibrated layer without changing a code.
+"""Folding a BatchNorm into a quantized layer: its codes stay, and the scales of its weight grow."""
 
-The layer's output channels are scaled, and the ranges of its weight with them.
-"""
-
+import math
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from torchq.formats import Granularity, PerTensor
-from torchq.functional import quantize
+from torchq.formats import PerAxis, PerBlock, PerTensor, ScaleType
 from torchq.fusion.algebra import fold_affine_after
+from torchq.fusion.fold import replace_parameter
+from torchq.fusion.modules import OutputFold
+from torchq.nn.integer_bias import bias_steps, raises_step
 from torchq.nn.tensor_quantizer import TensorQuantizer
+from torchq.nn.weight_grid import (
+    ScaledWeight,
+    moved_codes,
+    scale_range_,
+    scale_rounding,
+    scale_weight_,
+    separate_channels_,
+    shares_factors,
+)
 
-#: The fraction of weight codes that may differ after a fold, by rounding.
-CHANGED_CODES = 1e-4
+#: What float32 arithmetic may move the result of a layer by, relative to its largest terms.
+_FLOAT32_ERROR = 1e-5
 
 
 class OutputScaling(nn.Module):
     """Mixin that makes a quantized layer a :class:`torchq.fusion.RescalesOutput`.
 
-    With ``weight * s`` and ``amax * |s|`` per output channel every code keeps its magnitude and
-    takes the sign of ``s``. That needs a range per output channel, or one scale for all channels.
+    Every code keeps its magnitude and takes the sign of the factor; see
+    :mod:`torchq.nn.weight_grid`. That needs a range per output channel; a weight with one range
+    gets such ranges.
     """
 
     channel_axis: ClassVar[int]
+    bias_format: str
+    rounded_by: str
+    one_weight_scale: bool
     weight: Tensor
     input_quantizer: nn.Module
     weight_quantizer: nn.Module
 
     def output_scale_obstacle(self, scale: Tensor) -> str | None:
-        """Return why the weight's codes could not keep their magnitude, or None if they can."""
+        """Return why output channels cannot be scaled on the weight's own grid, or None."""
         quantizer = self.weight_quantizer
         if any(getattr(q, "observing", False) for q in (self.input_quantizer, quantizer)):
             return "is being calibrated; finish the calibration first, or fuse before quantizing"
-        if not isinstance(quantizer, TensorQuantizer):
-            return None
-        if not quantizer.calibrated and not quantizer.descriptor.dynamic:
+        if "output_quantizer" in self._modules:
+            return (
+                "quantizes its result in front of the BatchNorm, whose factors one range cannot "
+                "take; fuse before quantizing"
+            )
+        if not isinstance(quantizer, TensorQuantizer) or not _has_range(quantizer):
             return None  # its range will be that of the folded weight
-        if not quantizer.descriptor.symmetric:
+        factor = self._per_weight(scale)
+        d = quantizer.descriptor
+        if d.unsigned is True and d.symmetric and bool((scale < 0).any()):
             return (
-                "has asymmetric weight ranges, which BatchNorm may turn round; expected symmetric "
-                "ones. Fuse before quantizing"
+                "has weight codes that begin at 0, which a negative factor of BatchNorm turns "
+                "round; fuse before quantizing"
             )
-        granularity = quantizer.descriptor.granularity
-        ratio = _largest_ratio(self._per_weight(scale.abs()), granularity)
-        if ratio is not None:
-            unit = "ranges that several output channels share"
-            if isinstance(granularity, PerTensor):
-                unit = "one range for the whole weight"
-            return (
-                f"has {unit}, but BatchNorm scales its channels by factors up to {ratio:.3g}"
-                " apart; expected a range per output channel. Fuse before quantizing"
-            )
-        changed = self._changed_codes(quantizer, scale)
-        if changed > CHANGED_CODES:
-            return (
-                f"would change {changed:.1%} of its weight codes ({quantizer.descriptor});"
-                " expected none. Fuse before quantizing"
-            )
+        obstacle = self.weight_grid_obstacle()
+        if obstacle is None or not (self._shares_ranges() and shares_factors(quantizer, factor)):
+            return obstacle
         return None
 
-    def rescale_output_(self, scale: Tensor) -> None:
-        """Multiply the ranges of the weight by ``|scale|``; the caller has scaled the weight."""
+    def weight_grid_obstacle(self) -> str | None:
+        """Return why the weight's quantizer cannot take a factor per output channel, or None.
+
+        It depends on how the weight is quantized, not on its numbers.
+        """
         quantizer = self.weight_quantizer
-        if isinstance(quantizer, TensorQuantizer) and quantizer.calibrated:
-            factor = quantizer.descriptor.granularity.amax(self._per_weight(scale.abs()))
-            amax = quantizer.amax.detach()
-            quantizer.set_amax(amax.double() * factor.reshape(amax.shape))
+        if not isinstance(quantizer, TensorQuantizer):
+            return None
+        d = quantizer.descriptor
+        obstacles = {
+            "has a pre_quant_scale on its weight": quantizer.pre_quant_scale is not None,
+            "has a delegate in its weight quantizer, which may compute anything": (
+                quantizer.delegate is not None
+            ),
+            "returns the codes of its weight in place of values": not d.fake_quant,
+            f"has weight scales of a fixed form ({d}), which BatchNorm's factors have not": (
+                d.block_scale_format is not None and not isinstance(d.block_scale_format, ScaleType)
+            ),
+        }
+        reason = next((text for text, is_so in obstacles.items() if is_so), None)
+        reason = reason or self._shared_ranges_obstacle()
+        return None if reason is None else f"{reason}; fuse before quantizing"
+
+    def _shared_ranges_obstacle(self) -> str | None:
+        """Return why output channels cannot have ranges of their own, or None."""
+        if not self._shares_ranges():
+            return None
+        quantizer: Any = self.weight_quantizer
+        grid = quantizer.descriptor.granularity
+        if self._range_axis() is None:
+            return (
+                "is a grouped transposed convolution, whose output channels lie along no one axis "
+                "of the weight"
+            )
+        if self.one_weight_scale:
+            return "has one range for the whole weight, as its target takes no more"
+        if isinstance(grid, PerTensor) or math.prod(grid.amax_shape(self.weight.shape)) == 1:
+            return None  # each channel gets this range
+        return (
+            f"has weight ranges that several output channels share ({quantizer.descriptor}); "
+            f"expected a range along axis {self._range_axis()}"
+        )
+
+    def _range_axis(self) -> int | None:
+        """Return the axis of the weight along which each index is of one output channel."""
+        module: Any = self
+        if self.channel_axis == 0 or module.groups == 1:
+            return self.channel_axis
+        return 0 if self.weight.shape[1] == 1 else None  # (in, out / groups, ...)
+
+    def _shares_ranges(self) -> bool:
+        """Return True if a range of the weight is that of several output channels."""
+        quantizer: Any = self.weight_quantizer
+        grid, dims = quantizer.descriptor.granularity, self.weight.dim()
+        if isinstance(grid, PerBlock):
+            return self._range_axis() in (None, grid.axis % dims)
+        axes = {axis % dims for axis in grid.axes} if isinstance(grid, PerAxis) else set()
+        if self._range_axis() is None:
+            return not {0, 1} <= axes
+        return self._range_axis() not in axes
+
+    def fold_output_(self, scale: Tensor, shift: Tensor) -> OutputFold:
+        """Compute ``scale * result + shift`` from now on, per output channel, in place.
+
+        The weight is written on its own new grid. Where its quantizer is off or has no range yet
+        it is the product of floats, as nothing rounds it.
+
+        Args:
+            scale: float64 ``(out_channels,)``, of any sign.
+            shift: the same.
+
+        Returns:
+            What became of the codes, and how exact the result is.
+        """
+        with torch.no_grad():
+            factor = self._per_weight(scale)
+            is_separated = self._separate_ranges_(factor)
+            scaled = self._scaled_weight_(factor)
+            old: Any = self.bias
+            bias = shift.cpu()
+            if old is not None:
+                bias = scale.cpu() * old.detach().double().cpu() + bias
+            replace_parameter(self, "weight", scaled.values)
+            replace_parameter(self, "bias", bias.to(self.weight))
+            return self._outcome(scaled, is_separated)
+
+    def folded_codes_obstacle(
+        self, folded: nn.Module, scale: Tensor, outcome: OutputFold
+    ) -> str | None:
+        """Return what :meth:`fold_output_` did wrong to the codes of a copy, or None.
+
+        Nothing that it says is believed but which codes it counts as changed: the codes and scales
+        of both layers are compared.
+
+        Args:
+            folded: the copy of this layer.
+            scale: as it was given.
+            outcome: what it returned.
+        """
+        before, after = self.weight_quantizer, getattr(folded, "weight_quantizer", None)
+        if not (isinstance(before, TensorQuantizer) and isinstance(after, TensorQuantizer)):
+            return None
+        if not (_has_range(before) and before.quantizing):
+            return None
+        with torch.no_grad():
+            weight, new = self.weight.detach(), folded.get_parameter("weight").detach()
+            moved = moved_codes(before, weight, after, new, self._per_weight(scale))
+            unlike = int((moved & ~outcome.changed).sum())
+        if not unlike:
+            return None
+        return (
+            f"would change {unlike} of {weight.numel()} weight codes ({after.descriptor}, stored as"
+            f" {str(weight.dtype).removeprefix('torch.')}); expected none. Fuse before quantizing"
+        )
+
+    def adopt_output_quantizer_(self, quantizer: nn.Module, path: str) -> None:
+        """Quantize the result by the quantizer that stood behind the BatchNorm, in place.
+
+        Args:
+            quantizer: that of the BatchNorm.
+            path: where it is in the model now.
+        """
+        self.add_module("output_quantizer", quantizer)
+        if isinstance(quantizer, TensorQuantizer):
+            quantizer.name = path
+        if self.rounded_by.endswith(".output_quantizer"):
+            self.rounded_by = path
+
+    def _separate_ranges_(self, factor: Tensor) -> bool:
+        """Give each output channel a range where one cannot take all factors; return if it did."""
+        quantizer, axis = self.weight_quantizer, self._range_axis()
+        if not isinstance(quantizer, TensorQuantizer) or not _has_range(quantizer):
+            return False
+        if axis is None or shares_factors(quantizer, factor):
+            return False
+        separate_channels_(quantizer, self.weight, axis)
+        return True
+
+    def _scaled_weight_(self, factor: Tensor) -> ScaledWeight:
+        """Scale the weight's range, and return the weight."""
+        quantizer, weight = self.weight_quantizer, self.weight.detach()
+        if isinstance(quantizer, TensorQuantizer) and _has_range(quantizer):
+            if quantizer.quantizing:
+                return scale_weight_(quantizer, weight, factor)
+            scale_range_(quantizer, weight, factor)
+        none = torch.zeros_like(factor, dtype=torch.bool)
+        return ScaledWeight((weight.double() * factor).to(weight.dtype), none, none, none)
+
+    def _outcome(self, scaled: ScaledWeight, is_separated: bool) -> OutputFold:
+        changed = scaled.saturated | scaled.rounded
+        relative = max(_FLOAT32_ERROR, torch.finfo(self.weight.dtype).eps)
+        quantizer = self.weight_quantizer
+        if isinstance(quantizer, TensorQuantizer):
+            relative += scale_rounding(quantizer)
+        steps = bias_steps(self, self.get_parameter("bias"))
+        absolute = torch.zeros(self._by_channel(changed).shape, dtype=torch.float64)
+        if steps is not None:  # half a step is rounded off, perhaps as much before
+            absolute = steps.double().cpu().expand_as(absolute)
+        remarks = tuple(self._remarks(scaled, is_separated))
+        exact = ~self._by_channel(changed).cpu()
+        has_range = not isinstance(quantizer, TensorQuantizer) or _has_range(quantizer)
+        return OutputFold(changed.numel(), changed, exact, relative, absolute, remarks, has_range)
+
+    def _remarks(self, scaled: ScaledWeight, is_separated: bool) -> Iterator[str]:
+        """Yield what a reader of the report should know."""
+        quantizer: Any = self.weight_quantizer
+        codes = scaled.values.numel()
+        if count := int(scaled.saturated.sum()):
+            form = quantizer.descriptor.format
+            yield (
+                f"{count} of {codes} weight codes {form.quant_min:g} became {form.quant_max:g}, as"
+                " a negative factor turns their channels round"
+            )
+        if count := int(scaled.rounded.sum()):
+            channels = int(self._by_channel(scaled.rounded).sum())
+            yield (
+                f"{count} of {codes} weight codes, in {channels} channels, rounded anew, as"
+                f" {quantizer.descriptor.block_scale_format} holds no scale as small as theirs"
+            )
+        if count := int(self._by_channel(scaled.dead).sum()):
+            yield f"{count} dead channels, whose factor is 0 or next to it"
+        if is_separated:
+            yield "a weight range per output channel in place of one"
+        if count := int(raises_step(self, self.get_parameter("bias")).sum()):
+            yield (
+                f"{count} channels with a bias too large for their scale in int32: files round"
+                " their weight codes to a coarser one"
+            )
+        if isinstance(quantizer, TensorQuantizer) and quantizer.descriptor.learn_amax:
+            yield "its learned range was scaled, so an optimizer's state of it is out of date"
+
+    def _by_channel(self, of_weight: Tensor) -> Tensor:
+        """Return for each output channel whether anything in its part of the weight is true."""
+        module: Any = self
+        if self.channel_axis == 0:
+            return of_weight.flatten(1).any(1)
+        groups = module.groups  # (in, out / groups, ...) -> (groups, in / groups, out / groups, -1)
+        parts = of_weight.reshape(groups, -1, of_weight.shape[1], of_weight[0, 0].numel())
+        return parts.any(3).any(1).flatten()
 
     def _per_weight(self, channelwise: Tensor) -> Tensor:
         """Return one value per output channel laid out over the weight, in float64."""
@@ -80,25 +278,7 @@ class OutputScaling(nn.Module):
         )
         return folded.kernel
 
-    def _changed_codes(self, quantizer: TensorQuantizer, scale: Tensor) -> float:
-        """Return the fraction of weight codes that change in more than their sign."""
-        d, weight = quantizer.descriptor, self.weight.detach()
-        factor = self._per_weight(scale)
-        amax = quantizer.range_for(weight).high
-        folded = (weight.double() * factor).to(weight.dtype)
-        new_amax = (amax.double() * d.granularity.amax(factor).reshape(amax.shape)).float()
-        before, after = (
-            quantize(w, a.float(), d.format, d.granularity, d.block_scale_format)
-            for w, a in ((weight, amax), (folded, new_amax))
-        )
-        expected = before * factor.sign().to(before.dtype)
-        return (after != expected).double().mean().item() if expected.numel() else 0.0
 
-
-def _largest_ratio(factor: Tensor, granularity: Granularity) -> float | None:
-    """Return the largest ratio of factors >= 0 within one range; None if equal up to rounding."""
-    largest = granularity.amax(factor)
-    smallest = factor.max() - granularity.amax(factor.max() - factor)
-    if not bool((largest - smallest > 1e-6 * largest).any()):
-        return None
-    return (largest / smallest.clamp_min(1e-30)).max().item()
+def _has_range(quantizer: TensorQuantizer) -> bool:
+    """Return True if what is quantized follows from numbers that stay, or from the weight."""
+    return quantizer.calibrated or quantizer.descriptor.dynamic

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.descriptor import QuantDescriptor
+from torchq.fusion.modules import OutputFold
 from torchq.utils import constant_while_tracing, state_kept
 
 #: The names of the buffers.
@@ -108,11 +109,12 @@ class Corrected(nn.Module):
                 weight.data = values
         self.forget_correction()
 
-    def rescale_output_(self, scale: Tensor) -> None:
-        """Multiply the shift too; see :class:`torchq.nn.batchnorm_folding.OutputScaling`."""
-        super().rescale_output_(scale)  # type: ignore[misc]
+    def fold_output_(self, scale: Tensor, shift: Tensor) -> OutputFold:
+        """Scale the shift too; see :class:`torchq.nn.batchnorm_folding.OutputScaling`."""
+        outcome: OutputFold = super().fold_output_(scale, shift)  # type: ignore[misc]
         if self.is_corrected:
             self.output_shift = self.output_shift * scale.to(self.output_shift)
+        return outcome
 
     def _channels(self) -> tuple[int, ...]:
         bias: Any = self.bias

@@ -22,17 +22,53 @@ def kernel_bias(layer: Any, bias: Tensor | None) -> Tensor | None:
 
     It is straight-through in training. Without fixed ranges there are no steps to round to.
     """
-    if bias is None or not layer.bias_format:
-        return bias
-    of_input, of_weight = layer.input_quantizer, layer.weight_quantizer
-    if not (is_fixed(of_input) and is_fixed(of_weight)):
+    step = bias_steps(layer, bias)
+    if bias is None or step is None:
         return bias
     with torch.no_grad():
         exact = bias.detach().to(torch.float32)
-        step = of_input.scale.reshape(()) * layer.corrected_weight(of_weight.scale).flatten()
-        step = torch.maximum(step, (exact.abs() * _LEAST_STEP).clamp_min(1e-38))
         change = (torch.round(exact / step) * step).to(bias.dtype) - bias.detach()
     return bias + change  # exact, as the change is no larger than the bias or the rounded one
+
+
+def bias_steps(layer: Any, bias: Tensor | None) -> Tensor | None:
+    """Return the steps that a kernel rounds a bias to, float32 ``(channels,)`` or one number.
+
+    None where it is not rounded.
+    """
+    step = _products_step(layer, bias)
+    if step is None or bias is None:
+        return None
+    with torch.no_grad():
+        return torch.maximum(step, _least_step(bias))
+
+
+def raises_step(layer: Any, bias: Tensor | None) -> Tensor:
+    """Return where a bias is so large that its step is larger than that of the products.
+
+    Files then raise the scale of the weight, and round its codes to it.
+    """
+    step = _products_step(layer, bias)
+    if step is None or bias is None:
+        return torch.zeros(0, dtype=torch.bool)
+    return _least_step(bias) > step
+
+
+def _products_step(layer: Any, bias: Tensor | None) -> Tensor | None:
+    """Return the scale of the input times those of the weight where a bias is rounded."""
+    if bias is None or not layer.bias_format:
+        return None
+    of_input, of_weight = layer.input_quantizer, layer.weight_quantizer
+    if not (is_fixed(of_input) and is_fixed(of_weight)):
+        return None
+    with torch.no_grad():
+        scale: Tensor = layer.corrected_weight(of_weight.scale).flatten()
+        return of_input.scale.reshape(()) * scale
+
+
+def _least_step(bias: Tensor) -> Tensor:
+    exact = bias.detach().to(torch.float32)
+    return (exact.abs() * _LEAST_STEP).clamp_min(1e-38)
 
 
 def is_fixed(quantizer: Any) -> bool:
