@@ -1,14 +1,16 @@
-"""Programs that run in several processes of torch.distributed."""
+"""Functions that run in several processes of torch.distributed."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+
+from tests.processes import Running
 
 __all__ = ["needs_gloo", "run_ranks"]
 
@@ -17,12 +19,18 @@ needs_gloo = pytest.mark.skipif(
 )
 
 
-def run_ranks(script: Path, folder: Path, count: int = 2) -> None:
-    """Run ``script FOLDER`` in some gloo processes with one thread each."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launch.append(f"--nproc-per-node={count}")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launch, str(script), str(folder)], env=env, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
+def run_ranks(function: Callable[[Path], Any], folder: Path, count: int = 2) -> None:
+    """Call a function of a folder in some gloo processes with one thread each."""
+    ranks = [
+        Running(_run_rank, function, folder, rank, count, environment={"OMP_NUM_THREADS": "1"})
+        for rank in range(count)
+    ]
+    for rank in ranks:
+        rank.result()
+
+
+def _run_rank(function: Callable[[Path], Any], folder: Path, rank: int, count: int) -> None:
+    torch.set_num_threads(1)
+    method = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=count)
+    function(folder)

@@ -1,12 +1,11 @@
 """Statistics of 2 and 3 gloo ranks against one process that saw the data of all ranks in order."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.calib.ranks import amaxes, feed, make_all
+from tests.calib.ranks import amaxes, feed, make_all, run
 from tests.rank_processes import needs_gloo, run_ranks
 from torchq.calib import Calibrator, sync
 from torchq.errors import CalibrationError
@@ -20,7 +19,7 @@ Results = list[dict[str, Any]]
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Return the results of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(Path(__file__).with_name("ranks.py"), folder, request.param)
+    run_ranks(run, folder, request.param)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(request.param)]
 
 

@@ -2,8 +2,8 @@
 
 import importlib
 import json
+import runpy
 import shutil
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import torchq
 from tests.cli.conftest import SOURCE
-from torchq.cli import main
+from tests.processes import run_code
+from torchq.cli import demo, main
 from torchq.cli.loading import evenly_ordered
 
 Printed = Callable[..., str]
@@ -47,18 +49,11 @@ def test_the_line_that_is_printed_loads_a_fused_model(
     out = printed("quantize", "--model", name, *SOURCE[2:], "--save", "out.pt")
     assert "fused 1" in out
     code = f"{line_that_loads(out)}; print(type(model[0]).__name__, type(model[1]).__name__)"
-    assert run_python(code).split() == ["QuantConv2d", "Identity"]
+    assert run_code(code).split() == ["QuantConv2d", "Identity"]
 
 
 def line_that_loads(out: str) -> str:
     return out.split("load it with\n")[1].splitlines()[0].strip()
-
-
-def run_python(*code: str) -> str:
-    """Return what a new process prints."""
-    return subprocess.run(
-        [sys.executable, "-c", *code], capture_output=True, text=True, check=True
-    ).stdout
 
 
 @pytest.mark.parametrize(
@@ -78,7 +73,7 @@ def test_weights_that_lie_elsewhere_are_named_in_the_line_that_loads(
     argv = ["quantize", str(name), "--weights", moved, *SOURCE[2:], "--save", "a.pt"]
     line = line_that_loads(printed(*argv, "--no-report"))
     assert repr(moved) in line
-    assert run_python(f"{line}; print(torchq.workflow.is_quantized(model))").strip() == "True"
+    assert run_code(f"{line}; print(torchq.workflow.is_quantized(model))").strip() == "True"
 
 
 def test_every_part_of_a_folder_has_some_of_each_sub_folder(tmp_path: Path) -> None:
@@ -147,19 +142,39 @@ def test_recipe_from_a_json_file(printed: Printed) -> None:
     assert "weight int4 axis=0 max" in printed(*argv)
 
 
-def test_python_m_torchq_is_the_same_program() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "torchq", "--version"], capture_output=True, text=True, check=True
+def test_python_m_torchq_is_the_same_program(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["torchq", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("torchq", run_name="__main__")
+    assert not ended.value.code
+    assert capsys.readouterr().out.strip() == f"torchq {torchq.__version__}"
+
+
+def small_net() -> nn.Module:
+    """Two of the blocks of the demo."""
+    blocks = [demo.RepVGGBlock(1, 8), demo.RepVGGBlock(8, 16, stride=2)]
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+
+
+def few_digits(seed: int) -> tuple[demo.Split, demo.Split]:
+    data, test = demo.load_digits(seed)
+    return demo.Split(data.images[:320], data.labels[:320]), demo.Split(
+        test.images[:100], test.labels[:100]
     )
-    assert done.stdout.strip() == f"torchq {torchq.__version__}"
 
 
-def test_demo_runs_to_its_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = folder / "demo"
+def test_demo_runs_to_its_table(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("sklearn")
     pytest.importorskip("onnxruntime")
-    assert main(["demo", "--out", str(out), "--epochs", "3"]) == 0
-    rows = {row["model"]: row for row in json.loads((out / "results.json").read_text())}
+    digits = few_digits(0)
+    monkeypatch.setattr(demo, "DemoNet", small_net)
+    monkeypatch.setattr(demo, "load_digits", lambda seed: digits)
+    assert main(["demo", "--out", "demo", "--epochs", "2"]) == 0
+    out = folder / "demo"
     assert {p.name for p in out.iterdir()} == {
         *("fp32.onnx", "int8.onnx", "int8.pt", "w4a4.onnx", "w4a4.pt", "results.json", "table.md"),
         "report.html",
@@ -168,6 +183,19 @@ def test_demo_runs_to_its_table(folder: Path, capsys: pytest.CaptureFixture[str]
     assert (out / "table.md").read_text().strip() in printed.out
     assert "torchq quantize --model" in printed.out.split("\n\n")[-1]
     assert "train:" not in printed.err  # a bar, which needs a terminal
+    rows = {row["model"]: row for row in json.loads((out / "results.json").read_text())}
+    assert len(rows) == 7
+    assert rows["FP32, fused"]["agreement"] == rows["FP32, as trained"]["agreement"] == 1.0
+    assert rows["INT8 PTQ"]["agreement"] > 0.9 and rows["INT8 in PyTorch"]["agreement"] > 0.9
+
+
+@pytest.mark.slow
+def test_the_table_of_the_demo_shows_what_each_step_is_for(folder: Path) -> None:
+    pytest.importorskip("sklearn")
+    pytest.importorskip("onnxruntime")
+    assert main(["demo", "--out", "demo", "--epochs", "3"]) == 0
+    results = (folder / "demo" / "results.json").read_text()
+    rows = {row["model"]: row for row in json.loads(results)}
     # Three epochs: far from the full demo, but the order of things holds with a wide margin.
     assert rows["FP32, fused"]["accuracy"] > 0.8
     assert rows["FP32, fused"]["agreement"] == rows["FP32, as trained"]["agreement"] == 1.0

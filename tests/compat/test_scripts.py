@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.processes import run_code
 from torchq.compat.__main__ import main
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -74,17 +75,34 @@ def test_export_of_each_flow(
     assert nodes.count("QuantizeLinear") == nodes.count("DequantizeLinear") == expected
 
 
-def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
-    command = [sys.executable, "-W", "ignore", *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+@pytest.fixture
+def command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run ``python -m torchq.compat`` in this process; what it prints."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setenv("PYTHONPATH", "before")
+
+    def call(*arguments: str) -> str:
+        main(arguments)
+        return capsys.readouterr().out
+
+    return call
 
 
-def test_a_script_runs_unchanged_from_the_command_line(tmp_path: Path) -> None:
-    argv = [str(SCRIPTS / "resnet_flow.py"), "--calibrator", "max", "--out", str(tmp_path)]
-    found = python("-m", "torchq.compat", *argv)
-    assert found.returncode == 0, found.stderr
-    assert json.loads(found.stdout)["argv"] == ["--calibrator"]
+ARGUMENTS = """
+import sys
+from pathlib import Path
+from pytorch_quantization import nn as quant_nn
+
+Path(sys.argv[2], "model.pth").touch()
+print(__name__, sys.argv[1:2], quant_nn.__name__)
+"""
+
+
+def test_a_script_runs_unchanged_from_the_command_line(command_line: Any, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(ARGUMENTS, encoding="utf-8")
+    printed = command_line(str(tmp_path / "script.py"), "--out", str(tmp_path))
+    assert printed == f"__main__ ['--out'] torchq.compat.{OLD}.nn\n"
     assert (tmp_path / "model.pth").exists()
 
 
@@ -108,29 +126,28 @@ if __name__ == "__main__":
 
 def test_spawned_workers_find_the_old_names(tmp_path: Path) -> None:
     (tmp_path / "spawning.py").write_text(WORKER, encoding="utf-8")
-    found = python("-m", "torchq.compat", str(tmp_path / "spawning.py"), "--flag")
+    command = [sys.executable, "-W", "ignore", "-m", "torchq.compat"]
+    command += [str(tmp_path / "spawning.py"), "--flag"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert found.stdout == f"torchq.compat.{OLD}.layers ['--flag']\n", found.stderr
 
 
-def test_the_search_path_alone_is_enough(tmp_path: Path) -> None:
-    lines = f"from {OLD} import calib, nn\nprint(calib.__name__)\n"
-    (tmp_path / "old.py").write_text(lines, encoding="utf-8")
-    shim = str(ROOT / "torchq" / "compat" / "shim")
-    found = python(str(tmp_path / "old.py"), PYTHONPATH=os.pathsep.join([str(ROOT), shim]))
-    assert found.stdout == "torchq.compat.pytorch_quantization.calib\n", found.stderr
+def test_the_search_path_alone_is_enough() -> None:
+    """In a process that has installed nothing."""
+    code = f"import sys; sys.path.append({str(ROOT / 'torchq' / 'compat' / 'shim')!r})\n"
+    code += f"from {OLD} import calib, nn\nprint(calib.__name__)\n"
+    assert run_code(code) == "torchq.compat.pytorch_quantization.calib\n"
 
 
 def test_a_module_instead_of_a_script(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command_line: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = f"import sys, {OLD} as q\nprint(q.__name__, sys.argv[1:])\n"
     (tmp_path / "old_module.py").write_text(lines, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
-    monkeypatch.setenv("PYTHONPATH", "before")
-    main(["-m", "old_module", "-x", "1"])
-    assert capsys.readouterr().out == "torchq.compat.pytorch_quantization ['-x', '1']\n"
+    printed = command_line("-m", "old_module", "-x", "1")
+    assert printed == "torchq.compat.pytorch_quantization ['-x', '1']\n"
     assert os.environ["PYTHONPATH"].startswith("before" + os.pathsep)
 
 

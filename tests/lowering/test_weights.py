@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests.lowering.common import Residual, calibrated, stored_state
+from tests.processes import call
 from torchq.lowering.kernel import available
 from torchq.lowering.layer import DeployedLayer
 from torchq.runtimes import Torch
@@ -135,7 +136,4 @@ def test_a_spawned_process_gets_a_deployed_model_that_has_run() -> None:
     x = torch.randn(1, 3, 8, 8)
     model = torchq.deploy(calibrated(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), x), x)
     arguments = (model, x, model(x))
-    process = torch.multiprocessing.get_context("spawn").Process(target=compare, args=arguments)
-    process.start()
-    process.join(120)
-    assert process.exitcode == 0
+    call(compare, *arguments)

@@ -1,9 +1,5 @@
-"""The program of every rank of tests/qat/test_ranks.py.
+"""What every rank of tests/qat/test_ranks.py runs."""
 
-It is started as ``python -m torch.distributed.run ... ranks.py FOLDER``.
-"""
-
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +55,6 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def main(folder: Path) -> None:
-    dist.init_process_group("gloo")
     rank = dist.get_rank()
     results: dict[str, Any] = {}
     for name, learn in (("ddp fixed", False), ("ddp learned", True)):
@@ -80,9 +75,3 @@ def main(folder: Path) -> None:
     results["fsdp fixed"] = state(model)
     results["quantizers"] = list(quantizers(model))
     torch.save(results, folder / f"rank{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,11 +1,11 @@
 """Training on two gloo ranks with different data: DistributedDataParallel and FSDP2."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.qat import ranks
 from tests.rank_processes import needs_gloo, run_ranks
 
 pytestmark = needs_gloo
@@ -19,7 +19,7 @@ CASES = ["ddp fixed", "ddp learned", "fsdp fixed"]
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What each rank found."""
     folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(Path(__file__).with_name("ranks.py"), folder)
+    run_ranks(ranks.main, folder)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import torchq
+from tests.processes import run_code
 
 SATURATION = """
 import warnings, torch, torchq
@@ -119,12 +118,4 @@ def test_an_error_of_another_engine_names_the_overflow() -> None:
 
 def run(program: str, isa: str) -> None:
     """Run a program whose oneDNN uses no newer instructions than those of ``isa``."""
-    environment = {
-        "ONEDNN_MAX_CPU_ISA": isa,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": ":".join(sys.path),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    run_code(program, environment={"ONEDNN_MAX_CPU_ISA": isa})

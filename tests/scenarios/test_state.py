@@ -2,8 +2,6 @@
 
 import copy
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,10 +10,9 @@ from torch import Tensor, nn
 
 import torchq
 from tests.models import ConvNet, image_batches, simulated
+from tests.processes import run_code
 from torchq import QuantConfig
 from torchq.workflow import quantizers
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def calibrated(config: QuantConfig | None = None) -> ConvNet:
@@ -37,16 +34,9 @@ def test_s18_deepcopy_pickle_and_another_process(stage: str, tmp_path: Path) -> 
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(twin(x), expected)
     torch.save({"model": model, "x": x, "y": expected}, tmp_path / "m.pt")
-    code = "import sys, torch; d = torch.load(sys.argv[1], weights_only=False); "
+    code = f"import torch; d = torch.load({str(tmp_path / 'm.pt')!r}, weights_only=False); "
     code += "print(torch.equal(d['model'](d['x']), d['y']))"
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "m.pt")],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
-    )
-    assert done.stdout.strip() == "True", done.stderr
+    assert run_code(code) == "True\n"
 
 
 def test_s19_exponential_moving_average() -> None:

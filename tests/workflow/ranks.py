@@ -1,13 +1,7 @@
-"""The program of every rank of tests/workflow/test_calibrate_ranks.py.
+"""What every rank of tests/workflow/test_calibrate_ranks.py runs."""
 
-It is started as ``python -m torch.distributed.run ... ranks.py FOLDER``.
-"""
-
-import os
-import sys
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +98,6 @@ def without_group(
 
 
 def run(folder: Path) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=90))
     rank, world = dist.get_rank(), dist.group.WORLD
     data = batches(rank)
     found: dict[str, Any] = {}
@@ -135,10 +128,3 @@ def run(folder: Path) -> None:
     found["fsdp ranges"] = ranges(model)
     found["fsdp loss"] = train_step(wrapped, same[0])
     torch.save(found, folder / f"rank{rank}.pt")
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    run(Path(sys.argv[1]))
-    # Tearing a gloo group down can deadlock.
-    os._exit(0)

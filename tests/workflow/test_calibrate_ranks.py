@@ -4,7 +4,6 @@ The model is plain, under DDP, and under FSDP2.
 """
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor
 
 import torchq
 from tests.rank_processes import needs_gloo, run_ranks
-from tests.workflow.ranks import METHODS, batches, quantized, ranges
+from tests.workflow.ranks import METHODS, batches, quantized, ranges, run
 
 pytestmark = needs_gloo
 
@@ -24,7 +23,7 @@ Results = list[dict[str, Any]]
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What each rank found."""
     folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(Path(__file__).with_name("ranks.py"), folder)
+    run_ranks(run, folder)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 
