@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import torchq
 from tests.models import Parts, simulated
-from torchq.analysis.outputs import only_scores, results_in, scores_in
+from torchq.analysis.outputs import only_scores, scores_in
 from torchq.errors import CalibrationError, ExportError
+from torchq.graph import results_in
 
 
 @dataclass

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import torchq
 from torchq.compat.pytorch_quantization import nn as quant_nn
 from torchq.compat.pytorch_quantization import tensor_quant, utils
 from torchq.compat.pytorch_quantization.nn.modules import _utils, quant_conv
@@ -188,3 +189,12 @@ def test_clip_module() -> None:
     assert learned(x).equal(x.clamp(0.3, 0.7))
     with pytest.raises(ValueError, match="must be scalar"):
         quant_nn.Clip(torch.tensor(0.3), torch.tensor(0.7), learn_min=True)
+
+
+def test_restoring_a_corrected_layer_leaves_nothing() -> None:
+    """The gain and the shift that calibrate had added stayed in the float model."""
+    model = nn.Sequential(quant_nn.QuantLinear(16, 8)).eval()
+    torchq.calibrate(model, [torch.randn(64, 16)], correct=False, progress=False)
+    model[0].correct_output_(torch.ones(8), torch.ones(8))
+    torchq.restore_(model)
+    assert list(model.state_dict()) == ["0.weight", "0.bias"]

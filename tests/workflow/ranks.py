@@ -1,7 +1,7 @@
 """What every rank of tests/workflow/test_calibrate_ranks.py runs."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ def ranges(model: nn.Module) -> dict[str, Tensor]:
 
 
 def calibrated(
-    wrap: Callable[[nn.Module], nn.Module], data: list[Tensor], **options: Any
+    wrap: Callable[[nn.Module], nn.Module], data: Iterable[Tensor], **options: Any
 ) -> dict[str, Tensor] | str:
     """The ranges, or the text of the error."""
     model = quantized()
@@ -110,6 +110,11 @@ def run(folder: Path) -> None:
     if rank:
         bad[0][0, 0, 1, 1] = torch.nan
     found["nan"] = calibrated(lambda model: model, bad, group=world)
+    one_shot = iter(data) if rank else data
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found["one shot"] = calibrated(lambda model: model, one_shot, group=world)
+    found["one shot warned"] = [str(warning.message) for warning in caught]
     found["unseen"] = calibrated(lambda model: model, data if not rank else [], group=world)
     found["alone"], found["warned"] = without_group(data, None)
     found["alone on purpose"], found["not warned"] = without_group(

@@ -133,7 +133,7 @@ def test_the_model_is_in_eval_mode_without_gradients(data: list[Tensor]) -> None
     model, seen = net(), []
     model[1].register_forward_hook(lambda m, a, y: seen.append((m.training, y.requires_grad)))
     torchq.calibrate(model.train(), data[:1], progress=False)
-    assert seen == 2 * [(False, False)]  # for the ranges, and for the correction
+    assert seen == 3 * [(False, False)]  # for the ranges, for the correction and its comparison
 
 
 def test_weights_need_no_data(data: list[Tensor]) -> None:

@@ -68,6 +68,14 @@ def test_a_rank_without_batches_gets_the_ranges_too(results: Results) -> None:
         assert_same_bits(found["ddp no batches"], expected)
 
 
+def test_all_ranks_go_without_a_correction_where_one_reads_once(results: Results) -> None:
+    """The others waited for it in the correction for ever."""
+    expected = one_process(batches(0) + batches(1))
+    for found in results:
+        assert_same_bits(found["one shot"], expected)
+        assert any("can be read only once" in text for text in found["one shot warned"])
+
+
 def test_nan_on_one_rank_is_an_error_on_all_that_names_the_quantizer(results: Results) -> None:
     for found in results:
         assert (

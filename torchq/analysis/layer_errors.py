@@ -15,14 +15,12 @@ from torchq.analysis.outputs import (
     Noise,
     bar,
     decibel_text,
-    floats_in,
     mean_ratio,
     percent_text,
-    results_in,
 )
 from torchq.errors import CalibrationError
 from torchq.fusion.modules import is_layer
-from torchq.graph import Forward, call_model
+from torchq.graph import Forward, call_model, floats_in, results_in
 from torchq.nn import TensorQuantizer, quantizing_only
 
 #: Elements of one call whose codes are counted; more of them change little.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchq.analysis.detections import Detections
 from torchq.analysis.layers import active_quantizers
 from torchq.errors import ConfigError
-from torchq.graph import Forward, call_model, tensors_in
+from torchq.graph import Forward, call_model, results_in, tensors_in
 from torchq.nn import quantizing_only
 from torchq.utils import device_of, progress_bar, untouched
 
@@ -94,20 +94,6 @@ class Noise:
             return 1.0 if self.signal == power else 0.0
         cosine = (self.signal + self.correlation) / math.sqrt(self.signal * power)
         return min(1.0, max(-1.0, cosine))
-
-
-def floats_in(value: Any) -> list[Tensor]:
-    """Return the floating-point tensors in a value."""
-    return [tensor for tensor in tensors_in(value) if tensor.is_floating_point()]
-
-
-def results_in(output: Any) -> list[Tensor]:
-    """Return the floating-point tensors of an output.
-
-    A number among tensors is left out: it is the loss of a model that was given labels.
-    """
-    found = floats_in(output)
-    return [tensor for tensor in found if tensor.dim()] or found
 
 
 def scores_in(output: Any) -> list[Tensor]:

@@ -34,11 +34,10 @@ from torchq.analysis.outputs import (
     class_axis,
     decibel_text,
     find_metric,
-    floats_in,
     scores_in,
 )
 from torchq.errors import CalibrationError, ConfigError
-from torchq.graph import Forward, call_model, map_tensors
+from torchq.graph import Forward, call_model, floats_in, map_tensors
 from torchq.nn import TensorQuantizer, quantizing_only
 from torchq.utils import (
     check_batches,

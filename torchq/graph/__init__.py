@@ -7,9 +7,12 @@ from torchq.graph.calling import (
     Forward,
     call_arguments,
     call_model,
+    floats_in,
     map_tensors,
     move_to,
+    results_in,
     tensors_in,
+    with_copies,
 )
 from torchq.graph.facade import PASSES, Graph, GraphPass, graph_pass
 from torchq.graph.flow import Call, Flow, flow_of_graph, read_arguments, record
@@ -65,6 +68,7 @@ __all__ = [
     "Trace",
     "call_arguments",
     "call_model",
+    "floats_in",
     "flow_of_graph",
     "forward_hook_kind",
     "is_torch_leaf",
@@ -74,6 +78,7 @@ __all__ = [
     "read_arguments",
     "reads_metadata",
     "reads_shape",
+    "results_in",
     "writes",
     "record",
     "tensors_in",
@@ -81,4 +86,5 @@ __all__ = [
     "trace_call",
     "trace_modules",
     "trace_or_none",
+    "with_copies",
 ]

@@ -198,6 +198,20 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, field.name))
 
 
+def floats_in(value: Any) -> list[Tensor]:
+    """Return the floating-point tensors in a value."""
+    return [tensor for tensor in tensors_in(value) if tensor.is_floating_point()]
+
+
+def results_in(output: Any) -> list[Tensor]:
+    """Return the floating-point tensors of an output.
+
+    A number among tensors is left out: it is the loss of a model that was given labels.
+    """
+    found = floats_in(output)
+    return [tensor for tensor in found if tensor.dim()] or found
+
+
 def with_copies(value: Any) -> Any:
     """Return a value with copies of its tensors, which a forward may overwrite."""
     return fx.node.map_aggregate(value, lambda v: v.clone() if isinstance(v, Tensor) else v)

@@ -92,21 +92,23 @@ class Corrected(nn.Module):
     def fold_correction_(self) -> None:
         """Put gain and shift into the scale of the weight and the bias, for good.
 
-        The weight becomes what it is quantized to, so that the same codes come of it.
+        The weight becomes what it is quantized to, so that the same codes come of it. Both are new
+        parameters of this layer alone: another one that shares them keeps what it has.
         """
         if not self._corrects:
             return
-        weight, bias = cast(nn.Parameter, self.weight), cast(nn.Parameter, self.bias)
-        quantizer, gain = cast(Any, self.weight_quantizer), self.output_gain
+        layer = cast(Any, self)
+        weight, bias = layer.weight, layer.bias
+        quantizer, gain = layer.weight_quantizer, self.output_gain
         with torch.no_grad():
-            bias.data = bias + self.output_shift
+            layer.bias = nn.Parameter(bias + self.output_shift, bias.requires_grad)
             if _holds(gain):
                 values = self.corrected_weight(quantizer(weight))
                 if "held_scale" in dict(quantizer.named_buffers()):
                     quantizer.set_qparams(_times(quantizer.scale, gain))
                 else:
                     quantizer.range = quantizer.range.map(lambda end: _times(end.detach(), gain))
-                weight.data = values
+                layer.weight = nn.Parameter(values, weight.requires_grad)
         self.forget_correction()
 
     def fold_output_(self, scale: Tensor, shift: Tensor) -> OutputFold:
@@ -161,7 +163,7 @@ def folded_corrections(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for layer in corrected_layers(model):
             stack.enter_context(state_kept(layer))
-            for parameter in layer.parameters():
+            for parameter in layer.parameters():  # among them ranges that are learned
                 stack.callback(setattr, parameter, "data", parameter.data)
             layer.fold_correction_()
         yield
@@ -176,3 +178,18 @@ def forget_corrections(model: nn.Module) -> None:
     """Let all layers of a model compute without a correction."""
     for layer in corrected_layers(model):
         layer.forget_correction()
+
+
+@contextmanager
+def without_corrections(model: nn.Module) -> Iterator[None]:
+    """Let all layers of a model compute without a correction, inside the ``with`` block."""
+    held = [
+        (layer, [getattr(layer, name) for name in CORRECTIONS]) for layer in corrected_layers(model)
+    ]
+    try:
+        forget_corrections(model)
+        yield
+    finally:
+        for layer, buffers in held:
+            for name, buffer in zip(CORRECTIONS, buffers, strict=True):
+                layer.register_buffer(name, buffer)

@@ -7,7 +7,7 @@ Reference: Nagel et al., Data-Free Quantization Through Weight Equalization and 
 (ICCV 2019), section 4.2.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -18,6 +18,17 @@ from torchq.ptq.layers import check_calibrated
 from torchq.utils import kept_batches, progress_bar
 from torchq.workflow import Correction
 from torchq.workflow.correction import correct, needs_gains
+from torchq.workflow.runs import Runs
+
+
+class _Shown:
+    """Batches with a bar for each time that they are read."""
+
+    def __init__(self, batches: list[Any], enabled: bool) -> None:
+        self._batches, self._enabled = batches, enabled
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from progress_bar(self._batches, description="correct_bias_", enabled=self._enabled)
 
 
 def correct_bias_(
@@ -62,10 +73,10 @@ def correct_bias_(
     """
     check_calibrated("correct_bias_", model)
     kept = kept_batches("correct_bias_", batches, num_batches)
-    shown = progress_bar(kept, description="correct_bias_", enabled=progress)
+    runs = Runs(model, _Shown(kept, progress), forward)
     with_gains = needs_gains(model) if gains is None else gains
-    found = correct(model, shown, gains=with_gains, in_order=True, forward=forward)
-    if not found.layers:
+    found = correct(runs, gains=with_gains, in_order=True)
+    if not found.layers and not found.outputs.batches:
         reasons = "; ".join(sorted({f"{n}: {why}" for n, why in found.skipped.items()})[:5])
         raise ConfigError(
             f"correct_bias_: got no layer to correct ({reasons or 'none is quantized'}); "

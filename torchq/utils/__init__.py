@@ -28,6 +28,7 @@ from torchq.utils.names import (
     qualified_name,
 )
 from torchq.utils.progress import item_count, progress_bar, progress_stages
+from torchq.utils.random_state import RandomState, repeated_draws
 from torchq.utils.registry import Registry
 from torchq.utils.text import bullets, markdown_table, table, wrap
 
@@ -35,6 +36,7 @@ __all__ = [
     "bullets",
     "calls_are_recorded",
     "Pattern",
+    "RandomState",
     "Registry",
     "check_batches",
     "check_fields",
@@ -55,6 +57,7 @@ __all__ = [
     "progress_bar",
     "progress_stages",
     "qualified_name",
+    "repeated_draws",
     "replacing",
     "set_submodule",
     "short_repr",

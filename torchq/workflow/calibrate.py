@@ -3,9 +3,8 @@
 import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -15,13 +14,14 @@ from torch import Tensor, nn
 from torchq import utils
 from torchq.calib import methods, sync
 from torchq.errors import CalibrationError, ConfigError
-from torchq.graph import Forward, call_model
+from torchq.graph import Forward
 from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
 from torchq.nn.correction import corrected_layers, forget_corrections
-from torchq.workflow.correction import Correction, needs_gains
+from torchq.workflow.correction import NOT_READ, Correction, needs_gains
 from torchq.workflow.correction import correct as correct_results
 from torchq.workflow.modes import quantizers, weight_quantizers
 from torchq.workflow.output_search import OutputSamples, set_range_by_output
+from torchq.workflow.runs import Fingerprint, Outputs, Runs
 
 log = logging.getLogger(__name__)
 
@@ -144,30 +144,50 @@ def calibrate(
     """
     _check_arguments(batches, forward, on_unseen, method, num_batches)
     # Wrappers would exchange buffers in their first forward, and wait for a rank without a batch.
-    todo, kept = _pending(model := utils.unwrapped(model), force)
-    _warn_of_other_ranks(batches, group)
-    of_weights, pending = weight_quantizers(model), {id(q) for q in todo.values()}
-    activations = {name: q for name, q in todo.items() if id(q) not in of_weights}
-    samples = None if batches is None else _samples(model, todo)
-    _check_readable(model, batches if correct and todo else None)
-    count, unseen, shows = 0, list[str](), progress and _is_first(group)
-    buffers = [b for quantizer in todo.values() for b in quantizer.buffers()]
-    parts = (*todo.values(), *corrected_layers(model))
-    with utils.undone_on_error(*parts, written=buffers, but=CalibrationError), torch.no_grad():
-        with _weights_after_errors(model, pending):
-            if batches is not None and (activations or group or samples):
-                observing = _observing(model, activations, method, options)
-                with observing, samples.recording() if samples else nullcontext():
-                    if activations or samples:
-                        count = _run(model, batches, forward, num_batches, shows)
-                    _join(activations, group, count)
-                    unseen = _set_ranges(activations)
-                _treat_unseen({n: activations[n] for n in unseen}, on_unseen, count)
-        # Weights come last: weight_norm and its like compute the weight in a forward pass.
-        calibrate_weights(model, only=pending, samples=samples, group=group)
-        most = count // 3 if correct else None
-        done = _corrected(model, batches, most, forward, group) if todo else None
-    return CalibrationReport(count, _bounds(todo), kept, tuple(unseen), _signs(todo), done)
+    # In training mode parametrizations such as spectral_norm change where a weight is only read.
+    with utils.evaluating(model := utils.unwrapped(model)), torch.no_grad():
+        todo, kept = _pending(model, force)
+        _warn_of_other_ranks(batches, group)
+        activations = _of_activations(model, todo)
+        samples = None if batches is None else _samples(model, todo)
+        corrects = correct and bool(todo) and batches is not None
+        floats = Outputs() if corrects and _reads_again(model, batches, group) else None
+        runs = Runs(model, () if batches is None else batches, forward)
+        count = 0
+        unseen: tuple[str, ...] = ()
+        with _undone_on_error(model, todo.values()):
+            with _weights_after_errors(model, pending := {id(q) for q in todo.values()}):
+                if batches is not None and (activations or group or samples):
+                    with _observing(model, activations, method, options):
+                        reading = (runs, num_batches, progress, floats)
+                        count, unseen = _observed(reading, activations, samples, group)
+                    _treat_unseen({n: activations[n] for n in unseen}, on_unseen, count)
+            # Weights come last: weight_norm and its like compute the weight in a forward pass.
+            calibrate_weights(model, only=pending, samples=samples, group=group)
+            done = _corrected(runs, count // 3, floats, group) if todo else None
+    if corrects and done is None:
+        warnings.warn(f"calibrate: {_READ_ONCE}", stacklevel=2)
+    return CalibrationReport(count, _bounds(todo), kept, unseen, _signs(todo), done)
+
+
+def _undone_on_error(
+    model: nn.Module, todo: Iterable[TensorQuantizer]
+) -> AbstractContextManager[Any]:
+    """Give quantizers and corrections back what they had where anything but data is wrong."""
+    quantizers_to_set = list(todo)
+    return utils.undone_on_error(
+        *quantizers_to_set,
+        *corrected_layers(model),
+        written=[b for quantizer in quantizers_to_set for b in quantizer.buffers()],
+        but=CalibrationError,
+    )
+
+
+def _of_activations(
+    model: nn.Module, chosen: Mapping[str, TensorQuantizer]
+) -> dict[str, TensorQuantizer]:
+    of_weights = weight_quantizers(model)
+    return {name: q for name, q in chosen.items() if id(q) not in of_weights}
 
 
 @contextmanager
@@ -181,31 +201,42 @@ def _weights_after_errors(model: nn.Module, pending: set[int]) -> Iterator[None]
 
 
 def _corrected(
-    model: nn.Module,
-    batches: Iterable[Any] | None,
-    most: int | None,
-    forward: Forward | None,
-    group: dist.ProcessGroup | None,
+    runs: Runs, most: int, floats: Outputs | None, group: dist.ProcessGroup | None
 ) -> Correction | None:
-    """Forget corrections, and fit new ones on the first batches; None for no new ones."""
-    forget_corrections(model)
-    if batches is None or most is None:
+    """Forget corrections, fit new ones on the first batches, and keep them where they help.
+
+    None is returned without ``floats``, and for batches that are not there any more.
+    """
+    forget_corrections(runs.model)
+    if floats is None:
         return None
-    if isinstance(batches, Iterator):
-        warnings.warn(f"calibrate: {_READ_ONCE}", stacklevel=3)
-        return None
-    few, some = needs_gains(model), islice(batches, max(1, most))
-    return correct_results(model, some, gains=few, in_order=few, forward=forward, group=group)
+    few = needs_gains(runs.model)
+    known = floats if floats.batches else None
+    done = correct_results(runs, max(1, most), gains=few, in_order=few, floats=known, group=group)
+    is_gone = group is None and floats.batches and NOT_READ in done.skipped.values()
+    return None if is_gone else done
 
 
 def _is_first(group: dist.ProcessGroup | None) -> bool:
     return group is None or dist.get_rank(group) == 0
 
 
-def _check_readable(model: nn.Module, batches: Iterable[Any] | None) -> None:
-    """Raise ConfigError for batches that are read once, where 4 bits want them twice."""
-    if isinstance(batches, Iterator) and needs_gains(model):
+def _reads_again(
+    model: nn.Module, batches: Iterable[Any] | None, group: dist.ProcessGroup | None
+) -> bool:
+    """Return True if all ranks can read their batches again.
+
+    Raises:
+        ConfigError: a model with 4 bits, which wants them twice.
+    """
+    can_read = torch.tensor(float(not isinstance(batches, Iterator)), device=utils.device_of(model))
+    if group is not None:
+        dist.all_reduce(can_read, dist.ReduceOp.MIN, group=group)
+    if can_read:
+        return True
+    if needs_gains(model):
         raise ConfigError(f"calibrate: {_READ_ONCE}")
+    return False
 
 
 def _samples(model: nn.Module, chosen: Mapping[str, TensorQuantizer]) -> OutputSamples | None:
@@ -320,14 +351,12 @@ def _pending(model: nn.Module, force: bool) -> tuple[dict[str, TensorQuantizer],
     return {n: q for n, q in live.items() if n not in keep}, tuple(n for n in live if n in keep)
 
 
-def _run(
-    model: nn.Module,
-    batches: Iterable[Any],
-    forward: Forward | None,
-    num_batches: int | None,
-    show: bool,
-) -> int:
-    """Run ``model`` on the batches, perhaps with a bar, and return how many there were."""
+def _run(runs: Runs, num_batches: int | None, show: bool, outputs: Outputs | None) -> int:
+    """Run the model on the batches, perhaps with a bar, and return how many there were.
+
+    ``outputs`` gets what the model returned. Batches and the state of the model stay as they are.
+    """
+    batches = runs.batches
     few = isinstance(batches, Sized) and len(batches) <= _MANY
     unbounded = num_batches is None and not few
     shown = utils.progress_bar(
@@ -336,24 +365,38 @@ def _run(
         most=num_batches,
         enabled=show,
     )
-    device, count = utils.device_of(model), 0
-    for batch in shown:
-        call_model(model, batch, forward=forward, device=device)
-        count += 1
+    count = 0
+    with utils.state_kept(runs.model):
+        for batch in shown:
+            results = runs.call(batch)
+            count += 1
+            if outputs is not None:
+                outputs.add(Fingerprint(batch), results)
     return count
 
 
-def _join(
-    activations: Mapping[str, TensorQuantizer], group: dist.ProcessGroup | None, count: int
-) -> None:
-    """Join the statistics of all ranks; without a group there must be a batch."""
+def _observed(
+    reading: tuple[Runs, int | None, bool, Outputs | None],
+    activations: Mapping[str, TensorQuantizer],
+    samples: OutputSamples | None,
+    group: dist.ProcessGroup | None,
+) -> tuple[int, tuple[str, ...]]:
+    """Set ranges from the batches of all ranks; return their number, and who saw no data."""
+    runs, num_batches, progress, floats = reading
+    count = 0
+    if activations or samples:
+        shows = progress and _is_first(group)
+        with samples.recording() if samples else nullcontext():
+            count = _run(runs, num_batches, shows, floats)
     if group is not None:
         named = {name: q.calibrator for name, q in activations.items() if q.calibrator is not None}
         sync(list(named.values()), group, names=list(named))
     elif not count:
-        text = "calibrate: got no batch; expected at least one. A generator runs only once: "
-        text += "make a new one"
-        raise CalibrationError(text)
+        raise CalibrationError(
+            "calibrate: got no batch; expected at least one. A generator runs only once: make a "
+            "new one"
+        )
+    return count, _set_ranges(activations)
 
 
 @contextmanager
@@ -374,7 +417,7 @@ def _observing(
                 quantizer.calibrator = None
 
 
-def _set_ranges(chosen: Mapping[str, TensorQuantizer]) -> list[str]:
+def _set_ranges(chosen: Mapping[str, TensorQuantizer]) -> tuple[str, ...]:
     """Set every range from what was observed; return the names of those that saw nothing."""
     unseen, failed = [], dict[str, str]()
     for name, quantizer in chosen.items():
@@ -386,7 +429,7 @@ def _set_ranges(chosen: Mapping[str, TensorQuantizer]) -> list[str]:
         except CalibrationError as error:
             failed[name] = str(error)
     _raise_together(failed)
-    return unseen
+    return tuple(unseen)
 
 
 def _raise_together(failed: Mapping[str, str]) -> None:

@@ -1,14 +1,20 @@
 """Taking back what quantization does to the results of layers; no labels are needed.
 
 Rounding and clipping shift the mean of each output channel, and shrink it. Where ranges hold all
-values, the mean error that a layer adds by itself is taken back: one pass of the float network, in
-which each layer also computes its quantized result. With 4 bits and fewer, gain and shift of each
-channel are fitted in the order in which layers run, so that each sees the corrected results of
-those before it. Shifts alone would be wrong there: the mean error is that of few large values.
+values, the mean error that a layer adds by itself is taken back: in one run of the quantized model
+each layer computes in float too what it makes of its input. With 4 bits and fewer, gain and shift
+of each channel are fitted in the order in which layers run, so that each sees the corrected results
+of those before it, against what the whole model computes in float in the same run. Shifts alone
+would be wrong there: the mean error is that of few large values.
+
+Nothing is believed. A fit is kept where the error at its layer falls on results that it was not
+made from, and all of them are kept where the error at the output of the model falls.
 """
 
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,11 +25,27 @@ from torch import Tensor, nn
 
 from torchq.errors import CalibrationError
 from torchq.formats import PerAxis
-from torchq.graph import Forward, call_model
 from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
-from torchq.nn.correction import Corrected, forget_corrections
-from torchq.utils import device_of, evaluating, table, undone_on_error, watching
-from torchq.workflow.modes import quantizers
+from torchq.nn.correction import Corrected, forget_corrections, without_corrections
+from torchq.utils import (
+    RandomState,
+    device_of,
+    evaluating,
+    state_kept,
+    table,
+    undone_on_error,
+)
+from torchq.workflow.modes import quantized_weights, quantizers
+from torchq.workflow.runs import (
+    NO_BATCH,
+    Comparison,
+    Fingerprint,
+    NoiseSums,
+    Outputs,
+    Runs,
+    shortened,
+)
+from torchq.workflow.two_versions import TwoVersions, float_call, forward_replaced
 
 #: Widths up to which gains are fitted.
 _FEW_BITS = 4
@@ -33,13 +55,15 @@ _WHOLE = frozenset(["max", "moving_average"])
 _POSITIONS = 4096
 #: Results of a channel for each number that is fitted to them, below which it is left alone.
 _FEW_RESULTS = 4
+#: Into how many parts results are dealt to try a fit on what it was not made from.
+_FOLDS = 4
 #: Limits of a gain; a least-squares fit beyond them has seen too little.
 _GAINS = (0.5, 2.0)
 #: The error beside the deviation of results from which on better rounding is advised.
 _LARGE = 0.5
 
-#: Runs the model on a batch, or does so and adds what it shows.
-Run = Callable[[Any], Any]
+#: Runs the model on a batch in some version; returns its floating-point results.
+Run = Callable[[Any], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -55,6 +79,8 @@ class Correction:
         repeated: paths of corrected layers that run several times; their first call was fitted.
         errors: path of each corrected layer -> the root mean square of the error that is left in
             its results over their deviation. With gains it holds the errors of earlier layers too.
+        outputs: what the correction does to the outputs of the model. Where it makes them worse,
+            or nothing can be compared, no layer is corrected and each is among ``skipped``.
     """
 
     layers: Mapping[str, float] = field(default_factory=dict)
@@ -63,6 +89,7 @@ class Correction:
     batches: int = 0
     repeated: tuple[str, ...] = ()
     errors: Mapping[str, float] = field(default_factory=dict)
+    outputs: Comparison = field(default_factory=Comparison)
 
     @property
     def weak(self) -> tuple[str, ...]:
@@ -77,6 +104,9 @@ class Correction:
         text = f"corrected {what} of {len(self.layers)} layers{rest}"
         if self.repeated:
             text += f"; {', '.join(self.repeated[:3])} by the first of several calls"
+        if self.outputs.batches:
+            text += f"; {self.outputs}"
+            text += ", so it is left out" if self.outputs.is_worse else ""
         if not self.weak:
             return text
         error, worst = max((self.errors[name], name) for name in self.weak)
@@ -116,53 +146,131 @@ def _quantizers_of(layer: Any) -> list[TensorQuantizer]:
 
 
 def correct(
-    model: nn.Module,
-    batches: Iterable[Any],
+    runs: Runs,
+    most: int | None = None,
     *,
     gains: bool,
     in_order: bool,
-    forward: Forward | None = None,
+    floats: Outputs | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Correction:
-    """Set the corrections of all layers whose results can be corrected, from ``batches``.
+    """Set the corrections of all layers whose results can be corrected, and keep what helps.
 
     Args:
-        model: a calibrated model. Corrections that are there are replaced.
-        batches: read once; see :func:`torchq.graph.call_arguments`.
+        runs: a calibrated model, and its batches. Corrections that are there are replaced.
+        most: how many batches are read; None for all.
         gains: fit a gain of each output channel too; in order alone.
-        in_order: fit each layer behind the corrected ones before it, in two runs of a batch; else
-            each layer's own error, on what it reads in float.
-        forward: called as ``forward(model, batch)`` in place of the model.
+        in_order: fit each layer behind the corrected ones before it, in two versions of one run;
+            else each layer's own error, on what it reads in the quantized model.
+        floats: what the float model returned for the batches; None to compute it.
         group: processes whose batches count together.
 
     Raises:
         CalibrationError: a result is NaN or infinite; the text names the layer.
     """
+    model = runs.model
     layers, skipped = _candidates(model, gains, may_clip=in_order)
     if not layers:
         return Correction({}, skipped, gains)
     fits = {name: _Fit(layer, gains) for name, layer in layers.items()}
     undone = undone_on_error(*layers.values())
-    with torch.no_grad(), undone, evaluating(model), _results_shown(fits.values()):
+    with torch.no_grad(), undone, evaluating(model):
         forget_corrections(model)
-        device, count = device_of(model), 0
-        call = partial(call_model, model, forward=forward, device=device)
-        step = (_step_in_order if in_order else _step_of_own_errors)(model, fits, call)
-        for batch in _batches_of_ranks(batches, group, device):
-            if batch is not _NONE:
-                count += 1
-                step(batch)
-            if in_order:
-                _join(fits, group)
-        if not in_order:
-            _join(fits, group)
-        for name, fit in fits.items():
-            fit.check(name)
-        skipped |= {name: fit.obstacle for name, fit in fits.items() if fit.obstacle}
-        changes = {name: fit.apply() for name, fit in fits.items() if not fit.obstacle}
+        plain, count = _fitted(fits, runs, most, in_order, group)
+        if not count and group is None:
+            return Correction({}, skipped | dict.fromkeys(layers, NOT_READ), gains)
+        if floats is None:
+            floats = _outputs(runs, most, in_float=True)
+        if plain is None:
+            plain = _outputs(runs, most)
+        obstacles = {name: fit.obstacle for name, fit in fits.items()}
+        skipped |= {name: reason for name, reason in obstacles.items() if reason}
+        changes = {name: fit.apply() for name, fit in fits.items() if not obstacles[name]}
+        outputs = _compared(runs, most, floats, plain, group) if changes else Comparison()
+        if changes and (outputs.is_worse or not outputs.batches):
+            forget_corrections(model)
+            skipped |= dict.fromkeys(changes, _DROPPED if outputs.batches else NOT_READ)
+            changes = {}
         repeated = tuple(name for name in changes if fits[name].repeated)
         errors = {name: fits[name].error() for name in changes}
-    return Correction(changes, skipped, gains, count, repeated, errors)
+    return Correction(changes, skipped, gains, count, repeated, errors, outputs)
+
+
+#: Why layers are not corrected where batches end before all is read that is to be read.
+NOT_READ = "the batches can be read only once, so nothing shows that corrections help"
+_DROPPED = "with all corrections the output of the model is worse than without"
+
+
+def _fitted(
+    fits: Mapping[str, "_Fit"],
+    runs: Runs,
+    most: int | None,
+    in_order: bool,
+    group: dist.ProcessGroup | None,
+) -> tuple[Outputs | None, int]:
+    """Add all batches to the fits; return outputs without a correction, if known, and the count."""
+    plain = Outputs()
+    fitting = _FittingInOrder(fits) if in_order else _FittingOwnErrors(fits)
+
+    def step(number: int, batch: Any) -> None:
+        if batch is not NO_BATCH:
+            with fitting.watching(runs.model):
+                results = runs.call(batch)
+            if not in_order:
+                plain.add(Fingerprint(batch), results)
+        if in_order:
+            _join(fits, group)
+
+    with _results_shown(fits.values()):
+        count = runs.again(step, most, group)
+    fitting.note_readers()
+    _join(fits, group)
+    for name, fit in fits.items():
+        fit.check(name)
+    return None if in_order else plain, count
+
+
+def _outputs(runs: Runs, most: int | None, *, in_float: bool = False) -> Outputs:
+    """Return what the model returns for the batches, as it is or in float."""
+    found, off = Outputs(), list(quantizers(runs.model).values()) if in_float else []
+
+    def step(number: int, batch: Any) -> None:
+        with quantizing_only(off):
+            found.add(Fingerprint(batch), runs.call(batch))
+
+    runs.again(step, most)
+    return found
+
+
+def _compared(
+    runs: Runs, most: int | None, floats: Outputs, plain: Outputs, group: dist.ProcessGroup | None
+) -> Comparison:
+    """Compare outputs with and without corrections with those in float, batch by batch.
+
+    A loader may give other batches than before. The float model and the one without corrections
+    run once more on these, from where this version is.
+    """
+    model, sums = runs.model, NoiseSums()
+    known = list(quantizers(model).values())
+
+    def other(batch: Any, version: AbstractContextManager[Any]) -> list[Tensor]:
+        start = RandomState.now()
+        with state_kept(model), version:
+            results = runs.call(batch)
+        start.restore()
+        return results
+
+    def step(number: int, batch: Any) -> None:
+        seen = Fingerprint(batch)
+        wanted, before = floats.of(number, seen), plain.of(number, seen)
+        if wanted is None:
+            wanted = shortened(other(batch, quantizing_only(known)))
+        if before is None:
+            before = shortened(other(batch, without_corrections(model)))
+        sums.add(wanted, before, shortened(runs.call(batch)))
+
+    runs.again(step, most)
+    return sums.comparison(group, device_of(model))
 
 
 def _candidates(
@@ -171,10 +279,13 @@ def _candidates(
     """Return the layers to correct, and why other quantized layers are not."""
     layers: dict[str, Any] = {}
     skipped: dict[str, str] = {}
+    owners = Counter(id(quantizer) for quantizer, _ in quantized_weights(model))
     for name, module in model.named_modules():
         if not isinstance(module, QuantModule) or not list(module.quantized_weights()):
             continue
         reason = _obstacle(module, gains, may_clip)
+        if gains and not reason and owners[id(module.weight_quantizer)] > 1:
+            reason = "its weight has the quantizer of another one"
         if reason:
             skipped[name] = reason
         else:
@@ -209,39 +320,64 @@ def _obstacle(layer: Any, gains: bool, may_clip: bool) -> str:
 
 
 class _Fit:
-    """Sums of results of one layer, in float and quantized, and what follows from them."""
+    """Sums of results of one layer, in float and quantized, and what follows from them.
+
+    Positions are dealt to a few folds, so that a fit to the others can be tried on each.
+    """
 
     def __init__(self, layer: Any, gains: bool) -> None:
         self.layer, self.gains = layer, gains
-        self.count = 0.0
-        #: Sums of y, r, y*r, r*r and y*y, (5, channels): y in float, r not corrected.
-        self.sums: Tensor | None = None
+        #: For each fold the count and sums of y, r, y*r, r*r and y*y, (folds, 6, channels): y in
+        #: float, r not corrected.
+        self.sums = torch.zeros(
+            _FOLDS, 6, len(layer.bias), dtype=torch.float64, device=layer.weight.device
+        )
         #: What ranks joined already, of which nothing is sent again.
-        self.known: tuple[float, Tensor | None] = (0.0, None)
-        self.rows: Tensor | None = None
+        self.joined = torch.zeros_like(self.sums)
         self.repeated = False
+        #: Whether a batch ran the layer, perhaps with no rows.
+        self.was_called = False
+        #: Whether code outside of the layer reads its weight or bias.
+        self.has_readers = False
         #: The quantizer of its results, which is out of the way while results are fitted.
         self.of_results: Any = None
 
     def add(self, y: Tensor, r: Tensor) -> None:
         """Add results (channels, positions)."""
+        self.was_called = True
         y, r = y.double(), r.double()
-        new = torch.stack([y.sum(1), r.sum(1), (y * r).sum(1), (r * r).sum(1), (y * y).sum(1)])
-        self.sums = new if self.sums is None else self.sums + new
-        self.count += y.shape[1]
+        terms = torch.stack([torch.ones_like(y), y, r, y * r, r * r, y * y])
+        folds = [terms[..., number::_FOLDS].sum(-1) for number in range(_FOLDS)]
+        self.sums = self.sums + torch.stack(folds)
+
+    @property
+    def count(self) -> float:
+        """How many results of each channel were added."""
+        return float(self.sums[:, 0, 0].sum()) if self.sums.shape[-1] else 0.0
 
     @property
     def obstacle(self) -> str:
-        """The reason why nothing follows from the sums; "" if something does."""
-        if self.sums is None:
+        """The reason why the layer is not corrected; "" if it is."""
+        if not self.count:
             return "no batch reached it"
-        few = f"{self.count:.0f} results of each channel are too few; pass more batches"
-        return few if self.count < _FEW_RESULTS * (1 + self.gains) else ""
+        if self.has_readers:
+            return "its weight or bias is read outside of it too"
+        if self.count < _FEW_RESULTS * (1 + self.gains):
+            return f"{self.count:.0f} results of each channel are too few; pass more batches"
+        return "" if self.helps else "the error of its results does not fall"
 
-    def solve(self) -> tuple[Tensor | None, Tensor]:
-        """Return gain and shift for the sums so far."""
-        assert self.sums is not None
-        mean_y, mean_r, mean_yr, mean_rr, _ = self.sums / self.count
+    @property
+    def helps(self) -> bool:
+        """True if fits to the other folds lower the error of each fold, taken together."""
+        total = self.sums.sum(0)
+        zeros = torch.zeros_like(total[0])
+        with_fit = sum(_square_error(fold, *self.solve(total - fold)) for fold in self.sums)
+        return bool(with_fit < _square_error(total, None, zeros))
+
+    def solve(self, sums: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
+        """Return gain and shift for sums (6, channels), by default all so far."""
+        count, *others = self.sums.sum(0) if sums is None else sums
+        mean_y, mean_r, mean_yr, mean_rr, _ = (total / count.clamp_min(1) for total in others)
         if not self.gains:
             return None, mean_y - mean_r
         variance = mean_rr - mean_r.square()
@@ -252,8 +388,8 @@ class _Fit:
         return gain, mean_y - gain * mean_r
 
     def check(self, name: str) -> None:
-        """Raise CalibrationError for sums that are not finite."""
-        if self.sums is not None and not (self.count and bool(self.sums.isfinite().all())):
+        """Raise CalibrationError for sums that are not finite, or of no results."""
+        if self.was_called and not (self.count and bool(self.sums.isfinite().all())):
             what = "NaN or infinite results" if self.count else "batches without rows"
             raise CalibrationError(
                 f"correction of results: {name}: got {what}; expected finite ones. Check the input "
@@ -262,29 +398,40 @@ class _Fit:
 
     def apply(self) -> float:
         """Correct the layer; return the size of its shifts beside that of its results."""
-        assert self.sums is not None
         gain, shift = self.solve()
         if gain is not None:
             shift = shift + (gain - 1) * self.layer.bias.detach().double()
         self.layer.correct_output_(gain, shift)
-        size = (self.sums[0] / self.count).square().mean().sqrt()
+        count, y, *_ = self.sums.sum(0)
+        size = (y / count).square().mean().sqrt()
         change = self.layer.output_shift.double().square().mean().sqrt()
         return float(change / size.clamp_min(1e-30))
 
     def error(self) -> float:
         """Return the error that gain and shift leave, beside the deviation of the results."""
-        assert self.sums is not None
-        gain, shift = self.solve()
-        y, r, yr, rr, yy = self.sums / self.count
-        g = torch.ones_like(y) if gain is None else gain
-        left = yy - 2 * g * yr - 2 * shift * y + g * g * rr + 2 * g * shift * r + shift * shift
-        return float((left.sum() / (yy - y * y).sum().clamp_min(1e-30)).clamp_min(0).sqrt())
+        sums = self.sums.sum(0)
+        count, y, *_, yy = sums
+        deviation = (yy - y * y / count).sum().clamp_min(1e-30)
+        return float((_square_error(sums, *self.solve()) / deviation).clamp_min(0).sqrt())
+
+
+def _square_error(sums: Tensor, gain: Tensor | None, shift: Tensor) -> Tensor:
+    """Return the sum of (y - gain * r - shift)^2 over all results, from their sums."""
+    count, y, r, yr, rr, yy = sums
+    g = torch.ones_like(y) if gain is None else gain
+    left = yy - 2 * g * yr - 2 * shift * y + g * g * rr + 2 * g * shift * r + count * shift * shift
+    return left.sum()
+
+
+def _channel_axis(layer: Any, dims: int) -> int:
+    """Return the axis of the channels in results of so many dimensions."""
+    return dims - 1 if isinstance(layer, nn.Linear) else dims - layer.weight.dim() + 1
 
 
 def _rows(layer: Any, out: Tensor, most: int | None = None) -> Tensor:
     """Return copies of results as (channels, positions), evenly spread if more than ``most``."""
-    axis = -1 if isinstance(layer, nn.Linear) else out.dim() - layer.weight.dim() + 1
-    rows = out.detach().movedim(axis, 0).flatten(1)
+    rows = out.detach().movedim(_channel_axis(layer, out.dim()), 0)
+    rows = rows.reshape(rows.shape[0], -1)
     step = 1 if most is None else max(1, -(-rows.shape[1] // most))
     return rows[:, ::step].clone()
 
@@ -303,89 +450,85 @@ def _results_shown(fits: Iterable[_Fit]) -> Iterator[None]:
             fit.layer.output_quantizer = fit.of_results
 
 
-def _first_calls(
-    fits: Mapping[str, _Fit], see: Callable[[_Fit, Any, Any, Tensor], Any]
-) -> AbstractContextManager[None]:
-    """Show the first call of each layer in a run; what ``see`` returns replaces the result."""
-    seen: set[int] = set()
+class _Fitting(ABC):
+    """One run after the other, in which layers show their results in float and quantized.
 
-    def hook(fit: _Fit, args: Any, kwargs: Any, out: Tensor) -> Any:
-        if id(fit) in seen:
+    Both sides of a pair come from one run and from one call. Of the calls of a layer in a run the
+    first is fitted. Hooks of users see what the layer returns.
+    """
+
+    def __init__(self, fits: Mapping[str, _Fit]) -> None:
+        self.fits = {id(fit.layer): fit for fit in fits.values()}
+        self.versions = TwoVersions()
+        self._seen: set[int] = set()
+
+    def note_readers(self) -> None:
+        """Note of each layer whether code outside of it reads its weight or bias."""
+        for fit in self.fits.values():
+            own = fit.layer.parameters(recurse=False)
+            fit.has_readers = any(map(self.versions.reads, own))
+
+    def is_first(self, fit: _Fit) -> bool:
+        """Return True for the first call of a layer in a run."""
+        if id(fit) in self._seen:
             fit.repeated = True
-            return None
-        seen.add(id(fit))
-        return see(fit, args, kwargs, out)
+            return False
+        self._seen.add(id(fit))
+        return True
 
-    return watching((fit.layer, partial(hook, fit)) for fit in fits.values())
+    def watching(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context for one run of the model."""
+        self._seen.clear()
+        return self._run(model)
 
-
-def _step_of_own_errors(model: nn.Module, fits: Mapping[str, _Fit], call: Run) -> Run:
-    """Return what adds a batch: each layer's own error, on what it reads in float."""
-    known = list(quantizers(model).values())
-    own = {id(fit): _quantizers_of(fit.layer) for fit in fits.values()}
-
-    def see(fit: _Fit, args: Any, kwargs: Any, out: Tensor) -> None:
-        layer = fit.layer
-        with quantizing_only(known, own[id(fit)]):
-            quantized = type(layer).forward(layer, *args, **kwargs)
-        fit.add(_rows(layer, out), _rows(layer, quantized))
-
-    def step(batch: Any) -> None:
-        with quantizing_only(known), _first_calls(fits, see):
-            call(batch)
-
-    return step
+    @abstractmethod
+    def _run(self, model: nn.Module) -> AbstractContextManager[None]: ...
 
 
-def _step_in_order(model: nn.Module, fits: Mapping[str, _Fit], call: Run) -> Run:
-    """Return what adds a batch in two runs: each layer is behind the corrected ones before it."""
-    known = list(quantizers(model).values())
+class _FittingOwnErrors(_Fitting):
+    """Each layer computes in float what it makes of its input in the quantized model."""
 
-    def keep(fit: _Fit, args: Any, kwargs: Any, out: Tensor) -> None:
-        fit.rows = _rows(fit.layer, out, _POSITIONS)
+    @contextmanager
+    def _run(self, model: nn.Module) -> Iterator[None]:
+        with ExitStack() as stack:
+            for fit in self.fits.values():
+                forward = partial(self._call, fit, fit.layer.forward)
+                stack.enter_context(forward_replaced(fit.layer, forward))
+            stack.enter_context(self.versions)
+            yield
 
-    def correct_result(fit: _Fit, args: Any, kwargs: Any, out: Tensor) -> Any:
-        layer = fit.layer
-        if fit.rows is None:
-            return None
+    def _call(self, fit: _Fit, forward: Any, *args: Any, **kwargs: Any) -> Tensor:
+        with self.versions.paused():
+            result: Tensor = forward(*args, **kwargs)
+            if self.is_first(fit):
+                in_float = float_call(fit.layer, forward, args, kwargs)
+                fit.add(_rows(fit.layer, in_float), _rows(fit.layer, result))
+            shown: Tensor = fit.layer.quantized_result(result, fit.of_results)
+        return shown
+
+
+class _FittingInOrder(_Fitting):
+    """The whole model runs in two versions, and each layer is behind the corrected ones."""
+
+    @contextmanager
+    def _run(self, model: nn.Module) -> Iterator[None]:
+        with self.versions.watching(model, self._corrected), self.versions:
+            yield
+
+    def _corrected(self, module: nn.Module, result: Any, in_float: Any) -> Any:
+        fit = self.fits.get(id(module))
+        if fit is None:
+            return result
         # The layer has no correction while the fit runs: what it returns is what it adds up.
-        fit.add(fit.rows, _rows(layer, out, _POSITIONS))
-        fit.rows = None
-        gain, shift = fit.solve()
-        shape = [1] * out.dim()
-        shape[-1 if isinstance(layer, nn.Linear) else out.dim() - layer.weight.dim() + 1] = -1
-        out = out if gain is None else out * gain.to(out).view(shape)
-        out = out + shift.to(out).view(shape)
-        return layer.quantized_result(out, fit.of_results)
-
-    def step(batch: Any) -> None:
-        with quantizing_only(known), _first_calls(fits, keep):
-            call(batch)
-        with _first_calls(fits, correct_result):
-            call(batch)
-
-    return step
-
-
-#: What stands for a batch on a rank that has none left, while others do.
-_NONE = object()
-
-
-def _batches_of_ranks(
-    batches: Iterable[Any], group: dist.ProcessGroup | None, device: torch.device | None
-) -> Iterator[Any]:
-    """Yield the batches; in a group as often on each rank as on the one with the most."""
-    if group is None:
-        yield from batches
-        return
-    own = iter(batches)
-    while True:
-        batch = next(own, _NONE)
-        left = torch.tensor(float(batch is not _NONE), device=device)
-        dist.all_reduce(left, dist.ReduceOp.MAX, group=group)
-        if not left:
-            return
-        yield batch
+        if self.is_first(fit):
+            rows = (_rows(fit.layer, version, _POSITIONS) for version in (in_float, result))
+            fit.add(*rows)
+            gain, shift = fit.solve()
+            shape = [1] * result.dim()
+            shape[_channel_axis(fit.layer, result.dim())] = -1
+            result = result if gain is None else result * gain.to(result).view(shape)
+            result = result + shift.to(result).view(shape)
+        return fit.layer.quantized_result(result, fit.of_results)
 
 
 def _join(fits: Mapping[str, _Fit], group: dist.ProcessGroup | None) -> None:
@@ -393,15 +536,10 @@ def _join(fits: Mapping[str, _Fit], group: dist.ProcessGroup | None) -> None:
     if group is None:
         return
     for fit in fits.values():
-        count, sums = fit.known
-        channels = len(fit.layer.bias)
-        own = torch.zeros(5 * channels + 1, dtype=torch.float64, device=fit.layer.weight.device)
-        if fit.sums is not None:
-            own[0] = fit.count - count
-            own[1:] = (fit.sums - (0 if sums is None else sums)).flatten()
+        new = fit.sums - fit.joined
+        readers = new.new_tensor([float(fit.has_readers)])
+        own = torch.cat([new.flatten(), readers])
         dist.all_reduce(own, group=group)
-        if own[0]:
-            before = torch.zeros_like(own[1:]) if sums is None else sums.flatten()
-            fit.count = count + float(own[0])
-            fit.sums = (before + own[1:]).view(5, channels)
-        fit.known = fit.count, fit.sums
+        fit.sums = fit.joined + own[:-1].view(fit.sums.shape)
+        fit.joined = fit.sums
+        fit.has_readers = bool(own[-1])

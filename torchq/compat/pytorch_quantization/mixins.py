@@ -147,9 +147,11 @@ class LegacyLayer(QuantModule):
         return self.input_quantizer(input), self.weight_quantizer(self.weight)
 
     def detach_quantizers(self) -> None:
-        """Remove the quantizers, which have a leading underscore here."""
+        """Remove the quantizers, which have a leading underscore here, and a correction."""
         for slot in self.slots():
             delattr(self, f"_{slot}_quantizer")
+        for name in CORRECTIONS:
+            self._buffers.pop(name, None)
         self.__dict__.pop("_fake_quant", None)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

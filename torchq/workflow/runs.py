@@ -1,0 +1,230 @@
+"""Runs of a model on the same batches, and what its outputs are beside those of the float model.
+
+Each run starts with the random numbers, the batches and the state of the first: loaders that
+shuffle, layers of noise and buffers that a forward writes give again what they gave. Where a loader
+gives other batches all the same, the float model runs once more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchq.graph import Forward, call_model, results_in, tensors_in, with_copies
+from torchq.utils import RandomState, device_of, state_kept, watching
+
+#: Numbers of a result that are compared, evenly spread over it.
+_COMPARED = 1 << 15
+#: Numbers of a batch by which it is recognised, evenly spread over each of its tensors.
+_RECOGNISED = 64
+
+
+def spread(x: Tensor, count: int) -> Tensor:
+    """Return at most ``count`` elements of a tensor, evenly spread, as a copy in one dimension."""
+    flat = x.detach().reshape(-1)
+    return flat[:: max(1, -(-flat.numel() // count))].clone()
+
+
+def shortened(results: Sequence[Tensor]) -> list[Tensor]:
+    """Return the part of results that is compared."""
+    return [spread(result, _COMPARED) for result in results]
+
+
+class Fingerprint:
+    """What tells a batch from others: the shape and some elements of each of its tensors."""
+
+    def __init__(self, batch: Any) -> None:
+        dense = [t for t in tensors_in(batch) if t.layout is torch.strided and not t.is_meta]
+        self._shapes = [tensor.shape for tensor in dense]
+        self._elements = [spread(tensor, _RECOGNISED) for tensor in dense]
+
+    def is_of(self, other: Fingerprint) -> bool:
+        """Return True if two batches have the same shapes and elements."""
+        if self._shapes != other._shapes:
+            return False
+        return all(map(torch.equal, self._elements, other._elements))
+
+
+@dataclass
+class Outputs:
+    """What one version of a model returned: for each batch, in order, a part of its results."""
+
+    batches: list[Fingerprint] = field(default_factory=list)
+    results: list[list[Tensor]] = field(default_factory=list)
+
+    def add(self, batch: Fingerprint, results: Sequence[Tensor]) -> None:
+        """Keep a part of the results for the next batch."""
+        self.batches.append(batch)
+        self.results.append(shortened(results))
+
+    def of(self, number: int, batch: Fingerprint) -> list[Tensor] | None:
+        """Return the results for a batch; None if another one had this number."""
+        is_known = number < len(self.batches) and self.batches[number].is_of(batch)
+        return self.results[number] if is_known else None
+
+
+class Runs:
+    """A model and the batches that it runs on, several times.
+
+    Args:
+        model: any module.
+        batches: read from the start in every run.
+        forward: called as ``forward(model, batch)`` in place of the model.
+    """
+
+    def __init__(self, model: nn.Module, batches: Iterable[Any], forward: Forward | None) -> None:
+        self.model, self.batches, self.forward = model, batches, forward
+        self._start = RandomState.now()
+        self._device = device_of(model)
+
+    def call(self, batch: Any) -> list[Tensor]:
+        """Run the model on a copy of a batch; return its floating-point results."""
+        outputs: list[Any] = []
+        watched = [(self.model, lambda args, kwargs, output: outputs.append(output))]
+        with watching(watched):
+            returned = call_model(
+                self.model, with_copies(batch), forward=self.forward, device=self._device
+            )
+        # What a function of the user returns may be a loss, or nothing.
+        return results_in(outputs[-1] if outputs else returned)
+
+    def again(
+        self,
+        step: Callable[[int, Any], None],
+        most: int | None,
+        group: dist.ProcessGroup | None = None,
+    ) -> int:
+        """Take ``step(number, batch)`` for the first batches once more; return how many there were.
+
+        Random numbers and the state of the model are those of the first run; at the end they are
+        what they were before. In a group each rank takes as many steps as the one with the most,
+        with ``NO_BATCH`` for the batches that it does not have.
+        """
+        after, count = RandomState.now(), 0
+        self._start.restore()
+        try:
+            with state_kept(self.model):
+                chosen = _of_ranks(islice(self.batches, most), group, self._device)
+                for number, batch in enumerate(chosen):
+                    count += batch is not NO_BATCH
+                    step(number, batch)
+        finally:
+            after.restore()
+        return count
+
+
+#: What stands for a batch on a rank that has none left, while others do.
+NO_BATCH = object()
+
+
+def _of_ranks(
+    batches: Iterable[Any], group: dist.ProcessGroup | None, device: torch.device | None
+) -> Iterator[Any]:
+    """Yield the batches; in a group as often on each rank as on the one with the most."""
+    if group is None:
+        yield from batches
+        return
+    own = iter(batches)
+    while True:
+        batch = next(own, NO_BATCH)
+        left = torch.tensor(float(batch is not NO_BATCH), device=device)
+        dist.all_reduce(left, dist.ReduceOp.MAX, group=group)
+        if not left:
+            return
+        yield batch
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a change of a quantized model does to its outputs.
+
+    Attributes:
+        batches: how many were compared.
+        before: the mean share of noise in its outputs without the change; None if they cannot be
+            compared with those of the float model.
+        after: the same with it.
+    """
+
+    batches: int = 0
+    before: float | None = None
+    after: float | None = None
+
+    @property
+    def is_worse(self) -> bool:
+        """True if the outputs are further from those of the float model than without the change."""
+        if self.before is None or self.after is None:
+            return False
+        return not self.after <= self.before
+
+    def __str__(self) -> str:
+        """Return the ratio of signal to noise without and with the change, and where it is from."""
+        batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
+        if self.before is None or self.after is None:
+            return f"the outputs of {batches} cannot be compared with those of the float model"
+        return f"output {_decibels(self.before)} -> {_decibels(self.after)} on {batches}"
+
+
+def _decibels(share: float) -> str:
+    if share == 0:
+        return "exact"
+    return "not finite" if math.isinf(share) else f"{-10 * math.log10(share):.1f} dB"
+
+
+class NoiseSums:
+    """Sums of squares of results in float, and of what two versions differ from them by."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+        #: For each result (signal, noise without the change, noise with it).
+        self._sums: list[Tensor] = []
+
+    def add(
+        self, reference: Sequence[Tensor], before: Sequence[Tensor], after: Sequence[Tensor]
+    ) -> None:
+        """Add the results of one batch, those of equal shape."""
+        self.batches += 1
+        for number, (wanted, old, new) in enumerate(zip(reference, before, after, strict=False)):
+            if number == len(self._sums):
+                self._sums.append(wanted.new_zeros(3, dtype=torch.float64))
+            if wanted.shape == old.shape == new.shape:
+                finite = wanted.isfinite()
+                exact = wanted[finite].double()
+                errors = (exact, old[finite].double() - exact, new[finite].double() - exact)
+                sums = torch.stack([error.square().sum() for error in errors])
+                self._sums[number] = self._sums[number] + sums
+
+    def comparison(self, group: dist.ProcessGroup | None, device: Any) -> Comparison:
+        """Return the mean share of noise over the results, joined over ranks."""
+        sums, batches = self._joined(group, device)
+        with_signal = [noise for noise in sums.tolist() if noise[0] > 0]
+        if not with_signal:
+            return Comparison(batches)
+        before, after = (
+            sum(_share(noise[i], noise[0]) for noise in with_signal) / len(with_signal)
+            for i in (1, 2)
+        )
+        return Comparison(batches, before, after)
+
+    def _joined(self, group: dist.ProcessGroup | None, device: Any) -> tuple[Tensor, int]:
+        own = torch.stack(self._sums) if self._sums else torch.zeros(0, 3, dtype=torch.float64)
+        if group is None:
+            return own, self.batches
+        results = torch.tensor(len(own), device=device)
+        batches = torch.tensor(self.batches, device=device)
+        dist.all_reduce(results, dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(batches, group=group)
+        joined = torch.zeros(int(results), 3, dtype=torch.float64, device=device)
+        joined[: len(own)] = own.to(joined.device)
+        dist.all_reduce(joined, group=group)
+        return joined, int(batches)
+
+
+def _share(noise: float, signal: float) -> float:
+    return math.inf if math.isnan(noise) else noise / signal
