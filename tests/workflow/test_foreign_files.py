@@ -138,3 +138,11 @@ def test_damaged_safetensors_are_named(change: Any, model: Net, tmp_path: Path) 
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(ConfigError, match="cannot be read"):
         torchq.load(Net(), path)
+
+
+@pytest.mark.parametrize("name", [".", "..", "a\0b", "missing.safetensors", ""])
+def test_an_index_that_names_no_file_is_damaged(name: str, tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"weight": name}}))
+    with pytest.raises(ConfigError, match=r"is no index of weights|expected files in"):
+        torchq.load(nn.Linear(2, 2), tmp_path)

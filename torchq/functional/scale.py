@@ -118,7 +118,9 @@ def scale_and_zero_point(
         scale = straight_through(scale, scale_format.snap_(scale.detach().clone()))
     scale = torch.where(scale < torch.finfo(scale.dtype).tiny, 1.0, scale)
     position = format.quant_min - amin.clamp(max=0) / scale
-    return scale, straight_through(position, position.detach().round())
+    # A scale that was rounded down would move the zero point beyond the last code.
+    point = position.detach().round().clamp(format.quant_min, format.quant_max)
+    return scale, straight_through(position, point)
 
 
 def unrounded_scale(amin: Tensor, amax: Tensor, format: Format) -> Tensor:

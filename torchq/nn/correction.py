@@ -18,10 +18,8 @@ from torch import Tensor, nn
 
 from torchq.descriptor import QuantDescriptor
 from torchq.fusion.modules import OutputFold
+from torchq.nn.optional_buffers import CORRECTION, follow_keys, lacking_keys
 from torchq.utils import constant_while_tracing, state_kept
-
-#: The names of the buffers.
-CORRECTIONS = ("output_gain", "output_shift")
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -48,8 +46,8 @@ class Corrected(nn.Module):
     def detach_quantizers(self) -> None:
         """Remove the quantizers and the correction."""
         super().detach_quantizers()  # type: ignore[misc]
-        for name in CORRECTIONS:
-            delattr(self, name)
+        for buffer in CORRECTION:
+            delattr(self, buffer.name)
 
     @property
     def is_corrected(self) -> bool:
@@ -75,9 +73,8 @@ class Corrected(nn.Module):
         """Let results be what the quantized weight gives."""
         weight: Any = self.weight
         with torch.inference_mode(False):
-            for name in CORRECTIONS:
-                empty = torch.empty(0, dtype=weight.dtype, device=weight.device)
-                self.register_buffer(name, empty)
+            for buffer in CORRECTION:
+                buffer.drop(self, weight)
 
     def corrected_weight(self, weight: Tensor) -> Tensor:
         """Return the quantized weight, or its scales, times the gain of each output channel."""
@@ -124,19 +121,32 @@ class Corrected(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         has_ranges = f"{prefix}weight_quantizer.amax" in state_dict
-        known = [prefix + name in state_dict for name in CORRECTIONS]
-        is_there = CORRECTIONS[1] in self._buffers and (has_ranges or any(known))
-        for name in CORRECTIONS if is_there else ():
-            # A loaded correction brings its shape; a checkpoint without one has none.
-            buffer: Tensor = getattr(self, name)
-            found = state_dict.get(prefix + name, buffer.new_empty(0))
-            if isinstance(found, Tensor) and found.shape in ((0,), self._channels()):
-                self.register_buffer(name, buffer.new_empty(found.shape))
+        given = [state_dict.get(prefix + buffer.name) for buffer in CORRECTION]
+        describes = has_ranges or any(value is not None for value in given)
+        if CORRECTION[1].name in self._buffers:
+            fits = all(getattr(v, "shape", (0,)) in ((0,), self._channels()) for v in given)
+            if describes and fits:  # A wrong shape stays an error of torch.
+                follow_keys(self, CORRECTION, state_dict, prefix, cast(Any, self).weight)
+            elif self.is_corrected and self._has_other_weights(state_dict, prefix):
+                self.forget_correction()  # It was fitted to the weights before.
         missing: list[str] = args[2]
         before = len(missing)
         super()._load_from_state_dict(state_dict, prefix, *args)
-        added = missing[before:]
-        missing[before:] = [key for key in added if key.removeprefix(prefix) not in CORRECTIONS]
+        names = {prefix + buffer.name for buffer in CORRECTION}
+        added = [key for key in missing[before:] if key not in names]
+        missing[before:] = added + lacking_keys(CORRECTION, state_dict, prefix)
+
+    def _has_other_weights(self, state_dict: dict[str, Any], prefix: str) -> bool:
+        """Return True if a state dict has another weight or bias than the layer."""
+        for name, parameter in self.named_parameters(recurse=False):
+            value = state_dict.get(prefix + name)
+            if isinstance(value, Tensor) and not value.is_meta and not parameter.is_meta:
+                same = value.shape == parameter.shape and torch.equal(
+                    value.to(parameter), parameter
+                )
+                if not same:
+                    return True
+        return False
 
 
 def _holds(numbers: Tensor) -> bool:
@@ -183,13 +193,11 @@ def forget_corrections(model: nn.Module) -> None:
 @contextmanager
 def without_corrections(model: nn.Module) -> Iterator[None]:
     """Let all layers of a model compute without a correction, inside the ``with`` block."""
-    held = [
-        (layer, [getattr(layer, name) for name in CORRECTIONS]) for layer in corrected_layers(model)
-    ]
+    held = [(layer, layer.output_gain, layer.output_shift) for layer in corrected_layers(model)]
     try:
         forget_corrections(model)
         yield
     finally:
-        for layer, buffers in held:
-            for name, buffer in zip(CORRECTIONS, buffers, strict=True):
-                layer.register_buffer(name, buffer)
+        for layer, gain, shift in held:
+            layer.output_gain = gain
+            layer.output_shift = shift

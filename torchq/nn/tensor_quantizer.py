@@ -1,7 +1,7 @@
 """The module that quantizes a tensor: a descriptor, a range, a calibrator, and two switches."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from torchq.functional import (
     scale_gradient,
 )
 from torchq.nn.given_numbers import checked_numbers, checked_qparams
+from torchq.nn.optional_buffers import FACTORS, HELD, follow_keys, lacking_keys
 from torchq.utils import constant_while_tracing, short_repr
 
 # Keeps these calls whole when a model is traced with torch.fx.
@@ -39,7 +40,6 @@ _MODES = {
 }
 
 _CALIBRATE = "Run torchq.calibrate(model, batches), or set_amax(...)"
-_HELD = ("held_scale", "held_zero_point")  # buffers that are there while both are held
 _LEGACY_KEYS = {"_amax": "amax", "_pre_quant_scale": "pre_quant_scale"}
 # The value of the buffer ``unsigned`` while calibration has not chosen; then it is 0 or 1.
 _UNDECIDED = -1
@@ -386,6 +386,11 @@ class TensorQuantizer(nn.Module):
                 raise ConfigError(text)
             found = Range(*numbers)
             length = found.high if found.low is None else found.high - found.low
+            if not length.is_meta and bool(length.isinf().any()):
+                raise ConfigError(
+                    f"{self._label}: got a range from {float(numbers[-1].min()):.3g} to "
+                    f"{float(numbers[0].max()):.3g}; expected ends whose distance fits float32"
+                )
             dead = found.dead(self.descriptor.format) & (length > 0)
             lost = 0 if length.is_meta else int(dead.sum())
             if lost:
@@ -422,13 +427,13 @@ class TensorQuantizer(nn.Module):
             found = checked_qparams(self._label, d, scale, point, self.amax.device)
             self.range = Range.of_qparams(found, symmetric=d.symmetric)
             values = (found.scale,) if d.symmetric else (found.scale, found.zero_point)
-            for name, value in zip(_HELD, values, strict=False):
-                self.register_buffer(name, value)
+            for buffer, value in zip(HELD, values, strict=False):
+                self.register_buffer(buffer.name, value)
 
     def drop_qparams(self) -> None:
         """Let the scale and the zero point follow from the range again."""
-        for name in _HELD:
-            self._buffers.pop(name, None)
+        for buffer in HELD:
+            buffer.drop(self, self.amax)
 
     def _adopt(self, new: Tensor, end: str = "amax") -> None:
         if new.is_inference():  # Nothing could be trained through an inference tensor.
@@ -599,7 +604,7 @@ class TensorQuantizer(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # .half() must not round the range: only the device of the result is taken over.
-        held = [name for name in _HELD[:1] if name in self._buffers]
+        held = ["held_scale"] if "held_scale" in self._buffers else []
         before = {name: getattr(self, name).detach() for name in (*self._ends, *held)}
         super()._apply(fn, recurse)
         for end, value in before.items():
@@ -614,34 +619,47 @@ class TensorQuantizer(nn.Module):
         for old, new in _LEGACY_KEYS.items():
             if prefix + old in state_dict:
                 state_dict[prefix + new] = state_dict.pop(prefix + old)
-        if prefix + "amax" in state_dict:
-            self._expect_held(state_dict, prefix)
+        describes = prefix + "amax" in state_dict  # A float checkpoint leaves all as it is.
+        held = HELD[:1] if self.descriptor.symmetric else HELD
+        if describes:
+            self._follow_optional_buffers(state_dict, prefix)
         for end in self._ends:
             key = prefix + end
             if key in state_dict:
                 state_dict[key] = state_dict[key].to(torch.float32)
                 if state_dict[key].shape != getattr(self, end).shape:
                     self._adopt(torch.empty_like(state_dict[key], device=self.amax.device), end)
-        factors, present = state_dict.get(prefix + "pre_quant_scale"), self.pre_quant_scale
-        if factors is not None and (present is None or present.shape != factors.shape):
-            self.pre_quant_scale = torch.empty_like(factors, device=self.amax.device)
         missing = args[2]
-        own = {prefix + name for name in ("amax", "amin", "unsigned", *_HELD)}
+        own = {prefix + name for name in ("amax", "amin", "unsigned")}
         before = list(missing)  # The layer may have named this range, which it knows to be lost.
         super()._load_from_state_dict(state_dict, prefix, *args)
-        if prefix + "amax" not in state_dict:  # A float checkpoint leaves the range as it is.
+        if describes:
+            self._register_assigned(state_dict, prefix)
+            missing += lacking_keys(held, state_dict, prefix)
+        else:
+            known = own | {prefix + buffer.name for buffer in (*FACTORS, *HELD)}
             added = missing[len(before) :]
-            missing[:] = before + [name for name in added if name not in own]
+            missing[:] = before + [name for name in added if name not in known]
         if prefix + "unsigned" in state_dict and "unsigned" in self._buffers:
             self._adopt_loaded_sign(prefix, args[4])
 
-    def _expect_held(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Make the buffers of a held scale those that a state dict has."""
-        self.drop_qparams()
-        for name, dtype in zip(_HELD, (torch.float32, torch.int32), strict=True):
-            if prefix + name in state_dict:
-                value = state_dict[prefix + name] = state_dict[prefix + name].to(dtype)
-                self.register_buffer(name, torch.empty_like(value, device=self.amax.device))
+    def _follow_optional_buffers(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Make the optional buffers those that a state dict has, in the types that they have."""
+        for buffer in HELD:
+            if prefix + buffer.name in state_dict:
+                value = state_dict[prefix + buffer.name]
+                state_dict[prefix + buffer.name] = value.to(buffer.dtype)
+        follow_keys(self, (*FACTORS, *HELD), state_dict, prefix, self.amax)
+
+    def _register_assigned(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        """Make held numbers buffers again after a load with ``assign``, which sets attributes.
+
+        It sets the range too, and a range that is set drops what is held.
+        """
+        for buffer in HELD:
+            if prefix + buffer.name in state_dict and buffer.name not in self._buffers:
+                vars(self).pop(buffer.name, None)
+                self.register_buffer(buffer.name, state_dict[prefix + buffer.name])
 
     def _adopt_loaded_sign(self, prefix: str, errors: list[str]) -> None:
         """Make the descriptor agree with the loaded buffer ``unsigned``; a problem is appended."""

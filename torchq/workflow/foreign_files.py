@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from torchq.errors import ConfigError
 from torchq.nn import TensorQuantizer
+from torchq.nn.optional_buffers import RECORD, is_record
 from torchq.swap import plan_of
+from torchq.utils import short_repr
 
-_KEY = "torchq_record"
 # Bytes of an archive that are checked at once.
 _CHUNK = 1 << 20
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -64,7 +65,7 @@ def embed_record_(model: nn.Module) -> None:
 
 def _add_record(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     text = json.dumps(plan_of(module).to_dict()).encode()
-    state[prefix + _KEY] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
+    state[prefix + RECORD] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
     seen = set()
     for name, quantizer in module.named_modules(remove_duplicate=False):
         if isinstance(quantizer, TensorQuantizer):
@@ -76,18 +77,18 @@ def _add_record(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
 
 
 def _drop_record(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
-    state.pop(prefix + _KEY, None)
+    state.pop(prefix + RECORD, None)
 
 
 def record_in(state: dict[str, Any]) -> tuple[str, Any] | None:
     """Take the record out of a state dict."""
-    keys = [key for key in state if key == _KEY or key.endswith(f".{_KEY}")]
+    keys = [key for key in state if is_record(key)]
     if not keys:
         return None
     value = state.pop(keys[0])
     try:
         text = bytes(value.to(torch.uint8).flatten().tolist()).decode()
-        return keys[0][: -len(_KEY)].rstrip("."), json.loads(text)
+        return keys[0][: -len(RECORD)].rstrip("."), json.loads(text)
     except (AttributeError, RuntimeError, ValueError, RecursionError):
         raise ConfigError(f"load: {keys[0]}: is no JSON text. The file is damaged") from None
 
@@ -142,8 +143,14 @@ def _read_parts(folder: Path, index: Path, map_location: Any) -> dict[str, Any]:
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         paths = [folder / Path(name).name for name in names]
+        missing = [name for name, path in zip(names, paths, strict=True) if not path.is_file()]
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(f"load: {index}: is no index of weights. The file is damaged") from None
+    if missing:
+        raise ConfigError(
+            f"load: {index}: names {short_repr(missing[0])}; expected files in {folder}. Copy the "
+            "whole folder, or the file is damaged"
+        )
     found: dict[str, Any] = {}
     for path in paths:
         found |= read_file(path, map_location)

@@ -12,8 +12,8 @@ from torchq.errors import ConfigError, QuantizationError
 from torchq.formats import PerTensor
 from torchq.nn import TensorQuantizer
 from torchq.nn.convert import unchanged_on_error
-from torchq.nn.correction import CORRECTIONS
 from torchq.nn.given_numbers import checked_numbers
+from torchq.nn.optional_buffers import CORRECTION, FACTORS, HELD, is_record, lacking_keys
 from torchq.swap.apply import apply_, name_quantizers, plan_of, public_path
 from torchq.swap.plan import Plan
 from torchq.utils import deployed_part, qualified_name, replacing, undone_on_error, unwrapped
@@ -23,8 +23,9 @@ from torchq.workflow.modes import quantized_weights, quantizers
 # A tensor that stands for a real one of any shape.
 _ANY = torch.empty(0, device="cpu", dtype=torch.float32)
 # The buffers that only some quantizers have: a loading quantizer adopts them.
-_ADOPTED = ("pre_quant_scale", "held_scale", "held_zero_point")
+_ADOPTED = tuple(buffer.name for buffer in (*FACTORS, *HELD))
 _RANGE_KEYS = ("amax", "amin", *_ADOPTED)
+_CORRECTIONS = tuple(buffer.name for buffer in CORRECTION)
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -141,10 +142,9 @@ def load(model: nn.Module, path: str | os.PathLike[str], *, map_location: Any = 
         stored, state, part = _unpack(inside, path, content)
         apply_(part, stored)
         for name, quantizer in quantizers(inside).items():
-            if quantizer.pre_quant_scale is not None and f"{name}.pre_quant_scale" not in state:
-                quantizer.pre_quant_scale = None
-            if f"{name}.held_scale" not in state:
-                quantizer.drop_qparams()
+            for buffer in (*FACTORS, *HELD):
+                if f"{name}.{buffer.name}" not in state:
+                    buffer.drop(quantizer, quantizer.amax)
         _add_tied(inside, state)
         _check_tensors(inside, state)
         _check_ranges(inside, state)
@@ -168,7 +168,9 @@ def _unpack(
                 f"load: {os.fspath(path)}: got no 'state_dict'; expected named tensors. The file "
                 "is damaged"
             )
-        return Plan.from_dict(data["torchq"]), state, model
+        # Files of earlier versions may hold a record among the tensors too.
+        tensors = {key: value for key, value in state.items() if not is_record(key)}
+        return Plan.from_dict(data["torchq"]), tensors, model
     state = {} if state is None else dict(state)
     found = record_in(state)
     if found is None:
@@ -177,6 +179,7 @@ def _unpack(
             "or the one of torchq.workflow.embed_record_. Use load_state_dict for a state dict"
         )
     prefix, record = found
+    state = {key: value for key, value in state.items() if not is_record(key)}
     parts = dict(model.named_modules(remove_duplicate=False))
     inside = f"{prefix}." if prefix else ""
     stored = Plan.from_dict(record)
@@ -187,8 +190,11 @@ def _unpack(
 
 
 def public_state(model: nn.Module) -> dict[str, Any]:
-    """Return the state dict of ``model``, with legacy layers as torchq's own would have it."""
-    state = model.state_dict()
+    """Return the state dict of ``model``, with legacy layers as torchq's own would have it.
+
+    What :func:`torchq.workflow.embed_record_` adds to state dicts is not in it.
+    """
+    state = {key: value for key, value in model.state_dict().items() if not is_record(key)}
     for path, quantizer in quantizers(model).items():
         public = public_path(path)
         if public == path:
@@ -215,8 +221,19 @@ def _check_tensors(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Compare names, shapes and kinds of tensors with those of ``model``."""
     own = model.state_dict()
     names = {key: key.rpartition(".")[2] for key in own}
-    problems = [f"{k} is missing" for k in own if k not in state and names[k] not in CORRECTIONS]
-    adopted = {f"{name}.{buffer}" for name in quantizers(model) for buffer in _ADOPTED}
+    own = {key: value for key, value in own.items() if not is_record(key)}
+    problems = [f"{k} is missing" for k in own if k not in state and names[k] not in _CORRECTIONS]
+    owners = {key.rpartition(".")[0] for key in own if names[key] in _CORRECTIONS}
+    for owner in sorted(owners):
+        lacking = lacking_keys(CORRECTION, state, f"{owner}." if owner else "")
+        problems += [f"{key} is missing" for key in lacking]
+    # A quantizer that stands in several places has its buffers under each of their names.
+    adopted = {
+        f"{name}.{buffer}"
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, TensorQuantizer)
+        for buffer in _ADOPTED
+    }
     problems += [f"{key} is not expected" for key in state if key not in own and key not in adopted]
     empty = [k for k in own.keys() & state.keys() if _is_meta(own[k]) and not _is_meta(state[k])]
     if empty:
@@ -228,7 +245,7 @@ def _check_tensors(model: nn.Module, state: Mapping[str, Any]) -> None:
     factors = {key: value for key, value in state.items() if key in adopted}
     for key in own.keys() & state.keys() | factors.keys():
         problem = _difference(own.get(key, _ANY), state[key])
-        may_grow = key.rpartition(".")[2] in (*_RANGE_KEYS, *CORRECTIONS)
+        may_grow = key.rpartition(".")[2] in (*_RANGE_KEYS, *_CORRECTIONS)
         if problem and not (may_grow and problem.startswith("has shape")):
             problems.append(f"{key} {problem}")
     if problems:

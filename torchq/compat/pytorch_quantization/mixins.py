@@ -15,7 +15,7 @@ from torchq.compat.pytorch_quantization.tensor_quant import (
 from torchq.compat.pytorch_quantization.tensor_quantizer import TensorQuantizer
 from torchq.errors import ConfigError
 from torchq.nn import QuantModule
-from torchq.nn.correction import CORRECTIONS
+from torchq.nn.optional_buffers import CORRECTION
 
 
 class QuantizerList(nn.ModuleList):
@@ -150,8 +150,8 @@ class LegacyLayer(QuantModule):
         """Remove the quantizers, which have a leading underscore here, and a correction."""
         for slot in self.slots():
             delattr(self, f"_{slot}_quantizer")
-        for name in CORRECTIONS:
-            self._buffers.pop(name, None)
+        for buffer in CORRECTION:
+            self._buffers.pop(buffer.name, None)
         self.__dict__.pop("_fake_quant", None)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -159,7 +159,8 @@ class LegacyLayer(QuantModule):
             new = f"{prefix}{slot}_quantizer."
             for key in [key for key in state_dict if key.startswith(new)]:
                 state_dict[f"{prefix}_{slot}_quantizer.{key[len(new) :]}"] = state_dict.pop(key)
-        stored = [prefix + name for name in CORRECTIONS if prefix + name in state_dict]
+        keys = [prefix + buffer.name for buffer in CORRECTION]
+        stored = [key for key in keys if key in state_dict]
         sizes = [state_dict.pop(key).numel() for key in stored]
         if any(sizes):
             args[4].append(
