@@ -33,10 +33,12 @@ class Corrected(nn.Module):
         output_gain: what the products of each output channel are multiplied by, (channels,); empty
             for 1.
         output_shift: what is added to the bias, (channels,); empty for 0.
+        needs_no_correction: True where a calibration has tried one and left it out.
     """
 
     output_gain: Tensor
     output_shift: Tensor
+    needs_no_correction: bool = False
 
     def attach_quantizers(self, **descriptors: QuantDescriptor | None) -> None:
         """Add the quantizers, and the buffers of the correction."""
@@ -72,6 +74,7 @@ class Corrected(nn.Module):
     def forget_correction(self) -> None:
         """Let results be what the quantized weight gives."""
         weight: Any = self.weight
+        vars(self).pop("needs_no_correction", None)
         with torch.inference_mode(False):
             for buffer in CORRECTION:
                 buffer.drop(self, weight)
@@ -186,8 +189,9 @@ def corrected_layers(model: nn.Module) -> list[Corrected]:
 
 def forget_corrections(model: nn.Module) -> None:
     """Let all layers of a model compute without a correction."""
-    for layer in corrected_layers(model):
-        layer.forget_correction()
+    for layer in model.modules():
+        if isinstance(layer, Corrected) and (layer.is_corrected or layer.needs_no_correction):
+            layer.forget_correction()
 
 
 @contextmanager

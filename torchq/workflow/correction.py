@@ -134,10 +134,11 @@ def needs_gains(model: nn.Module) -> bool:
 
 
 def uncorrected(model: nn.Module) -> list[str]:
-    """Return the layers of a calibrated model whose results could be corrected and are not."""
+    """Return the layers of a calibrated model for which no correction was tried."""
     few = needs_gains(model)
     layers, _ = _candidates(model, few, may_clip=few)
-    return [name for name, layer in layers.items() if not layer.is_corrected]
+    done = {n for n, layer in layers.items() if layer.is_corrected or layer.needs_no_correction}
+    return [name for name in layers if name not in done]
 
 
 def _quantizers_of(layer: Any) -> list[TensorQuantizer]:
@@ -191,6 +192,8 @@ def correct(
             forget_corrections(model)
             skipped |= dict.fromkeys(changes, _DROPPED if outputs.batches else NOT_READ)
             changes = {}
+        for name in layers.keys() - changes.keys():
+            layers[name].needs_no_correction = True
         repeated = tuple(name for name in changes if fits[name].repeated)
         errors = {name: fits[name].error() for name in changes}
     return Correction(changes, skipped, gains, count, repeated, errors, outputs)
