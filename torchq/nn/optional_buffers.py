@@ -76,14 +76,16 @@ def is_record(key: str) -> bool:
 def follow_keys(
     module: nn.Module,
     buffers: Iterable[OptionalBuffer],
-    state_dict: Mapping[str, Any],
+    state_dict: dict[str, Any],
     prefix: str,
     like: Tensor,
 ) -> None:
-    """Let a module have those of some optional buffers that a state dict has."""
+    """Let a module have those of some optional buffers that a state dict has, in their types."""
     for buffer in buffers:
         value = state_dict.get(prefix + buffer.name)
         if isinstance(value, Tensor):
+            if buffer.dtype is not None:
+                state_dict[prefix + buffer.name] = value.to(buffer.dtype)
             buffer.make_room(module, value, like)
         else:
             buffer.drop(module, like)
@@ -97,3 +99,14 @@ def lacking_keys(
     groups = {buffer.group for buffer in names if prefix + buffer.name in state_dict}
     keys = [prefix + buffer.name for buffer in names if buffer.group in groups]
     return [key for key in keys if key not in state_dict]
+
+
+def register_assigned(
+    module: nn.Module, buffers: Iterable[OptionalBuffer], state_dict: Mapping[str, Any], prefix: str
+) -> None:
+    """Make buffers again of what a load with ``assign`` left as attributes of a module."""
+    for buffer in buffers:
+        value = state_dict.get(prefix + buffer.name)
+        if value is not None and buffer.name not in module._buffers:
+            vars(module).pop(buffer.name, None)
+            module.register_buffer(buffer.name, value)

@@ -1,7 +1,7 @@
 """The module that quantizes a tensor: a descriptor, a range, a calibrator, and two switches."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -24,7 +24,13 @@ from torchq.functional import (
     scale_gradient,
 )
 from torchq.nn.given_numbers import checked_numbers, checked_qparams
-from torchq.nn.optional_buffers import FACTORS, HELD, follow_keys, lacking_keys
+from torchq.nn.optional_buffers import (
+    FACTORS,
+    HELD,
+    follow_keys,
+    lacking_keys,
+    register_assigned,
+)
 from torchq.utils import constant_while_tracing, short_repr
 
 # Keeps these calls whole when a model is traced with torch.fx.
@@ -622,7 +628,7 @@ class TensorQuantizer(nn.Module):
         describes = prefix + "amax" in state_dict  # A float checkpoint leaves all as it is.
         held = HELD[:1] if self.descriptor.symmetric else HELD
         if describes:
-            self._follow_optional_buffers(state_dict, prefix)
+            follow_keys(self, (*FACTORS, *HELD), state_dict, prefix, self.amax)
         for end in self._ends:
             key = prefix + end
             if key in state_dict:
@@ -634,7 +640,8 @@ class TensorQuantizer(nn.Module):
         before = list(missing)  # The layer may have named this range, which it knows to be lost.
         super()._load_from_state_dict(state_dict, prefix, *args)
         if describes:
-            self._register_assigned(state_dict, prefix)
+            # The range was set too, and a range that is set drops what is held.
+            register_assigned(self, HELD, state_dict, prefix)
             missing += lacking_keys(held, state_dict, prefix)
         else:
             known = own | {prefix + buffer.name for buffer in (*FACTORS, *HELD)}
@@ -642,24 +649,6 @@ class TensorQuantizer(nn.Module):
             missing[:] = before + [name for name in added if name not in known]
         if prefix + "unsigned" in state_dict and "unsigned" in self._buffers:
             self._adopt_loaded_sign(prefix, args[4])
-
-    def _follow_optional_buffers(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Make the optional buffers those that a state dict has, in the types that they have."""
-        for buffer in HELD:
-            if prefix + buffer.name in state_dict:
-                value = state_dict[prefix + buffer.name]
-                state_dict[prefix + buffer.name] = value.to(buffer.dtype)
-        follow_keys(self, (*FACTORS, *HELD), state_dict, prefix, self.amax)
-
-    def _register_assigned(self, state_dict: Mapping[str, Any], prefix: str) -> None:
-        """Make held numbers buffers again after a load with ``assign``, which sets attributes.
-
-        It sets the range too, and a range that is set drops what is held.
-        """
-        for buffer in HELD:
-            if prefix + buffer.name in state_dict and buffer.name not in self._buffers:
-                vars(self).pop(buffer.name, None)
-                self.register_buffer(buffer.name, state_dict[prefix + buffer.name])
 
     def _adopt_loaded_sign(self, prefix: str, errors: list[str]) -> None:
         """Make the descriptor agree with the loaded buffer ``unsigned``; a problem is appended."""
