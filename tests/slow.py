@@ -112,7 +112,8 @@ def sampled(cases: Iterable[Any], count: int) -> list[Any]:
     """Return the cases of a table for ``parametrize``; all but ``count`` of them are slow.
 
     The cases that stay in the default run are spread evenly over the table, so that a table in the
-    order of its kinds keeps some of each.
+    order of its kinds keeps some of each. A tuple is a row of several arguments; one argument that
+    is a tuple is given as ``pytest.param``.
     """
     rows = list(cases)
     size = min(count, len(rows))

@@ -14,26 +14,30 @@ import torch
 HERE = Path(__file__).resolve().parent
 
 
-def run(interpret: str) -> str:
+def run(interpret: str, folder: Path, *options: str) -> str:
     environment = {**os.environ, "TRITON_INTERPRET": interpret}
     # NumPy, which the interpreter computes with, warns of the overflows and NaN that the cases
     # contain on purpose.
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += ["-W", "ignore::RuntimeWarning", "triton_kernels.py"]
+    command += ["-W", "ignore::RuntimeWarning", f"--basetemp={folder}/base", *options]
+    command += ["triton_kernels.py"]
     done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     return done.stdout
 
 
-def test_interpreted_on_the_cpu() -> None:
+@pytest.mark.parametrize(
+    "options", [(), pytest.param(("-m", "slow"), marks=pytest.mark.slow)], ids=["sample", "rest"]
+)
+def test_interpreted_on_the_cpu(options: tuple[str, ...], tmp_path: Path) -> None:
     pytest.importorskip("triton")
     pytest.importorskip("numpy")
-    assert " passed, 1 skipped" in run("1")
+    assert " passed" in run("1", tmp_path, *options)
 
 
 @pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no GPU: the kernels are not compiled here"
 )
-def test_compiled_on_the_gpu() -> None:
+def test_compiled_on_the_gpu(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    assert "skipped" not in run("0")
+    assert "skipped" not in run("0", tmp_path, "--slow")
