@@ -18,7 +18,7 @@ from tests.contracts.recurrent_reference import recurrent_by_hand
 from torchq import QuantDescriptor
 from torchq.functional import fake_quantize, reduce_amax
 from torchq.nn import QUANTIZED, QuantModule, TensorQuantizer, convert_
-from torchq.nn.correction import CORRECTIONS
+from torchq.nn.optional_buffers import OPTIONAL
 
 __all__ = ["CASES", "Case", "by_hand", "convert", "set_modes", "snapshot"]
 
@@ -225,7 +225,7 @@ def snapshot(module: nn.Module) -> dict[str, Any]:
     out: dict[str, Any] = {"class": type(module)}
     for key, value in vars(module).items():
         out[key] = (
-            {name: id(entry) for name, entry in value.items() if name not in CORRECTIONS}
+            {name: id(entry) for name, entry in value.items() if name not in OPTIONAL}
             if isinstance(value, dict)
             else id(value)
         )
