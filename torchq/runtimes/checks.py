@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torchq.onnx.ir import Model, Node, Value, computed_by, nodes_of, value_of
 from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, stored_weight
@@ -63,12 +63,45 @@ def check_one_range_per_tensor(model: Model) -> Iterator[str]:
             )
 
 
-def check_fused_norms(model: Model) -> Iterator[str]:
-    """Yield convolutions with a BatchNorm that was not folded into them."""
+def layers_in_front_of_norms(model: Model) -> list[str]:
+    """Return the names of quantized layers with a BatchNorm behind them that was not folded."""
+    found = []
     for node in nodes_of(model, "BatchNormalization"):
-        before = computed_by(node.inputs[0], *CONVOLUTIONS)
-        if before is not None and weight_of(before) is not None:
-            yield (
-                f"{layer_name(before)}: a BatchNorm follows it as a layer of its own; "
-                "run torchq.fuse_(model) before quantize_"
-            )
+        before = computed_by(node.inputs[0], *LAYERS, "Add")
+        if before is not None and before.op_type == "Add":  # the bias of a linear layer
+            before = computed_by(before.inputs[0], "MatMul")
+        if before is not None and has_quantized_weight(before):
+            found.append(layer_name(before))
+    return found
+
+
+def has_quantized_weight(node: Node) -> bool:
+    """Return True for a layer whose weight has codes, also where their values are stored."""
+    return weight_of(node) is not None or FLOAT_WEIGHT in str(node.inputs[1].name)
+
+
+def check_unfolded_norms(effect: str, model: Model) -> Iterator[str]:
+    """Yield one sentence on BatchNorms behind quantized layers, if there are any.
+
+    Args:
+        effect: what the runtime does with such layers.
+        model: the graph.
+    """
+    layers = layers_in_front_of_norms(model)
+    if layers:
+        yield norms_text(layers, effect)
+
+
+def norms_text(layers: Sequence[str], effect: str) -> str:
+    """Return what a runtime does with BatchNorms behind layers, and how to fold them."""
+    rest = len(layers) - _NAMES
+    more = f" and {rest} more" if rest > 0 else ""
+    return (
+        f"{effect}, as a BatchNorm follows: {len(layers)} layers, {', '.join(layers[:_NAMES])}"
+        f"{more}; torchq.fuse_(model.eval(), example) folds it and keeps their codes"
+    )
+
+
+#: What ONNX Runtime does with a convolution of codes in front of a BatchNorm: no kernel has both.
+IN_FLOAT = "computed in float"
+_NAMES = 6

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from torchq.errors import ExportError, MissingExtraError
 from torchq.graph import call_arguments, call_model, tensors_in
 from torchq.lowering.check import RESULT_TOLERANCE, distance, norm
 from torchq.onnx import verify_onnx
+from torchq.onnx.ir import load_model
+from torchq.runtimes.checks import layers_in_front_of_norms, norms_text
 from torchq.runtimes.engine import Engine, Task
 from torchq.runtimes.export import OpenLengths, tensor_shapes
 from torchq.runtimes.interface import GraphInterface, ReadGraph, Run, Shapes, flatten
@@ -78,6 +80,9 @@ log = logging.getLogger(__name__)
 class GraphEngine(Engine):
     """A runtime that runs the file which :func:`torchq.export_onnx` writes for it."""
 
+    #: What becomes of layers with a BatchNorm behind them, where that costs time; else empty.
+    unfolded_norms: ClassVar[str] = ""
+
     @property
     def device(self) -> torch.device:
         """Return where the tensors of a call have to be."""
@@ -130,6 +135,7 @@ class GraphEngine(Engine):
                     found = task.check.difference(module)
                     if not found:
                         self.compare_lengths(module, task, lengths)
+                        self._warn_of_norms(module)
                         return module
                 except ExportError as error:
                     log.debug("%s, dynamo=%s, %s: %s", self.label, dynamo, lengths, error)
@@ -138,6 +144,17 @@ class GraphEngine(Engine):
                 self._accept(found, module, task)
                 return module
         raise problems[0]
+
+    def _warn_of_norms(self, module: EngineModule) -> None:
+        """Warn of quantized layers that run in float for a BatchNorm that was not folded."""
+        text = self.unfolded_norms
+        if not (self.quantized and text):
+            return
+        with file_of(module.graph_bytes()) as path:
+            layers = layers_in_front_of_norms(load_model(path, check=False))
+        if layers:
+            message = f"deploy: target {self.label!r}: {norms_text(layers, text)}"
+            warnings.warn(message, stacklevel=4)
 
     def _accept(self, found: str, module: EngineModule, task: Task) -> None:
         """Warn about results that differ by more than is allowed, or raise an error."""

@@ -24,6 +24,7 @@ from torchq.onnx.ir import (
     value_of,
 )
 from torchq.onnx.qdq import starts_at_zero
+from torchq.runtimes.checks import IN_FLOAT, layers_in_front_of_norms, norms_text
 from torchq.runtimes.session import Session
 from torchq.utils.text import table, wrap
 
@@ -83,12 +84,14 @@ class InspectReport:
         wide: Names of the integer nodes whose weights need 8 bits. Two products of such a weight
             and a uint8 code overflow the 16 bits in which x86 CPUs without VNNI or AMX add them;
             with 7 bits (``recipes.int8(reduce_range=True)``) they do not.
+        norms: Names of quantized layers in float, as a BatchNorm behind them is not folded.
     """
 
     path: str
     nodes: tuple[NodePlacement, ...]
     counts: dict[str, int]
     wide: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
 
     @property
     def integer(self) -> tuple[NodePlacement, ...]:
@@ -107,6 +110,8 @@ class InspectReport:
             f"{self.path}: {len(self.integer)} of {len(self.nodes)} computing nodes run on "
             f"integers: {done}"
         ]
+        if self.norms:
+            lines.append(norms_text(self.norms, IN_FLOAT))
         if self.wide:
             lines.append(
                 f"{len(self.wide)} of them have 8-bit weights, whose sums can overflow on x86 CPUs "
@@ -137,7 +142,7 @@ def inspect_onnx(path: str | os.PathLike[str]) -> InspectReport:
         >>> torchq.inspect_onnx("model.onnx").fallbacks  # doctest: +SKIP
         ()
     """
-    load_model(path)  # It says what is wrong with a broken file.
+    written = load_model(path)  # It says what is wrong with a broken file.
     with tempfile.TemporaryDirectory() as folder:
         optimized = Path(folder, "optimized.onnx")
         Session(os.fspath(path), optimize=True, save_optimized=optimized, exact_products=False)
@@ -150,7 +155,8 @@ def inspect_onnx(path: str | os.PathLike[str]) -> InspectReport:
             if _is_wide(node.inputs[_WEIGHTS[node.op_type]])
         )
         placements = tuple(_placements(model))
-    return InspectReport(os.fspath(path), placements, counts, wide)
+        norms = tuple(layers_in_front_of_norms(written))
+    return InspectReport(os.fspath(path), placements, counts, wide, norms)
 
 
 def _name(node: Node) -> str:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 from torchq.errors import ConfigError, ExportError
 from torchq.onnx.ir import (
@@ -48,10 +49,12 @@ from torchq.runtime import Codes, FileRules, Placement
 from torchq.runtimes.checks import (
     ACTIVATIONS,
     AVG_POOLS,
+    IN_FLOAT,
     MAX_POOLS,
-    check_fused_norms,
     check_one_range_per_tensor,
+    check_unfolded_norms,
     dequantized,
+    has_quantized_weight,
     layer_name,
     weight_of,
 )
@@ -206,9 +209,10 @@ def _insert_pair(node: Node, parameters: list[Value]) -> None:
 def check_float_outputs(model: Model) -> Iterator[str]:
     """Yield quantized convolutions whose output is not quantized, though integers are faster."""
     for node in nodes_of(model, "Conv"):
-        quantized = weight_of(node) is not None or FLOAT_WEIGHT in str(node.inputs[1].name)
-        if not quantized or dequantized(node.inputs[0]) is None:
+        if not has_quantized_weight(node) or dequantized(node.inputs[0]) is None:
             continue
+        if any(user.op_type == "BatchNormalization" for user in readers(node.outputs[0])):
+            continue  # It is said of these once and for all.
         if _is_grouped(node) or any(map(_is_grouped, _behind_relu(node))):
             continue  # Float is the faster one; see ``decide_outputs``.
         if not leads_only_to_quantizers(node.outputs[0], "Relu", "Clip", "Max", "Min"):
@@ -268,10 +272,10 @@ _FILE = FileRules(
         merge_groups,
     ),
     checks=(
+        partial(check_unfolded_norms, IN_FLOAT),
         check_float_outputs,
         check_transposed_convolutions,
         check_one_range_per_tensor,
-        check_fused_norms,
     ),
 )
 
@@ -297,6 +301,7 @@ class OnnxRuntime(GraphEngine):
         'onnxruntime quantized'
     """
 
+    unfolded_norms: ClassVar[str] = IN_FLOAT
     name: str = "onnxruntime"
     placement: Placement | None = _PLACEMENT
     codes: Codes | None = _CODES

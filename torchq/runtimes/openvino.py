@@ -9,6 +9,7 @@ import io
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -46,8 +47,8 @@ from torchq.runtimes.checks import (
     AVG_POOLS,
     LAYERS,
     MAX_POOLS,
-    check_fused_norms,
     check_one_range_per_tensor,
+    check_unfolded_norms,
     weight_of,
 )
 from torchq.runtimes.engine import Engine
@@ -281,7 +282,11 @@ _FILE = FileRules(
         separate_reductions,
         unequal_biases,
     ),
-    checks=(check_one_range_per_tensor, check_fused_norms),
+    checks=(
+        # OpenVINO 2026.4 keeps the convolution on integers.
+        partial(check_unfolded_norms, "computed on integers, with a factor and an offset in float"),
+        check_one_range_per_tensor,
+    ),
 )
 
 _NEEDED_BY = "deploy(target='openvino')"

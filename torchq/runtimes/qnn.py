@@ -8,6 +8,7 @@ weight of a convolution). Files are checked against these rules; none was run on
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from torchq.config import QuantConfig
 from torchq.descriptor import QuantDescriptor
@@ -26,8 +27,8 @@ from torchq.runtimes.checks import (
     AVG_POOLS,
     LAYERS,
     MAX_POOLS,
-    check_fused_norms,
     check_one_range_per_tensor,
+    check_unfolded_norms,
     layer_name,
     scales_of,
     weight_of,
@@ -100,11 +101,13 @@ QNN = Runtime(
     file=FileRules(
         passes=(fit_biases,),
         checks=(
+            partial(
+                check_unfolded_norms, "two layers for QNN, which wants the result between quantized"
+            ),
             check_activation_types,
             check_weights,
             check_float_outputs,
             check_one_range_per_tensor,
-            check_fused_norms,
         ),
     ),
     limits=("Biases stay float; the provider rounds them to int32.",),

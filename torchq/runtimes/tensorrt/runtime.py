@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,7 +15,7 @@ from torchq.formats import SCALE_TYPES
 from torchq.onnx.ir import Model
 from torchq.onnx.qdq import read_record
 from torchq.runtime import Codes, FileRules, Placement
-from torchq.runtimes.checks import AVG_POOLS, check_fused_norms, check_one_range_per_tensor
+from torchq.runtimes.checks import AVG_POOLS, check_one_range_per_tensor, check_unfolded_norms
 from torchq.runtimes.engine import Task
 from torchq.runtimes.graph_engine import EngineModule
 from torchq.runtimes.onnxruntime import OnnxRuntime
@@ -74,13 +75,14 @@ _FILE = FileRules(
     float_types=(torch.float32, torch.float16, torch.bfloat16),
     passes=(store_typed,),
     checks=(
+        # NVIDIA, Developer Guide, explicit quantization: such norms are fused in the engine.
+        partial(check_unfolded_norms, "left for TensorRT to fuse, which was not run here"),
         check_activation_types,
         check_transposed_axis,
         check_channels,
         check_residual_adds,
         check_concatenations,
         check_one_range_per_tensor,
-        check_fused_norms,
         check_own_scales,
         check_typing,
     ),
@@ -109,6 +111,7 @@ class TensorRt(OnnxRuntime):
     """
 
     measured: ClassVar[bool] = False  # it is for GPUs, and takes minutes to open a file
+    unfolded_norms: ClassVar[str] = ""  # it fuses them
     name: str = "tensorrt"
     placement: Placement | None = _PLACEMENT
     codes: Codes | None = _CODES
