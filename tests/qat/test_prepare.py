@@ -12,6 +12,7 @@ from tests.models import ConvNet, image_batches
 from torchq.errors import CalibrationError, ConfigError, InputError
 from torchq.nn import QuantConv2d
 from torchq.qat import param_groups, prepare
+from torchq.swap.folds import narrow_weights_
 
 
 def labelled() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -23,6 +24,7 @@ def test_it_equals_the_single_calls() -> None:
     by_hand = copy.deepcopy(model)
     recipe = torchq.recipes.w4a4()
     torchq.quantize_(by_hand, recipe)
+    narrow_weights_(by_hand, None)
     torchq.calibrate(by_hand, labelled(), num_batches=3, correct=False, progress=False)
     batches = iter(labelled())
     prepared = prepare(model, batches, recipe, lr=0.1, num_batches=3, progress=False)
@@ -133,3 +135,20 @@ def test_scaled_range_gradient_makes_the_relative_step_of_lsq() -> None:
     lsq_relative = step_grad / (n * qmax) ** 0.5 / (1.0 / qmax)
     torch.testing.assert_close(grads[1] / 1.0, lsq_relative)
     assert torch.equal(plain(x), scaled(x))
+
+
+@pytest.mark.parametrize("recipe", [torchq.recipes.int8(), torchq.recipes.w4a4(first_last=None)])
+def test_weights_in_front_of_a_norm_lack_the_code_without_counterpart(recipe: Any) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)]
+    model = nn.Sequential(*layers)
+    nn.init.uniform_(model[1].weight, -1.0, 1.0)
+    batch = (torch.randn(4, 3, 8, 8), torch.zeros(4))
+    prepared = torchq.qat.prepare(model, [batch], recipe, progress=False)
+    assert model[0].weight_quantizer.descriptor.narrow_range
+    assert not model[3].weight_quantizer.descriptor.narrow_range
+    assert prepared.quantized == torchq.swap.plan_of(model)
+    with torch.no_grad():  # as far as training may go
+        model[0].weight.mul_(3.0)
+    report = torchq.fuse_(model.eval(), batch[0], progress=False)
+    assert report.applied and report.fused[0].changed == 0

@@ -1,7 +1,7 @@
 """Everything that comes before the first training step, in one call."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -13,6 +13,8 @@ from torchq.fusion.modules import is_norm
 from torchq.graph import move_to
 from torchq.nn.convert import unchanged_on_error
 from torchq.swap import Plan, quantize_
+from torchq.swap.apply import keep_plan
+from torchq.swap.folds import narrow_weights_
 from torchq.utils import Pattern, device_of
 from torchq.workflow import CalibrationReport, calibrate, quantizers, weight_quantizers
 
@@ -125,7 +127,10 @@ def prepare(
 
     It swaps the layers, calibrates them, and sorts the parameters into groups for the optimizer.
     BatchNorms stay, which makes large learning rates safe; :func:`torchq.fuse_` folds them after
-    training without changing a code. A call that fails leaves the model as it was.
+    training without changing a code. Integer weights in front of them have no lowest code, -128 of
+    int8 say, as it has no counterpart under a negative factor. With a target everything is planned
+    as for the folded model, so what trains is what runs: nothing is planned again afterwards. A
+    call that fails leaves the model as it was.
 
     Args:
         model: a trained float model; its mode stays.
@@ -172,6 +177,7 @@ def prepare(
         quantized = quantize_(
             model, recipe, exclude=exclude, target=target, example=used, progress=progress
         )
+        quantized = _with_narrow_weights(model, quantized, example)
         # Training takes back itself what a correction of results would.
         settings = {"num_batches": _BATCHES, "correct": False, **calibration}
         calibrated = calibrate(model, batches, **settings)
@@ -180,6 +186,15 @@ def prepare(
     )
     norms = tuple(name for name, module in model.named_modules() if is_norm(module))
     return Preparation(model, quantized, calibrated, groups, norms)
+
+
+def _with_narrow_weights(model: nn.Module, plan: Plan, example: Any) -> Plan:
+    """Let weights that a BatchNorm follows have codes of both signs alike; return the plan."""
+    narrow = narrow_weights_(model, example)
+    rows = (replace(d, weight=narrow.get(d.name, d.weight)) for d in plan.decisions)
+    plan = replace(plan, decisions=tuple(rows))
+    keep_plan(model, plan)
+    return plan
 
 
 def _with_first(loader: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
