@@ -109,7 +109,12 @@ def check_grids(model: nn.Module, plan: Plan) -> None:
     found = {p for p, q in quantizer_slots(model) if q.keeps_sign}
     assert found == slots and all(model.get_submodule(p).descriptor.unsigned is True for p in slots)
     for decision in plan.replaced:
-        assert getattr(model.get_submodule(decision.name), "bias_format", "") == decision.bias
+        module = model.get_submodule(decision.name)
+        marks = (getattr(module, "bias_format", ""), getattr(module, "rounded_by", ""))
+        if decision.awaits_fold:
+            assert marks == ("", "")
+            marks = module.after_fold
+        assert marks == (decision.bias, decision.rounded_by)
 
 
 @pytest.mark.filterwarnings("ignore:.*only .* quantized")

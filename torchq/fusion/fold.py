@@ -16,6 +16,7 @@ from torchq.fusion.linear_map import relative_error
 from torchq.fusion.modules import (
     TRANSPOSED,
     WEIGHT_QUANTIZER,
+    RescalesOutput,
     calls_children,
     holders_of,
     norm_affine,
@@ -131,8 +132,8 @@ class FoldEdit:
             numbers.put_into(layer)
             if self.pad is not None:
                 layer.padding = (0,) * len(self.pad.padding)
-            if result_quantizer is not None:
-                layer.adopt_output_quantizer_(result_quantizer, f"{path}.output_quantizer")
+            if self.pad is None and isinstance(layer, RescalesOutput):
+                layer.norm_is_folded_(path, self.norms[0], result_quantizer)
         for path in self.norms:
             norm = model.get_submodule(path)
             new = norm_remainder(norm) if self.pad is None else copy.deepcopy(self.pad)

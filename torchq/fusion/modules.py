@@ -83,8 +83,8 @@ class RescalesOutput(Protocol):
         """Return which codes of a folded copy are not those of this layer, or None."""
         ...
 
-    def adopt_output_quantizer_(self, quantizer: nn.Module, path: str) -> None:
-        """Take the quantizer that stood behind the BatchNorm; ``path`` is where it is now."""
+    def norm_is_folded_(self, path: str, norm: str, quantizer: nn.Module | None) -> None:
+        """Take over what the BatchNorm at the path ``norm`` had, such as a quantizer of results."""
         ...
 
 
@@ -220,7 +220,7 @@ def norm_obstacle(norm: nn.Module) -> str | None:
     if getattr(norm, "running_mean", None) is None or getattr(norm, "running_var", None) is None:
         return "keeps no running statistics (track_running_stats=False)"
     quantizes_result = output_quantizer_of(norm) is not None
-    if holds_quantizers(norm) and not quantizes_result:
+    if _holds_quantizers_beside_activation(norm) and not quantizes_result:
         return QUANTIZED_FIRST
     if hook := forward_hook_kind(norm):
         return f"has {hook}; remove it first"
@@ -232,6 +232,17 @@ def norm_obstacle(norm: nn.Module) -> str | None:
     if isinstance(drop, nn.Module) and drop.training and type(drop) is not nn.Identity:
         return "drops values in training mode; call .eval() first"
     return _tensor_obstacle(norm, _NORM_TENSORS)
+
+
+def _holds_quantizers_beside_activation(norm: nn.Module) -> bool:
+    """Return True for quantizers in a norm; its activation stays, with those that it has."""
+    activation = getattr(norm, "act", None)
+    inside = set(activation.modules()) if isinstance(activation, nn.Module) else set()
+    return any(
+        name.rpartition(".")[2].endswith("_quantizer") and type(child) is not nn.Identity
+        for name, child in norm.named_modules()
+        if child not in inside
+    )
 
 
 def norm_affine(norm: nn.Module) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,13 @@ from torchq.nn.modules.attention import (
     QuantTransformerEncoder,
     QuantTransformerEncoderLayer,
 )
+from torchq.nn.modules.batchnorm import (
+    QuantBatchNorm1d,
+    QuantBatchNorm2d,
+    QuantBatchNorm3d,
+    QuantNorm,
+    QuantSyncBatchNorm,
+)
 from torchq.nn.modules.conv import (
     QuantConv1d,
     QuantConv2d,
@@ -90,6 +97,9 @@ __all__ = [
     "QuantAvgPool1d",
     "QuantAvgPool2d",
     "QuantAvgPool3d",
+    "QuantBatchNorm1d",
+    "QuantBatchNorm2d",
+    "QuantBatchNorm3d",
     "QuantBilinear",
     "QuantCat",
     "QuantConv1d",
@@ -103,6 +113,7 @@ __all__ = [
     "QuantGRU",
     "QuantIdentity",
     "QuantLSTM",
+    "QuantNorm",
     "QuantRNN",
     "QuantReLU",
     "QuantRecurrent",
@@ -126,6 +137,7 @@ __all__ = [
     "QuantMish",
     "QuantSiLU",
     "QuantSigmoid",
+    "QuantSyncBatchNorm",
     "QuantTap",
     "QuantTransformerEncoder",
     "QuantTransformerEncoderLayer",

@@ -38,6 +38,7 @@ class OutputScaling(nn.Module):
     channel_axis: ClassVar[int]
     bias_format: str
     rounded_by: str
+    after_fold: tuple[str, str]
     one_weight_scale: bool
     weight: Tensor
     input_quantizer: nn.Module
@@ -151,6 +152,8 @@ class OutputScaling(nn.Module):
                 bias = scale.cpu() * old.detach().double().cpu() + bias
             replace_parameter(self, "weight", scaled.values)
             replace_parameter(self, "bias", bias.to(self.weight))
+            if any(self.after_fold):  # the bias is rounded from now on
+                self.bias_format = self.after_fold[0]
             return self._outcome(scaled, is_separated)
 
     def folded_codes_obstacle(
@@ -182,18 +185,27 @@ class OutputScaling(nn.Module):
             f" {str(weight.dtype).removeprefix('torch.')}); expected none. Fuse before quantizing"
         )
 
-    def adopt_output_quantizer_(self, quantizer: nn.Module, path: str) -> None:
-        """Quantize the result by the quantizer that stood behind the BatchNorm, in place.
+    def norm_is_folded_(self, path: str, norm: str, quantizer: nn.Module | None) -> None:
+        """Take over what the plan has for this layer once its BatchNorm is folded, in place.
 
         Args:
-            quantizer: that of the BatchNorm.
-            path: where it is in the model now.
+            path: of this layer in the model.
+            norm: the path that the BatchNorm had.
+            quantizer: that of the BatchNorm's result, which becomes this layer's own; or None.
         """
-        self.add_module("output_quantizer", quantizer)
+        if quantizer is not None:
+            self.add_module("output_quantizer", quantizer)
         if isinstance(quantizer, TensorQuantizer):
-            quantizer.name = path
-        if self.rounded_by.endswith(".output_quantizer"):
-            self.rounded_by = path
+            quantizer.name = f"{path}.output_quantizer"
+        if any(self.after_fold):
+            self.bias_format, self.rounded_by = self.after_fold
+            self.after_fold = ("", "")
+        moved = {f"{norm}.output_quantizer": f"{path}.output_quantizer"}
+        # The activation of a BatchNorm that has one takes its place.
+        start = f"{norm}.act."
+        if self.rounded_by.startswith(start):
+            moved[self.rounded_by] = f"{norm}.{self.rounded_by.removeprefix(start)}"
+        self.rounded_by = moved.get(self.rounded_by, self.rounded_by)
 
     def _separate_ranges_(self, factor: Tensor) -> bool:
         """Give each output channel a range where one cannot take all factors; return if it did."""

@@ -79,6 +79,8 @@ class QuantModule(nn.Module):
     bias_format: str = ""
     #: The path in the model of the quantizer that such a kernel rounds the result for.
     rounded_by: str = ""
+    #: Both of a layer whose BatchNorm is not folded yet: they hold from the fold on.
+    after_fold: tuple[str, str] = ("", "")
     #: True if the kernels of the target take one scale for the whole weight and no more.
     one_weight_scale: bool = False
     #: True if the forward can quantize the result: see :meth:`quantize_output_`.
@@ -381,7 +383,7 @@ def convert_(
 def revert_(module: QuantModule) -> nn.Module:
     """Make a quantized module float again, in place, and return it: the inverse of ``convert_``."""
     module.detach_quantizers()
-    for name in ("bias_format", "rounded_by", "one_weight_scale"):
+    for name in ("bias_format", "rounded_by", "after_fold", "one_weight_scale"):
         vars(module).pop(name, None)
     change_class(module, type(module).float_class)
     return module

@@ -21,6 +21,7 @@ from torchq.nn import (
 from torchq.nn.calls.modules import OperatorOwner, RoutedModule, route_
 from torchq.nn.calls.routes import CallSite
 from torchq.nn.convert import unchanged_on_error, unparametrized
+from torchq.nn.modules.frozen_batchnorm import thawed
 from torchq.nn.modules.operators import OPERATORS, QuantCat, stand_in
 from torchq.runtime import RUNTIMES, remember_target
 from torchq.swap.plan import ALREADY, Decision, Operators, Plan, canonical_groups
@@ -34,7 +35,7 @@ _ATTRIBUTE = "_torchq_plan"
 def class_name(module: nn.Module) -> str:
     """Return the qualified name of the float class of a module, without parametrizations."""
     cls = type(module).float_class if isinstance(module, QuantModule) else type(module)
-    return qualified_name(unparametrized(cls))
+    return qualified_name(thawed(unparametrized(cls)))
 
 
 def public_path(path: str) -> str:
@@ -86,10 +87,33 @@ def _explained(
         if old.reason and now is None:
             result.append(replace(old, names=names))
         elif not old.reason and now is not None:
-            same = now.outcome[1:] == old.outcome[1:]
-            result.append(replace(now, by=old.by, note=old.note) if same else now)
+            result.append(_explained_alone(now, old))
     rest = [d for d in actual if d.reason or d.name in left]
     return (*result, *rest)
+
+
+def _explained_alone(now: Decision, old: Decision) -> Decision:
+    """Return a decision with the explanation of the kept one, if it is the same still.
+
+    Folding a BatchNorm into a layer gives it the quantizer of a result, wakes what awaited the
+    fold, and separates the channels of a weight with one scale.
+    """
+    as_planned = replace(
+        now,
+        output=old.output,
+        bias=old.bias,
+        rounded_by=old.rounded_by,
+        awaits_fold=old.awaits_fold,
+    )
+    if as_planned.outcome[1:] == old.outcome[1:]:
+        return replace(now, by=old.by, note=old.note)
+    if as_planned.weight is None or as_planned.weight.axis is None:
+        return now
+    separated = replace(as_planned, weight=as_planned.weight.replace(axis=None))
+    if separated.outcome[1:] != old.outcome[1:]:
+        return now
+    note = "its one weight scale became one per output channel, as a BatchNorm was folded into it"
+    return replace(now, by=old.by, note=note)
 
 
 def as_it_is(model: nn.Module) -> Plan:
@@ -135,8 +159,10 @@ def _decision_of(
         calls=calls,
         ranges=module.ranges if isinstance(module, QuantCat) else 1,
         unsigned=tuple(sorted(name.removesuffix("_quantizer") for name in fixed)),
-        bias=module.bias_format,
-        rounded_by=module.rounded_by,
+        bias=module.bias_format or module.after_fold[0],
+        rounded_by=module.rounded_by or module.after_fold[1],
+        awaits_fold=any(module.after_fold),
+        one_scale=module.one_weight_scale,
     )
 
 
@@ -294,7 +320,12 @@ def convert_as(
             )
         quantizer.keep_unsigned()
     if isinstance(module, QuantModule):
-        module.bias_format, module.rounded_by = decision.bias, decision.rounded_by
+        marks = (decision.bias, decision.rounded_by)
+        if decision.awaits_fold:
+            module.after_fold = marks
+        else:
+            module.bias_format, module.rounded_by = marks
+        module.one_weight_scale = decision.one_scale
 
 
 def device_around(model: nn.Module, name: str) -> torch.device | None:

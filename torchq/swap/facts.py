@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchq.descriptor import QuantDescriptor
+from torchq.fusion.modules import is_norm
 from torchq.graph import (
     Flow,
     effects_of,
@@ -26,6 +27,7 @@ from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
 from torchq.nn.modules.operators import QuantCat
 from torchq.runtime import Codes, Placement, Runtime
 from torchq.swap.apply import public_path, quantizer_slots, shared_paths, tried
+from torchq.swap.folds import FoldingNorm, folding_pairs, norms_behind_layers, without_norms
 from torchq.swap.plan import Plan
 from torchq.utils import untouched
 
@@ -76,6 +78,8 @@ class Facts:
         results: path of a convolution -> the roots of its results; see :attr:`Value.root`.
         sizes: path of a convolution -> the number of its results in one call.
         reached: paths of the modules with quantizers that a tensor reached.
+        norms: path of a layer -> the BatchNorm behind it that will be folded into it. The flow is
+            that of the folded model, and results are those of the BatchNorm.
     """
 
     placement: Placement
@@ -91,6 +95,7 @@ class Facts:
     results: Mapping[str, Sequence[int]] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
     reached: Set[str] = frozenset()
+    norms: Mapping[str, FoldingNorm] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -101,7 +106,14 @@ class Facts:
             placement = None if runtime is None else runtime.placement
             codes = None if runtime is None else runtime.codes
             made = {"placement": placement or Placement(), "codes": codes, **_made(model)}
-            return cls(**made, **({} if example is None else _Seen(model).run(example)))
+            if example is None:
+                return cls(**made)
+            pairs = folding_pairs(model, example)
+            norms = norms_behind_layers(model, pairs)
+            seen = _Seen(model, norms).run(example)
+            gone = {id(model.get_submodule(pair.norm)): pair.norm for pair in pairs}
+            seen["flow"] = without_norms(seen["flow"], gone)
+            return cls(**made, **seen, norms=norms)
 
 
 def _made(model: nn.Module) -> dict[str, Any]:
@@ -132,8 +144,9 @@ def _made(model: nn.Module) -> dict[str, Any]:
 def is_leaf(module: nn.Module) -> bool:
     """Return True for modules that count as one call: quantized ones, and those of torch."""
     if isinstance(module, QuantModule):
-        return not module.is_container and bool(module.slots())
-    return isinstance(module, TensorQuantizer) or is_torch_leaf(module)
+        return not module.is_container and bool(module.slots() or module.quantizes_output)
+    is_frozen_norm = is_norm(module) and next(module.children(), None) is None
+    return isinstance(module, TensorQuantizer) or is_frozen_norm or is_torch_leaf(module)
 
 
 @contextmanager
@@ -147,8 +160,8 @@ def computing_in_float(model: nn.Module) -> Iterator[None]:
 class _Seen:
     """Notes what quantizers, concatenations and convolutions of a quantized model see in a run."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, norms: Mapping[str, FoldingNorm]) -> None:
+        self._model, self._norms = model, norms
         self._roots = _Roots()
         self.values: list[Value] = []
         self.results: dict[str, list[int]] = {}
@@ -178,6 +191,8 @@ class _Seen:
                     yield module, partial(self._read, public_path(path))
             elif isinstance(module, QuantModule) and not module.is_container:
                 yield module, partial(self._called, path, module)
+        for path, norm in self._norms.items():
+            yield self._model.get_submodule(norm.names[0]), partial(self._normalised, path)
 
     def _called(self, path: str, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Note a call of a quantized module, before it with ``result`` None, and after it."""
@@ -189,7 +204,13 @@ class _Seen:
                 self._concatenated(f"{path}.input_quantizer", module, args[0])
         elif isinstance(module, _CONVOLUTIONS) and isinstance(result, Tensor):
             self.sizes[path] = result.numel()
-            self.results.setdefault(path, []).append(self._roots.of(result))
+            if path not in self._norms:
+                self.results.setdefault(path, []).append(self._roots.of(result))
+
+    def _normalised(self, layer: str, args: Any, kwargs: Any, result: Any) -> None:
+        """Note the result of a BatchNorm as that of the layer that it will be folded into."""
+        if isinstance(result, Tensor):
+            self.results.setdefault(layer, []).append(self._roots.of(result))
 
     def _concatenated(self, slot: str, module: QuantCat, tensors: Any) -> None:
         is_quantized = isinstance(module.input_quantizer, TensorQuantizer)

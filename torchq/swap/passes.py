@@ -389,8 +389,8 @@ def quantize_results(plan: Plan, facts: Facts) -> Plan:
     these too, are read by operators that quantize nothing.
     After: these decisions have an ``output``; it is unsigned where a ReLU alone reads the result.
     Results that the model returns, that the head of a detector makes boxes of, or that a layer
-    reads which stays float, are left alone. So are depthwise convolutions in front of a norm, say:
-    their float kernel is the faster one there.
+    reads which stays float, are left alone. So are depthwise convolutions in front of a norm that
+    cannot be folded, say: their float kernel is the faster one there.
     """
     if not facts.placement.quantized_results:
         return plan
@@ -400,7 +400,12 @@ def quantize_results(plan: Plan, facts: Facts) -> Plan:
     for call in view.flow.calls:
         if isinstance(call.module, layers):
             calls.setdefault(call.name, []).append(call)
-    rows = (_with_output(view, d, calls.get(d.name, [])) for d in plan.decisions)
+    # A norm that is folded later holds the quantizer until then, if it can.
+    fixed = {layer for layer, norm in facts.norms.items() if not norm.may_quantize_output}
+    rows = (
+        d if d.name in fixed else _with_output(view, d, calls.get(d.name, []))
+        for d in plan.decisions
+    )
     return replace(plan, decisions=tuple(rows))
 
 
@@ -408,8 +413,7 @@ def _with_output(view: View, decision: Decision, calls: list[Call]) -> Decision:
     if decision.reason or decision.input is None or decision.weight is None or decision.output:
         return decision
     needs = [_Readers(view, call) for call in calls]
-    kept = any(n.returned or n.behind_norm for n in needs)
-    if kept or not any(n.in_float for n in needs):
+    if any(n.returned for n in needs) or not any(n.in_float for n in needs):
         return decision
     unsigned = all(n.after_relu for n in needs) and isinstance(decision.input.num_bits, int)
     if is_depthwise(calls[0].module) and not unsigned:
@@ -429,12 +433,11 @@ class _Readers:
         in_float: something other than a quantizer reads it.
         returned: the model returns it, or the head of a detector or a float layer reads it.
         after_relu: a ReLU is all that reads it.
-        behind_norm: a BatchNorm reads it, which the exporter folds into the convolution.
     """
 
     def __init__(self, view: View, call: Call) -> None:
         self._view, self._flow = view, view.flow
-        self.in_float = self.returned = self.behind_norm = False
+        self.in_float = self.returned = False
         self.after_relu = self._is_before_relus(call)
         self._follow(call, moved=False, activated=False)
 
@@ -461,7 +464,6 @@ class _Readers:
             elif pads_with_zeros(reader) and self._is_before_convolutions(reader):
                 continue
             elif not moved and not activated and self._is_affine(reader, call):
-                self.behind_norm |= isinstance(reader.module, _NORMS)
                 self._follow(reader, moved=moved, activated=activated)
             else:
                 self.in_float = True
@@ -475,10 +477,8 @@ class _Readers:
         )
 
     def _is_affine(self, reader: Call, operand: Call) -> bool:
-        """Return True for BatchNorm, and the product or sum of a value and stored numbers."""
+        """Return True for the product or sum of a value and stored numbers."""
         others = [i for i in reader.inputs if i != operand.index]
-        if isinstance(reader.module, _NORMS):
-            return True
         return _operator(reader) in _AFFINE and all(map(self._is_stored, others))
 
     def _is_stored(self, index: int) -> bool:
@@ -557,7 +557,8 @@ def integer_biases(plan: Plan, facts: Facts) -> Plan:
         if behind:
             # Of a layer that runs several times, each result may have a range of its own.
             one = behind[0] if results.have_one_range(behind) else ""
-            d = replace(d, bias="" if d.weight is None else "int32", rounded_by=one)
+            bias = "" if d.weight is None else "int32"
+            d = replace(d, bias=bias, rounded_by=one, awaits_fold=d.name in facts.norms)
         rows.append(d)
     return replace(plan, decisions=tuple(rows))
 
@@ -589,14 +590,14 @@ class _Results:
             return own if decision.output.num_bits == _BYTE else []
         is_linear, found = isinstance(calls[0].module, nn.Linear), []
         for call in calls:
-            slots = self._behind(call, False, call.module)
+            slots = self._behind(call, False)
             # A kernel returns codes of one range, so a result that is read in two runs in float.
             if not slots or (is_linear and call.ndim != 2) or not self.have_one_range(slots):
                 return []
             found += slots
         return found
 
-    def _behind(self, call: Call, activated: bool, layer: nn.Module | None) -> list[str]:
+    def _behind(self, call: Call, activated: bool) -> list[str]:
         """Return the slots that read the result of a call, as bytes; nothing if others do too."""
         readers = self._view.flow.consumers(call)
         found: list[str] = []
@@ -605,25 +606,21 @@ class _Results:
         if len(moves) > 1 or call.index in self._view.flow.outputs:
             return []
         for reader in readers:
-            slots = self._fused(reader, call, activated, layer)
+            slots = self._fused(reader, call, activated)
             if not slots:
                 return []
             found += slots
         return found
 
-    def _fused(
-        self, reader: Call, call: Call, activated: bool, layer: nn.Module | None
-    ) -> list[str]:
+    def _fused(self, reader: Call, call: Call, activated: bool) -> list[str]:
         """Return the slots behind one reader of a result that a kernel includes."""
         if self._view.quantizes(reader):
             slots = self._slots(reader, call)
             return slots if all(self._has_bytes(slot, activated) for slot in slots) else []
         if clips(reader):
-            return self._behind(reader, True, layer)
-        # A BatchNorm that is folded later gives its layer a bias.
-        is_folded = isinstance(reader.module, _NORMS) and getattr(layer, "bias", None) is None
-        if is_folded or self._view.moves_elements(reader) or pads_with_zeros(reader):
-            return self._behind(reader, activated, layer)
+            return self._behind(reader, True)
+        if self._view.moves_elements(reader) or pads_with_zeros(reader):
+            return self._behind(reader, activated)
         return []
 
     def _slots(self, reader: Call, call: Call) -> list[str]:
@@ -646,6 +643,32 @@ class _Results:
         return not activated or _cuts(form) or slot in self._without_negatives
 
 
+# --- norms that are folded later ----------------------------------------------------------------
+
+
+def results_behind_norms(plan: Plan, facts: Facts) -> Plan:
+    """Put the quantizer of a layer's result behind the BatchNorm that will be folded into it.
+
+    Before: such a layer has an ``output``, as the folded model has. After: the BatchNorm has it,
+    in a decision of its own, until :func:`torchq.fuse_` gives the quantizer to the layer.
+    """
+    moved: dict[str, str] = {}
+    rows: list[Decision] = []
+    for d in plan.decisions:
+        norm = facts.norms.get(d.name)
+        if norm is None or d.output is None or d.reason:
+            rows.append(d)
+            continue
+        moved[f"{d.name}.output_quantizer"] = f"{norm.names[0]}.output_quantizer"
+        behind = f"until it is folded into {d.name}"
+        by = "result of a layer"
+        rows.append(replace(d, output=None))
+        rows.append(Decision(norm.names, norm.cls, output=d.output, by=by, note=behind))
+    decisions = tuple(replace(d, rounded_by=moved.get(d.rounded_by, d.rounded_by)) for d in rows)
+    groups = ([moved.get(slot, slot) for slot in group] for group in plan.shared)
+    return replace(plan, decisions=decisions, shared=canonical_groups(groups))
+
+
 #: Without an example only the first one and `choose_grids` have something to read.
 PASSES: tuple[Pass, ...] = (
     switches,
@@ -657,4 +680,5 @@ PASSES: tuple[Pass, ...] = (
     share_ranges,
     choose_grids,
     integer_biases,
+    results_behind_norms,
 )

@@ -41,6 +41,20 @@ def decide_for_target(
     return rules, (*layers, *(draft for _, draft in operators), *skipped), operators
 
 
+def has_one_scale(draft: Draft, target: Runtime | None) -> bool:
+    """Return True for a weight with one scale whose target takes no more for it."""
+    if target is None or draft.reason or draft.weight is None:
+        return False
+    if draft.weight.granularity != PerTensor():
+        return False
+    patterns = () if target.placement is None else target.placement.per_tensor_weights
+    if any(map(draft.matches, patterns)):
+        return True
+    rules = [rule for rule in target.recipe().rules if draft.matches(rule.pattern)]
+    weight = rules[-1].weight if rules else None
+    return weight is not None and weight.granularity == PerTensor()
+
+
 _BESIDE_CALL = "its operand is a weight, and the call is quantized as that of a layer"
 
 

@@ -51,6 +51,9 @@ class Decision:
         bias: "int32" if the target adds its bias as an integer, so that the forward rounds it.
         rounded_by: the path of the quantizer that its kernel rounds the result for, with such a
             bias, or where it adds codes.
+        awaits_fold: a BatchNorm behind it is to be folded; ``bias`` and ``rounded_by`` hold from
+            then on.
+        one_scale: its weight has one scale, as the kernels of the target take no more.
         reason: why it stays float; empty where it is quantized.
         by: the pattern of the rule, or the step of planning, that decided; empty for none.
         note: what else there is to know about it.
@@ -66,6 +69,8 @@ class Decision:
     unsigned: tuple[str, ...] = ()
     bias: str = ""
     rounded_by: str = ""
+    awaits_fold: bool = False
+    one_scale: bool = False
     reason: str = ""
     by: str = ""
     note: str = ""
@@ -92,6 +97,11 @@ class Decision:
         return not (self.reason or self.input or self.weight or self.output)
 
     @property
+    def is_norm(self) -> bool:
+        """True for a BatchNorm whose result is quantized, for the layer in front of it."""
+        return self.output is not None and self.input is None and self.weight is None
+
+    @property
     def has_float_input(self) -> bool:
         """True if a target leaves the input of the module float, so that it computes in float."""
         return self.note.startswith(FLOAT_INPUT)
@@ -100,7 +110,7 @@ class Decision:
     def outcome(self) -> tuple[Any, ...]:
         """The part that changes a model, without who decided it and why."""
         slots = (self.input, self.weight, self.output)
-        rounding = (self.unsigned, self.bias, self.rounded_by)
+        rounding = (self.unsigned, self.bias, self.rounded_by, self.awaits_fold, self.one_scale)
         return (self.name, self.cls, *slots, self.calls, self.ranges, *rounding)
 
     def in_float(self, reason: str, by: str) -> Decision:
@@ -120,7 +130,7 @@ class Decision:
         if unsigned:
             text += f", unsigned {' and '.join(unsigned)}"
         if self.bias:
-            text += f", bias {self.bias}"
+            text += f", bias {self.bias}{' once folded' if self.awaits_fold else ''}"
         if self.calls:
             seen = [site.kind for site in self.calls if not site.is_unseen]
             kinds = ", ".join(dict.fromkeys(seen))
@@ -313,10 +323,13 @@ class Plan:
         """Return how much is quantized, in one line."""
         operators = len(list(self.operator_rows()))
         containers = sum(d.is_container for d in self.decisions)
-        layers = len(self.replaced) - operators - containers
+        norms = sum(d.is_norm for d in self.replaced)
+        layers = len(self.replaced) - operators - containers - norms
         counts = [f"{layers} quantized"]
         if operators:
             counts.append(f"{operators} operators for {self.target or 'a target'}")
+        if norms:
+            counts.append(f"{norms} results behind BatchNorm")
         if containers:
             counts.append(f"{containers} containers")
         counts.append(f"{len(self.skipped)} skipped")

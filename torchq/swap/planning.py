@@ -24,7 +24,7 @@ from torchq.swap.decisions import (
 from torchq.swap.facts import Facts
 from torchq.swap.find_operators import Operator
 from torchq.swap.passes import PASSES, choose_grids, switches
-from torchq.swap.placement import decide_for_target
+from torchq.swap.placement import decide_for_target, has_one_scale
 from torchq.swap.plan import Operators, Plan
 from torchq.swap.share import counting_products, warn_if_small, work_of
 from torchq.utils import Pattern, progress_stages, qualified_name, state_kept
@@ -152,7 +152,9 @@ def _planned(
     check_used(model, rules, drafts)
     found = replace(
         as_it_is(model),
-        decisions=tuple(draft.decision() for draft in drafts),
+        decisions=tuple(
+            replace(draft.decision(), one_scale=has_one_scale(draft, runtime)) for draft in drafts
+        ),
         operators=_sites_of(operators),
         shared=(),
         modes=_open_branches(operators) if placement and placement.one_branch else {},

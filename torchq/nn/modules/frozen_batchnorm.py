@@ -1,10 +1,11 @@
 """BatchNorm that stays in eval mode whatever ``model.train()`` says."""
 
+from collections.abc import Mapping
 from typing import TypeVar
 
 from torch import nn
 
-from torchq.nn.convert import change_class
+from torchq.nn.convert import QuantModule, change_class, quantized_class
 
 M = TypeVar("M", bound="_Frozen")
 
@@ -41,19 +42,32 @@ def freeze_norm_(module: nn.Module) -> bool:
         >>> freeze_norm_(norm), norm.train().training
         (True, False)
     """
-    frozen = FROZEN_NORMS.get(type(module))
-    if frozen is None:
+    if not _change_norm_(module, FROZEN_NORMS):
         return False
-    change_class(module, frozen)
     module.train(False)
     return True
 
 
 def unfreeze_norm_(module: nn.Module, training: bool) -> bool:
     """Make a frozen BatchNorm layer an ordinary one again, in place."""
-    norm = _THAWED.get(type(module))
-    if norm is None:
+    if not _change_norm_(module, _THAWED):
         return False
-    change_class(module, norm)
     module.train(training)
+    return True
+
+
+def thawed(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of a BatchNorm that a frozen one was; any other class as it is."""
+    return _THAWED.get(cls, cls)
+
+
+def _change_norm_(module: nn.Module, classes: Mapping[type[nn.Module], type[nn.Module]]) -> bool:
+    """Give a norm, or one with a quantized result, the class that a table has for it."""
+    cls = classes.get(type(module))
+    if isinstance(module, QuantModule):
+        in_float = classes.get(type(module).float_class)
+        cls = None if in_float is None else quantized_class(in_float)
+    if cls is None:
+        return False
+    change_class(module, cls)
     return True

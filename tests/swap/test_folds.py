@@ -1,0 +1,307 @@
+"""Unfolded models are planned as the models that folding makes of them."""
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchq
+from tests.fusion.common import randomized
+from torchq.nn import TensorQuantizer
+from torchq.swap import Plan, plan_of
+
+
+class Net(nn.Module):
+    """Norms behind layers, of all that follows them: ReLU and GELU, joins, additions, resizing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm0 = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.conv1, self.norm1 = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.conv2, self.norm2 = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.up, self.norm3 = nn.ConvTranspose2d(16, 8, 2, 2), nn.BatchNorm2d(8)
+        self.conv4, self.norm4 = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)
+        self.fc, self.norm5, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm0(self.stem(x)).relu()
+        y = self.norm1(self.conv1(x))
+        x = self.norm2(self.conv2(F.interpolate(F.gelu(y), scale_factor=1.0))) + x
+        x = self.norm3(self.up(torch.cat([x, y], 1))).relu()
+        x = self.norm4(self.conv4(F.interpolate(x, scale_factor=0.5))).relu()
+        x = F.interpolate(x, scale_factor=2.0).mean((2, 3))
+        return self.last(self.norm5(self.fc(x)).relu())
+
+
+class BehindCat(nn.Module):
+    """A norm that reads a concatenation, and one of a layer that something else reads too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 3)
+        self.norm, self.beside, self.last = (
+            nn.BatchNorm2d(16),
+            nn.BatchNorm2d(8),
+            nn.Conv2d(24, 4, 1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.a(x), self.b(x)
+        joined = self.norm(torch.cat([a, b], 1)).relu()
+        return self.last(torch.cat([joined, self.beside(a)], 1))
+
+
+class WithActivation(nn.BatchNorm2d):
+    """A norm with its activation, as timm has them."""
+
+    def __init__(self, channels: int, act: nn.Module) -> None:
+        super().__init__(channels)
+        self.drop, self.act = nn.Identity(), act
+
+    def forward(self, input: Tensor) -> Tensor:
+        tensors = (self.running_mean, self.running_var, self.weight, self.bias)
+        x = F.batch_norm(input, *tensors, self.training, 0.1, self.eps)
+        return self.act(self.drop(x))
+
+
+def activated() -> nn.Sequential:
+    layers = [nn.Conv2d(3, 8, 3), WithActivation(8, nn.SiLU()), nn.Conv2d(8, 8, 3)]
+    return nn.Sequential(*layers, WithActivation(8, nn.ReLU()), nn.Conv2d(8, 4, 1))
+
+
+X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+TARGETS = ["onnxruntime", "openvino", "tensorrt", "qnn", "executorch"]
+
+
+def outcome(model: nn.Module) -> Plan:
+    """What is quantized in a model and how, whatever was fused in which order."""
+    return replace(plan_of(model).outcome(), fusions=())
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("make", [Net, BehindCat, activated])
+def test_train_and_fold_is_fold_and_quantize(make: Any, target: str) -> None:
+    """Whether norms train at the moment does not matter either."""
+    unfolded = randomized(make())
+    folded = copy.deepcopy(unfolded)
+    torchq.fuse_(folded, X, progress=False)
+    torchq.quantize_(folded, target=target, example=X, progress=False)
+    unfolded.train()
+    planned = torchq.plan(unfolded, target=target, example=X)
+    report = torchq.quantize_(unfolded, target=target, example=X, progress=False)
+    assert planned == report == plan_of(unfolded)
+    assert Plan.from_dict(planned.to_dict()) == planned
+    torchq.fuse_(unfolded.eval(), X, progress=False)
+    assert outcome(unfolded) == outcome(folded)
+
+
+def test_the_quantizer_of_a_result_stands_behind_the_norm_until_the_fold() -> None:
+    model = randomized(Net())
+    plan = torchq.quantize_(model, target="onnxruntime", example=X, progress=False)
+    layer = plan.decision("conv1")
+    assert plan.decision("norm1").output is not None and layer.output is None
+    assert plan.decision("norm0") is None  # the addition and the next layer quantize it
+    assert "until it is folded into conv1" in str(plan.decision("norm1"))
+    assert layer.awaits_fold and layer.rounded_by == "norm1.output_quantizer"
+    assert model.conv1.bias_format == "" and "results behind BatchNorm" in plan.verdict()
+    assert "bias int32 once folded" in str(layer)
+    torchq.calibrate(model, [X], correct=False, progress=False)
+    quantizer = model.norm1.output_quantizer
+    amax = quantizer.amax.clone()
+    report = torchq.fuse_(model, X, progress=False)
+    assert report.refused == ()
+    assert model.conv1.output_quantizer is quantizer and torch.equal(quantizer.amax, amax)
+    assert quantizer.name == "conv1.output_quantizer"
+    assert type(model.norm1) is nn.Identity
+    assert (model.conv1.bias_format, model.conv1.rounded_by) == ("int32", quantizer.name)
+    after = plan_of(model).decision("conv1")
+    assert after.by == layer.by and after.output is not None
+
+
+def test_training_trains_with_that_quantizer() -> None:
+    model = randomized(Net())
+    torchq.qat.prepare(model, [X], target="onnxruntime", progress=False)
+    results: list[Tensor] = []
+    model.train().norm1.register_forward_hook(lambda norm, args, out: results.append(out))
+    model(X).square().sum().backward()
+    model.norm1.output_quantizer.mode = "off"
+    model(X)
+    counts = [len(result.unique()) for result in results]
+    assert counts[0] <= 256 < counts[1]
+    assert model.conv1.weight.grad is not None
+
+
+def test_a_relu_that_codes_include_comes_with_the_norm() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Upsample(scale_factor=2)
+    )
+    model = randomized(model.append(nn.GroupNorm(2, 8)).append(nn.Conv2d(8, 4, 1)))
+    torchq.quantize_(model, target="onnxruntime", example=X, progress=False)
+    torchq.calibrate(model, [X], correct=False, progress=False)
+    assert model[1].output_quantizer.descriptor.unsigned
+    with torch.no_grad():
+        x = model[0](X)
+        result = model[1](x)
+        quantizer = model[1].output_quantizer
+        norm = F.batch_norm(
+            x, model[1].running_mean, model[1].running_var, model[1].weight, model[1].bias
+        )
+        assert torch.equal(result, quantizer(norm.relu()))
+
+
+@pytest.mark.parametrize(
+    ("form", "folds"),
+    [
+        (torchq.QuantDescriptor(axis=0), True),
+        (torchq.QuantDescriptor(axis=0, power_of_two=True), False),
+        (torchq.QuantDescriptor(axis=1), False),
+    ],
+)
+def test_a_norm_that_cannot_fold_is_planned_as_what_it_is(
+    form: torchq.QuantDescriptor, folds: bool
+) -> None:
+    model = randomized(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU()))
+    rule = torchq.Rule("*", input=torchq.QuantDescriptor(), weight=form)
+    config = torchq.QuantConfig((rule,))
+    model.append(nn.Conv2d(8, 4, 1))
+    plan = torchq.plan(model, config, target="onnxruntime", example=X)
+    assert (plan.decision("1") is not None) is folds
+    # The norm computes in float, so the layer returns codes to it.
+    assert (plan.decision("0").output is not None) is not folds
+
+
+def test_weights_with_one_scale_for_good_refuse_a_norm_and_say_so() -> None:
+    model = randomized(nn.Sequential(nn.ConvTranspose2d(3, 4, 2), nn.BatchNorm2d(4), nn.ReLU()))
+    model.append(nn.Conv2d(4, 4, 1))
+    plan = torchq.quantize_(model, target="tensorrt", example=X, progress=False)
+    assert plan.decision("0").one_scale and not plan.decision("3").one_scale
+    torchq.calibrate(model, [X], correct=False, progress=False)
+    assert "as its target takes no more" in torchq.fuse_(model, X, progress=False).reason("1")
+
+
+def test_a_weight_that_got_a_scale_per_channel_says_so_in_the_plan() -> None:
+    model = randomized(nn.Sequential(nn.Conv2d(3, 4, 2), nn.BatchNorm2d(4)))
+    torchq.quantize_(model, torchq.recipes.int8_per_tensor(), progress=False)
+    torchq.calibrate(model, [X], correct=False, progress=False)
+    torchq.fuse_(model, X, progress=False)
+    row = plan_of(model).decision("0")
+    assert row.weight.axis == (0,)
+    assert "its one weight scale became one per output channel" in str(row)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_saved_before_or_after_the_fold(when: str, tmp_path: Path) -> None:
+    model, fresh = randomized(Net()), Net().eval()
+    torchq.quantize_(
+        model, torchq.recipes.int8_per_tensor(), target="openvino", example=X, progress=False
+    )
+    torchq.calibrate(model, [X], correct=False, progress=False)
+    if when == "after":
+        torchq.fuse_(model, X, progress=False)
+    torchq.save(model, tmp_path / "m.pt")
+    loaded = torchq.load(fresh, tmp_path / "m.pt")
+    with torch.no_grad():
+        assert torch.equal(loaded(X), model(X))
+    if when == "before":
+        torchq.fuse_(model, X, progress=False)
+        torchq.fuse_(loaded, X, progress=False)
+        with torch.no_grad():
+            assert torch.equal(loaded(X), model(X))
+    assert outcome(loaded) == outcome(model)
+
+
+def test_the_state_of_a_folded_model_loads_into_an_unfolded_one_that_has_its_record() -> None:
+    model = randomized(Net())
+    fresh = copy.deepcopy(model)
+    torchq.quantize_(model, target="onnxruntime", example=X, progress=False)
+    torchq.calibrate(model, [X], correct=False, progress=False)
+    torchq.fuse_(model, X, progress=False)
+    torchq.quantize_(fresh, target="onnxruntime", example=X, progress=False)
+    with torch.no_grad():
+        for parameter in fresh.parameters():
+            parameter.zero_()
+    torchq.fusion.apply_fusion_record_(fresh, torchq.fusion.fusion_record(model))
+    fresh.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(fresh(X), model(X))
+    assert outcome(fresh) == outcome(model)
+
+
+def test_embedded_records_load_into_an_unfolded_model(tmp_path: Path) -> None:
+    model = randomized(Net())
+    torchq.quantize_(model, target="onnxruntime", example=X, progress=False)
+    torchq.calibrate(model, [X], correct=False, progress=False)
+    torchq.fuse_(model, X, progress=False)
+    torchq.workflow.embed_record_(model)
+    torch.save({"state_dict": model.state_dict()}, tmp_path / "lightning.ckpt")
+    loaded = torchq.load(Net().eval(), tmp_path / "lightning.ckpt")
+    with torch.no_grad():
+        assert torch.equal(loaded(X), model(X))
+
+
+def test_averaged_models_fold_as_well() -> None:
+    model = randomized(Net())
+    torchq.quantize_(model, target="onnxruntime", example=X, progress=False)
+    torchq.calibrate(model, [X], correct=False, progress=False)
+    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.01
+    average.update_parameters(model)
+    report = torchq.fuse_(average.module.eval(), X, progress=False)
+    assert report.applied and len(report.fused) == 6 and report.refused == ()
+    assert sum(fusion.changed for fusion in report.fused) == 0
+
+
+def test_restoring_leaves_the_weights_on_their_grid() -> None:
+    model = randomized(Net())
+    torchq.quantize_(model, target="onnxruntime", example=X, progress=False)
+    torchq.calibrate(model, [X], correct=False, progress=False)
+    torchq.fuse_(model, X, progress=False)
+    scale = model.conv1.weight_quantizer.scale
+    torchq.restore_(model)
+    codes = model.conv1.weight.detach() / scale
+    assert torch.allclose(codes, codes.round(), atol=1e-4)  # quotients of float32 up to 127
+    assert not any(isinstance(module, TensorQuantizer) for module in model.modules())
+
+
+def test_restoring_before_the_fold_gives_plain_norms_back() -> None:
+    model = randomized(Net())
+    types = [type(module) for module in model.modules()]
+    torchq.quantize_(model, target="onnxruntime", example=X, progress=False)
+    torchq.restore_(model)
+    assert [type(module) for module in model.modules()] == types
+    assert "after_fold" not in vars(model.conv1)
+
+
+def test_frozen_norms_keep_their_quantizer() -> None:
+    model = randomized(Net())
+    torchq.quantize_(model, target="onnxruntime", example=X, progress=False)
+    torchq.calibrate(model, [X], correct=False, progress=False)
+    frozen = torchq.qat.freeze_bn_(model)
+    assert len(frozen) == 6 and not model.train().norm1.training
+    copied = copy.deepcopy(model)
+    assert copied.norm1.quantizes_output and not copied.train().norm1.training
+    assert plan_of(model).decision("norm1").cls == "torch.nn.modules.batchnorm.BatchNorm2d"
+    assert len(torchq.qat.unfreeze_bn_(copied)) == 6 and copied.norm1.training
+    assert len(torchq.fuse_(model, X, progress=False).fused) == 6
+
+
+def test_exact_sums_wait_for_the_fold() -> None:
+    """A kernel rounds the result of the folded layer, which the unfolded layer does not have."""
+    model = randomized(Net())
+    torchq.quantize_(model, target="onnxruntime", example=X, progress=False)
+    torchq.calibrate(model, [X], correct=False, progress=False)
+    with torch.no_grad():
+        plain = model(X)
+        with torchq.exact_sums(model):
+            exact = model(X)
+    # A code may fall to the other side of a tie; rounding in front of the norm would be a step
+    # of each element.
+    assert (exact - plain).abs().max() <= 0.02 * plain.abs().max()
