@@ -385,6 +385,15 @@ def test_a_checkpoint_in_half_precision_changes_nothing() -> None:
     assert report.applied and counted_codes(layer, model[0], norm) == 0
 
 
+def test_random_inputs_are_compared_in_the_precision_of_the_layer() -> None:
+    """In float64 the weights, which lie on ties, have other codes."""
+    model = net(QuantDescriptor(axis=0))
+    with torch.no_grad():
+        scale = model[0].weight_quantizer.scale
+        model[0].weight.copy_(((model[0].weight / scale).floor() + 0.5) * scale)
+    assert fuse_(model, progress=False).applied
+
+
 def test_after_the_fold_half_precision_keeps_the_codes() -> None:
     model = net(QuantDescriptor(axis=0))
     folded(model)
