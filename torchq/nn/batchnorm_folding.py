@@ -56,7 +56,7 @@ class OutputScaling(nn.Module):
             )
         if not isinstance(quantizer, TensorQuantizer) or not _has_range(quantizer):
             return None  # its range will be that of the folded weight
-        factor = self._per_weight(scale)
+        factor = self.per_weight(scale)
         d = quantizer.descriptor
         if d.unsigned is True and d.symmetric and bool((scale < 0).any()):
             return (
@@ -143,9 +143,9 @@ class OutputScaling(nn.Module):
             What became of the codes, and how exact the result is.
         """
         with torch.no_grad():
-            factor = self._per_weight(scale)
+            factor = self.per_weight(scale)
             is_separated = self._separate_ranges_(factor)
-            scaled = self._scaled_weight_(factor)
+            scaled = self.scale_weight_(factor)
             old: Any = self.bias
             bias = shift.cpu()
             if old is not None:
@@ -176,7 +176,7 @@ class OutputScaling(nn.Module):
             return None
         with torch.no_grad():
             weight, new = self.weight.detach(), folded.get_parameter("weight").detach()
-            moved = moved_codes(before, weight, after, new, self._per_weight(scale))
+            moved = moved_codes(before, weight, after, new, self.per_weight(scale))
             unlike = int((moved & ~outcome.changed).sum())
         if not unlike:
             return None
@@ -217,8 +217,12 @@ class OutputScaling(nn.Module):
         separate_channels_(quantizer, self.weight, axis)
         return True
 
-    def _scaled_weight_(self, factor: Tensor) -> ScaledWeight:
-        """Scale the weight's range, and return the weight."""
+    def scale_weight_(self, factor: Tensor) -> ScaledWeight:
+        """Multiply the weight's range by factors, in place; return what the weight is then.
+
+        Args:
+            factor: as :meth:`per_weight` lays it out.
+        """
         quantizer, weight = self.weight_quantizer, self.weight.detach()
         if isinstance(quantizer, TensorQuantizer) and _has_range(quantizer):
             if quantizer.quantizing:
@@ -279,7 +283,7 @@ class OutputScaling(nn.Module):
         parts = of_weight.reshape(groups, -1, of_weight.shape[1], of_weight[0, 0].numel())
         return parts.any(3).any(1).flatten()
 
-    def _per_weight(self, channelwise: Tensor) -> Tensor:
+    def per_weight(self, channelwise: Tensor) -> Tensor:
         """Return one value per output channel laid out over the weight, in float64."""
         module: Any = self
         ones = torch.ones(self.weight.shape, dtype=torch.float64, device=self.weight.device)

@@ -92,23 +92,19 @@ class Corrected(nn.Module):
     def fold_correction_(self) -> None:
         """Put gain and shift into the scale of the weight and the bias, for good.
 
-        The weight becomes what it is quantized to, so that the same codes come of it. Both are new
-        parameters of this layer alone: another one that shares them keeps what it has.
+        The weight is written on the grid that it has with the gain, as where a BatchNorm is folded
+        in: see :mod:`torchq.nn.weight_grid`. Both are new parameters of this layer
+        alone: another one that shares them keeps what it has.
         """
         if not self._corrects:
             return
         layer = cast(Any, self)
-        weight, bias = layer.weight, layer.bias
-        quantizer, gain = layer.weight_quantizer, self.output_gain
+        weight, bias, gain = layer.weight, layer.bias, self.output_gain
         with torch.no_grad():
             layer.bias = nn.Parameter(bias + self.output_shift, bias.requires_grad)
             if _holds(gain):
-                values = self.corrected_weight(quantizer(weight))
-                if "held_scale" in dict(quantizer.named_buffers()):
-                    quantizer.set_qparams(_times(quantizer.scale, gain))
-                else:
-                    quantizer.range = quantizer.range.map(lambda end: _times(end.detach(), gain))
-                layer.weight = nn.Parameter(values, weight.requires_grad)
+                scaled = layer.scale_weight_(layer.per_weight(gain.double()))
+                layer.weight = nn.Parameter(scaled.values, weight.requires_grad)
         self.forget_correction()
 
     def fold_output_(self, scale: Tensor, shift: Tensor) -> OutputFold:
@@ -155,11 +151,6 @@ class Corrected(nn.Module):
 def _holds(numbers: Tensor) -> bool:
     with constant_while_tracing():
         return bool(numbers.numel())
-
-
-def _times(numbers: Tensor, gain: Tensor) -> Tensor:
-    """Return numbers of output channels, with any dimensions of size 1, times their gain."""
-    return numbers * gain.to(numbers).view(numbers.shape)
 
 
 def fold_corrections_(model: M) -> M:
