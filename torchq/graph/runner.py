@@ -1,14 +1,16 @@
 """The runner of traced models: any value, parts of the graph, hooks, and other arithmetic."""
 
+from __future__ import annotations
+
 import difflib
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from torchq.errors import ConfigError, GraphError
 from torchq.graph.calling import tensors_in, with_copies
@@ -93,6 +95,12 @@ class GraphRunner:
         self._nodes = list(self._graph.nodes)
         self._output = self._nodes[-1]
         self._placeholders = [node for node in self._nodes if node.op == "placeholder"]
+        modules = dict(graph_module.named_modules(remove_duplicate=False))
+        called = [(node, _module_of(node, modules)) for node in self._nodes]
+        self._writes = frozenset(node for node, module in called if writes(node, module))
+        self._may_write = frozenset(node for node, module in called if may_write(node, module))
+        self._may_alias = frozenset(node for node, module in called if may_alias(node, module))
+        self._schedules: dict[Any, _Schedule] = {}
 
     @property
     def node_names(self) -> tuple[str, ...]:
@@ -280,14 +288,26 @@ class GraphRunner:
             if node in found:
                 raise _twice(f"{where}: hooks", node)
             found[node] = _pair(f"{where}: hooks", name, hook)
-        running = self._running(fed, nodes, with_effects)
-        missing = [n.name for n in running if n.op == "placeholder" and not n.args]
-        if missing:
-            raise _missing(where, missing)
+        schedule = self._schedule(fed, nodes, with_effects)
+        if schedule.missing:
+            raise _missing(where, schedule.missing)
         with torch.set_grad_enabled(grad):
-            run = _Run(self.graph_module, found, backend)
-            kept = run.execute(running, fed, frozenset(nodes))
+            kept = _Run(self.graph_module, found, backend).execute(schedule, fed)
         return [kept[node] for node in nodes]
+
+    def _schedule(
+        self, fed: Collection[fx.Node], nodes: Sequence[fx.Node], with_effects: bool
+    ) -> _Schedule:
+        """Return what runs, made once for each choice of inputs and results."""
+        key = (frozenset(fed), frozenset(nodes), with_effects)
+        schedule = self._schedules.get(key)
+        if schedule is None:
+            running = self._running(fed, nodes, with_effects)
+            schedule = _Schedule.of(running, frozenset(nodes), self._may_write)
+            if len(self._schedules) >= _MOST_SCHEDULES:
+                self._schedules.clear()
+            self._schedules[key] = schedule
+        return schedule
 
     def _running(
         self, fed: Collection[fx.Node], nodes: Sequence[fx.Node], with_effects: bool
@@ -297,18 +317,16 @@ class GraphRunner:
         The wanted values are computed from them, or they overwrite such a value before it is read.
         ``with_effects``: and so are all that write or check, as in the model itself.
         """
-        modules = dict(self.graph_module.named_modules(remove_duplicate=False))
-        called = {n: modules.get(str(n.target)) for n in self._nodes if n.op == "call_module"}
         roots: dict[fx.Node, set[fx.Node]] = {}  # the nodes whose memory a value may lie in
         for node in self._nodes:
-            shares = node not in fed and may_alias(node, called.get(node))
+            shares = node not in fed and node in self._may_alias
             roots[node] = (_lies_in(node, roots) if shares else set()) or {node}
         needed, read = set(nodes), set[fx.Node]()
         running: list[fx.Node] = []
         for node in reversed(self._nodes):
             if node in fed:
                 continue
-            does_write = writes(node, called.get(node))
+            does_write = node in self._writes
             wanted = node in needed or (does_write and not _lies_in(node, roots).isdisjoint(read))
             is_check = node.op == "call_function" and "_assert" in operator_name(node.target)
             if wanted or (with_effects and (does_write or is_check)):
@@ -316,6 +334,47 @@ class GraphRunner:
                 needed.update(node.all_input_nodes)
                 read |= _lies_in(node, roots)
         return running[::-1]
+
+
+#: The choices of inputs and results that a runner remembers.
+_MOST_SCHEDULES = 16
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    """What runs for one choice of inputs and results; equal in every run.
+
+    Attributes:
+        steps: the nodes in order, each with what is freed after it, and whether the value is kept
+            as a copy, since a later node may overwrite it.
+        wanted: the nodes whose values are returned.
+        has_writers: a node may overwrite what it is given.
+        missing: names of arguments that have neither a value nor a default.
+    """
+
+    steps: tuple[tuple[fx.Node, tuple[fx.Node, ...], bool], ...]
+    wanted: frozenset[fx.Node]
+    has_writers: bool
+    missing: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, running: Sequence[fx.Node], wanted: frozenset[fx.Node], may_write: Collection[fx.Node]
+    ) -> _Schedule:
+        """Return the schedule of some nodes."""
+        writers = [number for number, node in enumerate(running) if node in may_write]
+        last_writer = writers[-1] if writers else -1
+        released = _last_uses(running)
+        steps = tuple(
+            (node, tuple(released.get(node, ())), number < last_writer)
+            for number, node in enumerate(running)
+        )
+        missing = tuple(n.name for n in running if n.op == "placeholder" and not n.args)
+        return cls(steps, wanted, bool(writers), missing)
+
+
+def _module_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> nn.Module | None:
+    return modules.get(str(node.target)) if node.op == "call_module" else None
 
 
 def _lies_in(node: fx.Node, roots: Mapping[fx.Node, set[fx.Node]]) -> set[fx.Node]:
@@ -342,65 +401,88 @@ def _missing(where: str, names: Sequence[str]) -> ConfigError:
     return ConfigError(f"{where}: inputs: got no value for {shown}. Give them by name or in order")
 
 
-class _Run(fx.Interpreter):
+class _Run:
     """One run of some nodes; its values live here, so that runs of one graph do not meet."""
 
     def __init__(
         self, module: fx.GraphModule, hooks: Mapping[fx.Node, _Pair], backend: NodeBackend | None
     ) -> None:
-        super().__init__(module, garbage_collect_values=False)
-        self._graph_module, self._hooks, self._backend = module, hooks, backend
+        self._module, self._hooks, self._backend = module, hooks, backend
+        self._values: dict[fx.Node, Any] = {}
 
-    def execute(
-        self, nodes: Sequence[fx.Node], fed: Mapping[fx.Node, Any], wanted: Collection[fx.Node]
-    ) -> dict[fx.Node, Any]:
-        """Run ``nodes`` in order and return the wanted values; see :meth:`GraphRunner.run`."""
-        modules = dict(self._graph_module.named_modules(remove_duplicate=False))
-        writers = [n for n in nodes if may_write(n, modules.get(str(n.target)))]
-        released = _last_uses(nodes)
+    def execute(self, schedule: _Schedule, fed: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
+        """Run the nodes of a schedule and return the wanted values; see :meth:`GraphRunner.run`."""
+        values, wanted = self._values, schedule.wanted
         kept: dict[fx.Node, Any] = {}
-
-        def keep(node: fx.Node, value: Any) -> None:
-            self.env[node] = value
-            if node in wanted:
-                kept[node] = with_copies(value) if writers and node < writers[-1] else value
-
         try:
             for node, value in fed.items():
-                own = with_copies(value) if writers else value
-                keep(node, _after(own, self._hooks.get(node, (None, None))[1]))
-            for node in nodes:
-                keep(node, self._value(node))
-                for dead in released.get(node, ()):
-                    del self.env[dead]
+                own = with_copies(value) if schedule.has_writers else value
+                values[node] = _after(own, self._hooks.get(node, _NO_HOOKS)[1])
+                if node in wanted:
+                    kept[node] = with_copies(values[node]) if schedule.has_writers else values[node]
+            for node, freed, is_overwritten in schedule.steps:
+                value = values[node] = self._value(node)
+                if node in wanted:
+                    kept[node] = with_copies(value) if is_overwritten else value
+                for dead in freed:
+                    del values[dead]
             return kept
         except BaseException:
             kept.clear()
             raise
         finally:
-            self.env.clear()
+            values.clear()
 
     def _value(self, node: fx.Node) -> Any:
-        hooks = self._hooks.get(node, (None, None))
+        pre, post = self._hooks.get(node, _NO_HOOKS)
         try:
-            args, kwargs = _before(hooks[0], *self.fetch_args_kwargs_from_env(node))
-            return _after(self._computed(node, args, kwargs), hooks[1])
+            args, kwargs = _before(pre, *self._arguments(node))
+            return _after(self._computed(node, args, kwargs), post)
         except Exception as error:
             raise GraphError(f"{_place(node)}: got {type(error).__name__}: {error}") from error
 
+    def _arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        values = self._values
+        args = tuple(
+            values[a] if type(a) is fx.Node else a if type(a) in _PLAIN else _filled(a, values)
+            for a in node.args
+        )
+        return args, _filled(node.kwargs, values) if node.kwargs else {}
+
     def _computed(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        run = getattr(self, node.op)
-        if self._backend is None or not node.op.startswith("call"):
-            return run(node.target, args, kwargs)
+        if node.op == "output":
+            return args[0]
+        if node.op == "get_attr":
+            return self._attribute(str(node.target))
+        if node.op == "placeholder":  # the default; the runner has checked that there is one
+            return args[0]
+        if self._backend is None:
+            return self._called(node)(*args, **kwargs)
+        return self._backend.call(self._module, node, self._called(node), args, kwargs)
 
-        def default(*args: Any, **kwargs: Any) -> Any:
-            return run(node.target, args, kwargs)
+    def _called(self, node: fx.Node) -> Callable[..., Any]:
+        """Return what a node calls; a method is a function of the tensor."""
+        target: Any = node.target
+        if node.op == "call_module":
+            return self._module.get_submodule(target)
+        if node.op == "call_method":
+            return lambda owner, *args, **kwargs: getattr(owner, target)(*args, **kwargs)
+        return cast("Callable[..., Any]", target)
 
-        return self._backend.call(self._graph_module, node, default, args, kwargs)
+    def _attribute(self, path: str) -> Any:
+        value: Any = self._module
+        for name in path.split("."):
+            value = getattr(value, name)
+        return value
 
-    def placeholder(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the default of an argument that was not given; the runner has checked it."""
-        return args[0]
+
+_NO_HOOKS: _Pair = (None, None)
+#: Types of arguments that hold no nodes.
+_PLAIN = frozenset([int, float, bool, str, type(None), torch.dtype, torch.device])
+
+
+def _filled(value: Any, values: Mapping[fx.Node, Any]) -> Any:
+    return fx.node.map_arg(value, values.__getitem__)
 
 
 def _last_uses(running: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
