@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 
 import torchq
 from torchq.errors import ConfigError, GraphError
-from torchq.graph import PASSES, Graph, GraphPass
+from torchq.graph import PASSES, Graph, GraphPass, graph_pass
 
 
 class Net(nn.Module):
@@ -144,3 +144,62 @@ def test_forms_of_text(model: Net) -> None:
     assert data["nodes"][data["heads"][0]]["op"] == "add"
     lines = graph.ir().splitlines()
     assert lines[0] == "Graph(%x) {" and lines[-1] == "attributes = ['example', 'note', 'title']"
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.act = nn.Conv2d(3, 4, 1), nn.Hardswish(inplace=True)
+        self.register_buffer("steps", torch.ones(4, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        y.mul_(3)
+        torch.add(y, 1, out=y)
+        self.act(y)
+        scale = self.steps * 2
+        scale.mul_(2)
+        return y * scale
+
+
+@pytest.mark.parametrize("name", sorted(PASSES))
+def test_effects_in_place_survive_each_pass(name: str) -> None:
+    model = InPlace().eval()
+    result = Graph(model, X).apply(name)
+    # Passes that fold numbers move them in the last digits.
+    with torch.no_grad():
+        torch.testing.assert_close(result.module(X), model(X), rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_that_is_always_on_stays() -> None:
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(nn.functional.dropout(x, 0.5), 0.5, False)
+
+    graph = Graph(Net().eval(), X).apply("simplify_inference")
+    assert graph.ir().count("dropout") == 1
+
+
+def test_a_pass_that_computes_something_else_is_refused(model: Net) -> None:
+    def scaled(graph: Graph) -> Graph:
+        module = fx.GraphModule(graph.module, copy.deepcopy(graph.module.graph))
+        output = module.graph.output_node()
+        with module.graph.inserting_before(output):
+            output.args = (module.graph.call_function(torch.mul, (output.args[0], 1.01)),)
+        return graph.with_module(fx.GraphModule(module, module.graph))
+
+    def lossy(graph: Graph) -> Graph:
+        return scaled(graph)
+
+    graph = Graph(model, X)
+    try:
+        graph_pass()(scaled)
+        graph_pass(rounding=0.02)(lossy)
+        with pytest.raises(
+            GraphError, match=r"scaled: its graph is off by 1\.0e-02.*at most 0e\+00"
+        ):
+            graph.apply("scaled")
+        torch.testing.assert_close(graph.apply("lossy").module(X), 1.01 * model(X))
+    finally:
+        for name in ("scaled", "lossy"):
+            PASSES.remove(name)

@@ -165,12 +165,13 @@ def test_the_networks_show_every_kind_of_decision() -> None:
 
 
 @pytest.mark.parametrize("name", ["stem", "branching", "transformer"])
-def test_two_runs_decide_everything(name: str) -> None:
+@pytest.mark.parametrize("check", [False, True])
+def test_two_runs_decide_everything_and_two_compare(name: str, check: bool) -> None:
     model, x = made(name)
     calls: list[nn.Module] = []
     model.register_forward_pre_hook(lambda module, _: calls.append(module))
-    torchq.quantize_(model, target="onnxruntime", example=x, progress=False)
-    assert len(calls) == 2
+    torchq.quantize_(model, target="onnxruntime", example=x, check=check, progress=False)
+    assert len(calls) == (4 if check else 2)
 
 
 def test_a_model_that_was_changed_by_hand_has_the_plan_of_what_it_is(tmp_path: Path) -> None:

@@ -328,13 +328,13 @@ def _fused(graph: Graph, reparameterize: bool) -> Graph:
     return graph.with_module(module)
 
 
-@graph_pass()
+@graph_pass(rounding=1e-4)
 def fold_bn(graph: Graph) -> Graph:
     """Fold each BatchNorm into the layer before it, or behind it, where that is exact."""
     return _fused(graph, reparameterize=False)
 
 
-@graph_pass()
+@graph_pass(rounding=1e-4)
 def merge_branches(graph: Graph) -> Graph:
     """Merge parallel linear branches into one layer, and fold BatchNorms."""
     return _fused(graph, reparameterize=True)

@@ -10,10 +10,12 @@ from torchq.graph.calling import (
     floats_in,
     map_tensors,
     move_to,
+    prepared_call,
     results_in,
     tensors_in,
     with_copies,
 )
+from torchq.graph.code import graph_digest
 from torchq.graph.facade import PASSES, Graph, GraphPass, graph_pass
 from torchq.graph.flow import Call, Flow, flow_of_graph, read_arguments, record
 from torchq.graph.operators import (
@@ -21,11 +23,13 @@ from torchq.graph.operators import (
     OPERATORS,
     Operator,
     effects_of,
+    memory_of_nodes,
     never_negative,
     operator_kind,
     operator_name,
     operator_named,
     operator_of,
+    overwrites,
     reads_metadata,
     reads_shape,
     writes,
@@ -33,6 +37,7 @@ from torchq.graph.operators import (
 from torchq.graph.runner import GraphRunner, NodeMeta
 from torchq.graph.source import Rewritten, SourceSite, rewrite_forward
 from torchq.graph.tracing import (
+    STORES_VALUES,
     ForwardTracer,
     Trace,
     forward_hook_kind,
@@ -46,11 +51,15 @@ from torchq.graph.tracing import (
 __all__ = [
     "KINDS",
     "OPERATORS",
+    "STORES_VALUES",
     "Operator",
     "effects_of",
+    "memory_of_nodes",
     "never_negative",
     "operator_named",
     "operator_of",
+    "overwrites",
+    "graph_digest",
     "Rewritten",
     "SourceSite",
     "operator_kind",
@@ -75,6 +84,7 @@ __all__ = [
     "map_tensors",
     "move_to",
     "operator_name",
+    "prepared_call",
     "read_arguments",
     "reads_metadata",
     "reads_shape",

@@ -5,13 +5,15 @@ arguments, perhaps followed by labels, which the signature of ``forward`` tells 
 :func:`call_arguments`.
 """
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from torchq.errors import ConfigError
 from torchq.utils import unwrapped
@@ -31,6 +33,8 @@ def call_model(
 ) -> Any:
     """Run ``model`` once on ``example`` and return what it returns.
 
+    The model gets a copy of the tensors, so that a forward that works in place changes no example.
+
     Args:
         model: any module.
         example: the arguments of the call; see :func:`call_arguments`.
@@ -47,11 +51,29 @@ def call_model(
         >>> call_model(model, (x, labels)).shape
         torch.Size([3, 2])
     """
+    return prepared_call(model, example, forward=forward, device=device)()
+
+
+def prepared_call(
+    model: nn.Module,
+    example: Any,
+    *,
+    forward: Forward | None = None,
+    device: torch.device | None = None,
+) -> Callable[[], Any]:
+    """Return the call that :func:`call_model` makes, on a copy of the data that it works on.
+
+    A forward may change what it is given, as ``x.sub_(mean)`` does; the example stays what it is.
+    """
     if device is not None:
         example = move_to(example, device)
     if forward is not None:
-        return forward(model, example)
-    args, kwargs = call_arguments(model, example)
+        return partial(forward, model, with_copies(example))
+    args, kwargs = with_copies(call_arguments(model, example))
+    return partial(_called, model, args, kwargs)
+
+
+def _called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         return model(*args, **kwargs)
     except (AttributeError, TypeError) as error:
@@ -213,8 +235,44 @@ def results_in(output: Any) -> list[Tensor]:
 
 
 def with_copies(value: Any) -> Any:
-    """Return a value with copies of its tensors, which a forward may overwrite."""
-    return fx.node.map_aggregate(value, lambda v: v.clone() if isinstance(v, Tensor) else v)
+    """Return a value with copies of its tensors, which a forward may overwrite.
+
+    Those in tuples, lists, mappings and dataclasses are copied, each once. Objects of other classes
+    stay what they are.
+    """
+    copies: dict[int, Tensor] = {}
+
+    def copied(item: Any) -> Any:
+        if isinstance(item, Tensor):
+            if id(item) not in copies:
+                copies[id(item)] = item.clone()
+            return copies[id(item)]
+        if isinstance(item, tuple) and hasattr(item, "_fields"):
+            return type(item)(*map(copied, item))
+        if isinstance(item, (tuple, list)) and type(item).__new__ in _PLAIN_NEW:
+            return type(item)(map(copied, item))
+        if isinstance(item, dict) or dataclasses.is_dataclass(item):
+            return _copied_fields(item, copied)
+        return item
+
+    return copied(value)
+
+
+_PLAIN_NEW = (tuple.__new__, list.__new__)
+
+
+def _copied_fields(item: Any, copied: Callable[[Any], Any]) -> Any:
+    """Return a dictionary, or an object of a dataclass, with copies of what it holds."""
+    if isinstance(item, type) or not any(True for _ in tensors_in(item)):
+        return item
+    new = copy.copy(item)
+    if isinstance(new, dict):
+        for key in new:
+            new[key] = copied(new[key])
+    if dataclasses.is_dataclass(new):
+        for field in dataclasses.fields(new):
+            object.__setattr__(new, field.name, copied(getattr(new, field.name)))
+    return new
 
 
 def map_tensors(

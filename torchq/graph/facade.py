@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -18,10 +20,11 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchq.errors import ConfigError, GraphError
-from torchq.graph.operators import operator_name
+from torchq.graph.calling import tensors_in, with_copies
+from torchq.graph.operators import may_write, operator_name
 from torchq.graph.runner import GraphRunner
 from torchq.graph.tracing import trace
-from torchq.utils import Registry, evaluating
+from torchq.utils import Registry, evaluating, random_kept, state_kept
 
 
 class Graph:
@@ -82,12 +85,16 @@ class Graph:
     def apply(self, passes: str | Sequence[str]) -> Graph:
         """Return the graph after passes.
 
+        A graph with an example is compared with what a pass makes of it: their results are equal
+        bit for bit, or as far as the pass says that it rounds.
+
         Args:
             passes: one name, or several in order. ``torchq.graph.PASSES`` lists them.
 
         Raises:
             ConfigError: there is no such pass.
-            GraphError: a pass needs an attribute that the graph does not have, or fails.
+            GraphError: a pass needs an attribute that the graph does not have, or fails, or its
+                graph computes something else.
         """
         graph = self
         for name in [passes] if isinstance(passes, str) else passes:
@@ -95,7 +102,9 @@ class Graph:
             for attribute in found.requires:
                 if attribute not in graph.attributes:
                     raise GraphError(f"{name}: the graph lacks {attribute!r}. {_advice(attribute)}")
-            graph = _run(found, graph)
+            before, graph = graph, _run(found, graph)
+            if graph.module is not before.module and "example" in before.attributes:
+                _compare(found, before, graph)
             missing = [each for each in found.provides if each not in graph.attributes]
             if missing:
                 raise GraphError(f"{name}: did not give the attribute {missing[0]!r} as it says")
@@ -137,12 +146,17 @@ class Graph:
 
 @dataclass(frozen=True)
 class GraphPass:
-    """A named pass: a function of graphs, and the attributes that it requires and provides."""
+    """A named pass: a function of graphs, and the attributes that it requires and provides.
+
+    ``rounding`` is how far results may move, over their largest magnitude: 0 for a pass that folds
+    no numbers, infinite for one that computes something else on purpose.
+    """
 
     name: str
     function: Callable[[Graph], Graph]
     requires: tuple[str, ...] = ()
     provides: tuple[str, ...] = ()
+    rounding: float = 0.0
 
 
 #: The passes by name.
@@ -150,13 +164,13 @@ PASSES: Registry[str, GraphPass] = Registry("graph pass")
 
 
 def graph_pass(
-    requires: tuple[str, ...] = (), provides: tuple[str, ...] = ()
+    requires: tuple[str, ...] = (), provides: tuple[str, ...] = (), rounding: float = 0.0
 ) -> Callable[[Callable[[Graph], Graph]], Callable[[Graph], Graph]]:
     """Enter the decorated function, with its conditions, as a pass under its own name."""
 
     def enter(function: Callable[[Graph], Graph]) -> Callable[[Graph], Graph]:
         name = function.__name__
-        PASSES.add(name, GraphPass(name, function, requires, provides))
+        PASSES.add(name, GraphPass(name, function, requires, provides, rounding))
         return function
 
     return enter
@@ -168,6 +182,40 @@ def _run(found: GraphPass, graph: Graph) -> Graph:
         return found.function(graph)  # torch.export's modules refuse to change their mode
     with evaluating(graph.module):
         return found.function(graph)
+
+
+def _compare(found: GraphPass, before: Graph, after: Graph) -> None:
+    """Raise GraphError if a pass moved the results on the example further than it says."""
+    expected, got = (_results(graph) for graph in (before, after))
+    error = math.inf if len(expected) != len(got) else 0.0
+    for old, new in zip(expected, got, strict=False):
+        error = max(error, _distance(old, new))
+    if not error <= found.rounding:
+        raise GraphError(
+            f"{found.name}: its graph is off by {error:.1e} of the largest result on the example; "
+            f"expected at most {found.rounding:.0e}. Leave the pass out, or state its rounding: "
+            "graph_pass(rounding=...)"
+        )
+
+
+def _results(graph: Graph) -> list[Tensor]:
+    module = graph.module
+    modes = evaluating(module) if any(m.training for m in module.children()) else nullcontext()
+    with random_kept(), modes, state_kept(module):
+        inputs = with_copies(graph.attributes["example"])
+        return [t.detach().clone() for t in tensors_in(GraphRunner(module).run(inputs))]
+
+
+def _distance(old: Tensor, new: Tensor) -> float:
+    """Return the largest difference of two results, over the largest magnitude of the first."""
+    if old.shape != new.shape or old.dtype != new.dtype:
+        return math.inf
+    same = (old == new) | ((old != old) & (new != new))
+    if bool(same.all()):
+        return 0.0
+    gap = (old.double() - new.double()).abs()[~same].max()
+    largest = old.double().abs().nan_to_num(posinf=0.0).max()
+    return float(gap / largest) if gap.isfinite() else math.inf
 
 
 def _advice(attribute: str) -> str:
@@ -242,7 +290,7 @@ def remove_identity(graph: Graph) -> Graph:
     return _rewritten(graph, module)
 
 
-@graph_pass()
+@graph_pass(rounding=1e-5)
 def simplify_inference(graph: Graph) -> Graph:
     """Remove dropout, and write each BatchNorm with fixed statistics as its scale and shift.
 
@@ -250,7 +298,7 @@ def simplify_inference(graph: Graph) -> Graph:
     After: ``x -> mul(scale) -> add(shift) -> reader``.
     """
     module = _copy_of(graph)
-    _bypass(module, lambda n: n.target in _DROPOUTS or type(_called(module, n)) in _DROPOUTS)
+    _bypass(module, lambda n: type(_called(module, n)) in _DROPOUTS or _is_off(n))
     for node in list(module.graph.nodes):
         norm = _called(module, node)
         # BatchNorm1d takes two forms of input, so it stays.
@@ -258,6 +306,13 @@ def simplify_inference(graph: Graph) -> Graph:
         if isinstance(norm, _BatchNorm) and norm.running_mean is not None and spatial:
             _write_scale_and_shift(module, node, norm, spatial)
     return _rewritten(graph, module)
+
+
+def _is_off(node: fx.Node) -> bool:
+    """Return True for a function for dropout that is told not to drop anything."""
+    positional = node.args[2] if len(node.args) > 2 else True
+    is_dropout = node.op == "call_function" and node.target in _DROPOUTS
+    return is_dropout and node.kwargs.get("training", node.kwargs.get("train", positional)) is False
 
 
 def _write_scale_and_shift(
@@ -303,7 +358,8 @@ def constant_fold(graph: Graph) -> Graph:
     known = runner.env
     for node in module.graph.nodes:
         constant = node.op == "get_attr" or all(n in known for n in node.all_input_nodes)
-        if node.op in ("placeholder", "output") or not constant or _is_random(node):
+        is_fixed = constant and not _is_random(node) and not may_write(node, None)
+        if node.op in ("placeholder", "output") or not is_fixed:
             continue
         with torch.no_grad():
             known[node] = runner.run_node(node)
@@ -313,7 +369,7 @@ def constant_fold(graph: Graph) -> Graph:
         if read and isinstance(value, Tensor) and value.numel() <= _MAX_FOLDED:
             with module.graph.inserting_before(node):
                 node.replace_all_uses_with(_constant(module, f"{node.name}_value", value))
-    module.graph.eliminate_dead_code()
+    _remove_dead(module)
     return _rewritten(graph, module)
 
 
@@ -330,11 +386,20 @@ def dce(graph: Graph) -> Graph:
     """Remove what no output needs: nodes, and the modules and tensors that they named.
 
     Before: any graph.
-    After: each node is read, and each module and tensor is named by a node.
+    After: each node is read or overwrites something, and each module and tensor is named by a node.
     """
     module = _copy_of(graph)
-    module.graph.eliminate_dead_code()
+    _remove_dead(module)
     return _rewritten(graph, module)
+
+
+def _remove_dead(module: fx.GraphModule) -> None:
+    """Remove nodes whose value nothing reads, but for those that overwrite another value."""
+
+    def has_effect(node: fx.Node) -> bool:
+        return node.is_impure() or may_write(node, _called(module, node))
+
+    module.graph.eliminate_dead_code(has_effect)
 
 
 @graph_pass(requires=("example",), provides=("shape",))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from torchq.graph.calling import Forward, call_model, tensors_in
+from torchq.graph.calling import Forward, prepared_call, tensors_in
 from torchq.graph.operators import effects_of, operator_name, operator_of, reads_metadata
 from torchq.graph.tracing import is_torch_leaf
 from torchq.utils import untouched
@@ -303,6 +303,7 @@ def record(
             before each of its calls, with None as the result, and after it, unrecorded.
     """
     recorder = _Recorder(model)
+    call = prepared_call(model, example, forward=forward)
     leaf, inner = (recorder.begin_leaf, recorder.end_leaf), (recorder.enter, recorder.leave)
 
     def hook(module: nn.Module, begin: Any, end: Any) -> None:
@@ -317,5 +318,5 @@ def record(
             if not isinstance(module, torch.jit.ScriptModule):
                 hook(module, *(leaf if is_leaf(module) and module is not model else inner))
         with recorder:
-            out = call_model(model, example, forward=forward)
+            out = call()
     return recorder.flow(out)

@@ -7,7 +7,7 @@ if no module there computes it. Rows name modules of torchq as text: this packag
 """
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -378,6 +378,8 @@ _NAMES_OF_ASSIGNING = (
 )
 ASSIGNING = frozenset(getattr(operator, name) for name in _NAMES_OF_ASSIGNING.split())
 
+#: The mark of a node for ``x += y``, whose target is that of ``x + y``.
+OVERWRITES = "torchq_overwrites"
 _VIEW_MODULES = (nn.Identity, nn.Flatten, nn.Unflatten, _DropoutNd, nn.Sequential)
 _KNOWN = frozenset(["torch", "torchq", "_operator", "operator", "builtins", "math"])
 
@@ -389,10 +391,16 @@ def writes(node: fx.Node, module: nn.Module | None) -> bool:
         return any(getattr(part, "inplace", False) is True for part in parts)
     if node.op not in ("call_function", "call_method"):
         return False
-    name = operator_name(node.target).split(".")[0]
+    is_marked = OVERWRITES in node.meta or "out" in node.kwargs
+    return is_marked or overwrites(node.target, node.kwargs)
+
+
+def overwrites(function: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Return True if a call of a function or method (a string) overwrites its first argument."""
+    name = operator_name(function).split(".")[0]
     ends = name.endswith("_") and not name.endswith("__")
-    special = node.target in ASSIGNING or name.strip("_") == "setitem" or name.startswith("__i")
-    return ends or special or node.kwargs.get("inplace") is True or "out" in node.kwargs
+    special = function in ASSIGNING or name.strip("_") == "setitem" or name.startswith("__i")
+    return ends or special or kwargs.get("inplace") is True
 
 
 def may_write(node: fx.Node, module: nn.Module | None) -> bool:
@@ -410,6 +418,26 @@ def may_alias(node: fx.Node, module: nn.Module | None) -> bool:
     if node.op == "call_module":
         return isinstance(module, _VIEW_MODULES)
     return "view" in effects_of(operator_name(node.target))
+
+
+def memory_of_nodes(
+    graph: fx.Graph, root: nn.Module, in_place: Collection[fx.Node] = ()
+) -> dict[fx.Node, set[fx.Node]]:
+    """Return the nodes whose memory the value of each node may lie in; of new memory, itself.
+
+    ``in_place`` are nodes that return their first input, though they do not look like it.
+    """
+    modules = dict(root.named_modules(remove_duplicate=False))
+    found: dict[fx.Node, set[fx.Node]] = {}
+    attributes: dict[Any, fx.Node] = {}
+    for node in graph.nodes:
+        module = modules.get(str(node.target)) if node.op == "call_module" else None
+        is_attribute = node.op == "get_attr"
+        found[node] = {attributes.setdefault(node.target, node) if is_attribute else node}
+        if node in in_place or may_alias(node, module):
+            inputs = (found[source] for source in node.all_input_nodes)
+            found[node] = set().union(*inputs) or {node}
+    return found
 
 
 def _home(node: fx.Node, module: nn.Module | None) -> str:

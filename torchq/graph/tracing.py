@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import logging
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,9 +16,13 @@ from torch import fx, nn
 
 from torchq.errors import GraphError
 from torchq.graph.calling import call_arguments, tensors_in, with_copies
+from torchq.graph.operators import OVERWRITES
 from torchq.utils import evaluating, state_kept, untouched
 
 log = logging.getLogger(__name__)
+
+#: Whether a traced forward stores values in its modules; see :func:`trace_modules`.
+STORES_VALUES = "torchq_stores_values"
 
 
 def is_torch_leaf(module: nn.Module) -> bool:
@@ -39,15 +44,49 @@ def is_torch_leaf(module: nn.Module) -> bool:
 class ForwardTracer(fx.Tracer):
     """A tracer that loops over the parts of a tensor where the code says how many there are.
 
-    ``list(x.chunk(2, 1))`` gives two items. Fewer chunks are an IndexError when the graph runs.
+    ``list(x.chunk(2, 1))`` gives two items. Fewer chunks are an IndexError when the graph runs. The
+    nodes of ``x += y`` and its like, which torch.fx writes as ``x + y``, are marked by
+    :data:`OVERWRITES`.
+
+    Attributes:
+        stores_values: True if the forward that was traced last left a value in a module, or
+            changed a tensor there.
     """
+
+    stores_values = False
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """Return what stands for the result of ``node``; see :meth:`torch.fx.Tracer.proxy`."""
-        return super().proxy(node) if _number_of_parts(node) is None else _Parts(node, self)
+        return (_Value if _number_of_parts(node) is None else _Parts)(node, self)
 
 
-class _Parts(fx.Proxy):
+def _assigning(name: str) -> Callable[[fx.Proxy, Any], Any]:
+    function = getattr(operator, name)
+
+    def assign(self: fx.Proxy, other: Any) -> Any:
+        result = function(self, other)
+        result.node.meta[OVERWRITES] = True
+        return result
+
+    return assign
+
+
+class _Value(fx.Proxy):
+    """A value whose assigning operators mark their nodes."""
+
+    __iadd__ = _assigning("add")
+    __isub__ = _assigning("sub")
+    __imul__ = _assigning("mul")
+    __imatmul__ = _assigning("matmul")
+    __itruediv__ = _assigning("truediv")
+    __ifloordiv__ = _assigning("floordiv")
+    __imod__ = _assigning("mod")
+    __ipow__ = _assigning("pow")
+    __iand__ = _assigning("and_")
+    __ior__ = _assigning("or_")
+
+
+class _Parts(_Value):
     """A tuple of known length."""
 
     def __len__(self) -> int:
@@ -105,12 +144,31 @@ def trace_call(
     values = {p.name: p.default for p in parameters} | dict(given or {})
     constants = {k: v for k, v in values.items() if v is None or isinstance(v, (bool, int, float))}
     with state_kept(module):
+        before = [(tensor, tensor._version) for tensor in _stored_tensors(module)]
         graph = tracer.trace(module, constants or None)
+        if isinstance(tracer, ForwardTracer):
+            changed = any(tensor._version != version for tensor, version in before)
+            attributes = [v for part in module.modules() for v in vars(part).values()]
+            tracer.stores_values = changed or any(map(_holds_proxy, attributes))
     names = [p.name for p in parameters[1:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for node, name in zip((n for n in graph.nodes if n.op == "placeholder"), names, strict=False):
         # torch.fx numbers arguments that are constant, which would hide them from keyword calls.
         node.target = name
     return graph
+
+
+def _stored_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a module holds, but for parameters."""
+    yield from module.buffers()
+    for part in module.modules():
+        yield from (value for value in vars(part).values() if isinstance(value, torch.Tensor))
+
+
+def _holds_proxy(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    parts = value if isinstance(value, (list, tuple, set)) else [value]
+    return any(isinstance(part, fx.Proxy) for part in parts)
 
 
 def trace_modules(
@@ -120,7 +178,11 @@ def trace_modules(
     *,
     record_lines: bool = False,
 ) -> fx.GraphModule:
-    """Trace ``model`` with torch.fx in eval mode, keeping calls of leaf modules whole."""
+    """Trace ``model`` with torch.fx in eval mode, keeping calls of leaf modules whole.
+
+    The entry :data:`STORES_VALUES` of the trace's ``meta`` says whether the forward stores values
+    in its modules, which the trace does not.
+    """
     tracer = ModuleTracer(is_leaf)
     tracer.record_stack_traces = record_lines
     with evaluating(model), state_kept(model):
@@ -128,7 +190,9 @@ def trace_modules(
         for tensor, name in tracer.tensor_attrs.items():
             if not hasattr(model, name.partition(".")[0]):
                 vars(model)[name] = tensor
-        return fx.GraphModule(tracer.root, graph)
+        found = fx.GraphModule(tracer.root, graph)
+    found.meta[STORES_VALUES] = tracer.stores_values
+    return found
 
 
 def trace_or_none(model: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> fx.GraphModule | None:

@@ -12,7 +12,13 @@ from torch.nn.utils import prune, remove_spectral_norm, remove_weight_norm
 
 from torchq import utils
 from torchq.errors import ExportError
-from torchq.graph import call_arguments, forward_hook_kind, is_torch_leaf, trace_or_none
+from torchq.graph import (
+    STORES_VALUES,
+    call_arguments,
+    forward_hook_kind,
+    is_torch_leaf,
+    trace_or_none,
+)
 from torchq.lowering.attention import DeployedMultiheadAttention
 from torchq.lowering.calls import ProductCall, lower_calls_
 from torchq.lowering.check import ReferenceCheck
@@ -228,12 +234,13 @@ def fuse_layers(model: nn.Module, whole: bool = True) -> nn.Module:
 
 
 def _traced(model: nn.Module) -> TracedModel | None:
-    """Return ``model`` as one graph of fused layers; None if its forward cannot be traced."""
+    """Return ``model`` as one graph of fused layers; None if no graph does what it does."""
     graph = trace_or_none(model, _is_leaf)
-    if graph is None:
+    if graph is None or graph.meta[STORES_VALUES]:
         return None
     dtype = next(m.dtype for m in model.modules() if isinstance(m, Int8Layer))
-    return TracedModel(graph, fuse_graph(graph, dtype), type(model).__name__, model)
+    fused = fuse_graph(graph, dtype)
+    return None if fused is None else TracedModel(graph, fused, type(model).__name__, model)
 
 
 def _may_be_taken_apart(module: nn.Module) -> bool:

@@ -18,11 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from torchq.graph import operator_name, reads_shape
+from torchq.graph import memory_of_nodes, operator_name, reads_shape, writes
 from torchq.lowering import match
 from torchq.lowering.codes import CodesAvgPool2d, CodesMaxPool2d, Dequantize, Quantize
 from torchq.lowering.kernel import ACTIVATIONS
-from torchq.lowering.known_forms import Node, rounded, to_known_forms
+from torchq.lowering.known_forms import (
+    Node,
+    read_results_of_writes,
+    rounded,
+    to_known_forms,
+)
 from torchq.lowering.layer import Int8Conv, Int8Layer
 from torchq.lowering.qparams import ByteQParams
 
@@ -38,11 +43,14 @@ Write = Callable[[], None]
 Codes = tuple[Node, ByteQParams]
 
 
-def fuse_graph(trace: fx.GraphModule, dtype: torch.dtype) -> fx.Graph:
+def fuse_graph(trace: fx.GraphModule, dtype: torch.dtype) -> fx.Graph | None:
     """Return the fused graph of a trace, in which floating-point results have a dtype.
 
-    The modules that it calls are added to the trace.
+    The modules that it calls are added to the trace. It is None where calls in place leave open in
+    which order the graph computes.
     """
+    if not read_results_of_writes(trace):
+        return None
     to_known_forms(trace)
     return Fusion(trace, dtype).run()
 
@@ -85,10 +93,11 @@ class Fusion:
     def run(self) -> fx.Graph:
         """Return the new graph."""
         nodes: list[Node] = list(self.trace.graph.nodes)
+        kept = {node for node in nodes if _is_kept(node)} | self._writes_of_others()
         for node in nodes:
             self._find_carried(node)
         for node in reversed(nodes):
-            if node in self.values or node in self.wishes or _is_kept(node):
+            if node in self.values or node in self.wishes or node in kept:
                 self._settle(node)
                 writes = (rule(self, node) for rule in RULES)
                 self._writes[node] = next(write for write in writes if write is not None)
@@ -98,6 +107,20 @@ class Fusion:
         for name, part in self._parts.items():
             self.trace.add_submodule(name, part)
         return self.graph
+
+    def _writes_of_others(self) -> set[Node]:
+        """Return the nodes that overwrite an argument of the model or a tensor that it holds."""
+        memory = memory_of_nodes(self.trace.graph, self.trace)
+        found = set()
+        for node in memory:
+            path = str(node.target)
+            called = self.trace.get_submodule(path) if node.op == "call_module" else None
+            first = match.input_node(node)
+            if first is not None and writes(node, called):
+                roots = memory[first]
+                if any(root.op in ("placeholder", "get_attr") for root in roots):
+                    found.add(node)
+        return found
 
     def _find_carried(self, node: Node) -> None:
         if node.target is rounded:

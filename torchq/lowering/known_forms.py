@@ -12,7 +12,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.graph import forward_hook_kind, operator_name, trace_or_none
+from torchq.graph import (
+    forward_hook_kind,
+    memory_of_nodes,
+    operator_name,
+    trace_or_none,
+    writes,
+)
 from torchq.lowering import match
 from torchq.lowering.eligible import active
 from torchq.lowering.qparams import ByteQParams
@@ -36,6 +42,35 @@ def to_known_forms(trace: fx.GraphModule) -> None:
     for known_form in KNOWN_FORMS:
         for node in list(trace.graph.nodes):
             known_form(trace, node)
+
+
+def read_results_of_writes(trace: fx.GraphModule) -> bool:
+    """Let what reads a tensor after it was overwritten read the result of the call that did it.
+
+    Before: ``x.mul_(3)``, ``reader(x)``. After: ``y = x.mul_(3)``, ``reader(y)``, so that the order
+    of calls follows from what they read.
+
+    Returns:
+        False where the memory is read later through a third name, as of a slice. No graph tells
+        then in which order to compute, and nothing may be fused.
+    """
+    graph = trace.graph
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    memory = memory_of_nodes(graph, trace)
+    for node in order:
+        called = trace.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if not writes(node, called):
+            continue
+        first = match.input_node(node)
+        if first is None or "out" in node.kwargs:
+            return False
+        older = [n for n in order if order[n] < order[node] and memory[n] & memory[first]]
+        if any(order[u] > order[node] for n in older if n is not first for u in n.users):
+            return False
+        for user in list(first.users):
+            if order[user] > order[node]:
+                user.replace_input_with(first, node)
+    return True
 
 
 def _module(trace: fx.GraphModule, node: Node) -> nn.Module | None:

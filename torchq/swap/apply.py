@@ -18,7 +18,7 @@ from torchq.nn import (
     share_quantizers_,
     shared_groups,
 )
-from torchq.nn.calls.modules import OperatorOwner, RoutedModule, route_
+from torchq.nn.calls.modules import CHANGED, OperatorOwner, RoutedModule, forward_digest, route_
 from torchq.nn.calls.routes import CallSite
 from torchq.nn.convert import unchanged_on_error, unparametrized
 from torchq.nn.modules.frozen_batchnorm import thawed
@@ -71,7 +71,12 @@ def plan_of(model: nn.Module) -> Plan:
     for prefix, plan in reversed(kept):
         found = replace(found, decisions=_explained(found.decisions, plan.decisions, prefix))
     whole: Plan = vars(model).get(_ATTRIBUTE, found)
-    return replace(found, target=whole.target, recipe=whole.recipe, work=whole.work)
+    kept_fields: dict[str, Any] = {
+        "target": whole.target,
+        "recipe": whole.recipe,
+        "work": whole.work,
+    }
+    return replace(found, **kept_fields, check=whole.check)
 
 
 def _explained(
@@ -137,7 +142,8 @@ def as_it_is(model: nn.Module) -> Plan:
         if quantizer.mode != "quantize":
             modes[path] = quantizer.mode
     fusions = tuple(fusion_record(model))
-    return Plan(tuple(rows), operators, placed, shared_paths(model), modes, fusions)
+    found = Plan(tuple(rows), operators, placed, shared_paths(model), modes, fusions)
+    return replace(found, forwards=forward_digests(model, found))
 
 
 def shared_paths(model: nn.Module) -> tuple[tuple[str, ...], ...]:
@@ -221,10 +227,26 @@ def carry_out_(model: nn.Module, plan: Plan) -> None:
 
 
 def _build(model: nn.Module, plan: Plan) -> None:
+    _check_forwards(model, plan)
     _add_operators(model, plan)
     _convert_modules(model, plan)
     for paths in plan.shared:
         share_quantizers_(model, paths)
+
+
+def forward_digests(model: nn.Module, plan: Plan) -> dict[str, str]:
+    """Return the hashes of the forwards whose operators or calls a plan names by their places."""
+    paths = [*plan.operators, *(d.name for d in plan.replaced if d.calls)]
+    found = {path: forward_digest(model.get_submodule(path)) for path in paths}
+    return dict(sorted(found.items()))
+
+
+def _check_forwards(model: nn.Module, plan: Plan) -> None:
+    """Raise QuantizationError where a forward is not the one that the plan was made for."""
+    for path, digest in plan.forwards.items():
+        module = dict(model.named_modules()).get(path)
+        if module is not None and forward_digest(module) != digest:
+            raise QuantizationError(f"{path or '(root)'}: {class_name(module)}: {CHANGED}")
 
 
 def keep_plan(model: nn.Module, plan: Plan) -> None:

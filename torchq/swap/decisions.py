@@ -443,7 +443,8 @@ def _decide_module(
     decisions: list[Draft] = []
     sites = list(held)
     for number, (site, ndim) in enumerate(own):
-        site = replace(site, holder=_holder_name(module, site, number))
+        is_again = any(site.weight == earlier.weight for earlier, _ in own[:number])
+        site = replace(site, holder=_holder_name(module, site, number, is_again))
         child = ScaledDotProductAttention() if site.kind == "attention" else Call()
         paths = tuple(f"{name}.{site.holder}" if name else site.holder for name in names)
         child.train(module.training)
@@ -500,9 +501,11 @@ def _by_holder(
     return held, own
 
 
-def _holder_name(module: nn.Module, site: CallSite, number: int) -> str:
+def _holder_name(module: nn.Module, site: CallSite, number: int, is_again: bool) -> str:
     base = site.weight.replace(".", "_") or site.kind
     name = f"{base}_call" if site.weight else f"{base}_call_{number}"
+    if site.weight and is_again:  # one weight in several calls
+        name = f"{base}_{number}_call"
     while hasattr(module, name):
         name += "_"
     return name

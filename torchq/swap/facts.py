@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,13 +23,13 @@ from torchq.graph import (
     record,
     tensors_in,
 )
-from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
+from torchq.nn import QuantModule, TensorQuantizer
 from torchq.nn.modules.operators import QuantCat
 from torchq.runtime import Codes, Placement, Runtime
 from torchq.swap.apply import public_path, quantizer_slots, shared_paths, tried
 from torchq.swap.folds import FoldingNorm, folding_pairs, norms_behind_layers, without_norms
 from torchq.swap.plan import Plan
-from torchq.utils import untouched
+from torchq.swap.same_results import computing_in_float
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -147,14 +147,6 @@ def is_leaf(module: nn.Module) -> bool:
         return not module.is_container and bool(module.slots() or module.quantizes_output)
     is_frozen_norm = is_norm(module) and next(module.children(), None) is None
     return isinstance(module, TensorQuantizer) or is_frozen_norm or is_torch_leaf(module)
-
-
-@contextmanager
-def computing_in_float(model: nn.Module) -> Iterator[None]:
-    """Let a model compute with all quantizers off, in eval mode; give its state back at the end."""
-    quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
-    with quantizing_only(quantizers), untouched(model):
-        yield
 
 
 class _Seen:

@@ -1,7 +1,7 @@
 """Finding the operators in the forwards of modules, and putting quantizable modules there."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, fx, nn
@@ -10,9 +10,11 @@ from torch.nn.modules.conv import _ConvNd
 
 from torchq.graph import (
     KINDS,
+    memory_of_nodes,
     operator_kind,
     operator_name,
     operator_of,
+    overwrites,
     read_arguments,
     reads_metadata,
     writes,
@@ -59,6 +61,8 @@ class Operator:
         return stand_in(MODULES[self.kind])
 
 
+#: Why what overwrites a tensor is left as it is.
+READ_AGAIN = "it overwrites a tensor that is read again through another name"
 #: A module whose operators cannot be found, its names, and why not.
 Untraceable = tuple[nn.Module, tuple[str, ...], str]
 #: An operator between tensors, before it has a name: its site -> kind and main operand.
@@ -71,15 +75,17 @@ def find_operators(
     """Find operators between tensors in the forwards of all modules that are not torch's own.
 
     Operands that are numbers, parameters or buffers do not count. Each module is traced alone, so
-    one that cannot be traced hides only its own operators; a run of the model shows these.
+    one that cannot be traced hides only its own operators; a run of the model shows these. An
+    operator that overwrites a tensor which has another reader is not among them.
     """
     found: dict[int, _Candidates] = {}
     failed: dict[int, str] = {}
     hidden: dict[int, str] = {}
+    kept: dict[int, set[str]] = {}
     modules = [(names, m) for names, m in modules_with_names(model) if _is_of_the_user(m)]
     for _, module in modules:
         try:
-            found[id(module)], number = _traced(module, kinds)
+            found[id(module)], kept[id(module)], number = _traced(module, kinds)
             if number:
                 hidden[id(module)] = f"its source does not show {number} of its operators"
         except Exception as error:  # whatever the model's code raises on a Proxy
@@ -90,8 +96,39 @@ def find_operators(
         found |= shown
         failed = {key: reason for key, reason in failed.items() if key not in shown}
     failed |= hidden
+    for _, module in modules:
+        # A run tells which tensors have other readers; without one, the trace does.
+        names = kept.get(id(module), set())
+        if seen is not None:
+            names = {name for key, name in seen.overwritten if key == id(module)}
+        gone = [name for name in names if found.get(id(module), {}).pop(name, None)]
+        if gone:
+            text = f"{len(gone)} operator{'s' if len(gone) > 1 else ''}: {READ_AGAIN}"
+            failed[id(module)] = "; ".join(filter(None, [failed.get(id(module), ""), text]))
     operators = [op for names, m in modules for op in _named(m, names, found.get(id(m), {}))]
     return operators, [(m, n, failed[id(m)]) for n, m in modules if id(m) in failed]
+
+
+def modules_with_other_readers(model: nn.Module, seen: Seen | None = None) -> set[int]:
+    """Return the ids of modules that overwrite a tensor which something else reads again."""
+    if seen is not None:
+        return {key for key, name in seen.overwritten if not name}
+    found: set[int] = set()
+    for _, module in modules_with_names(model):
+        children = [child for child in module.children() if getattr(child, "inplace", False)]
+        if not children or not _is_of_the_user(module):
+            continue
+        try:
+            graph = trace_forward(module, training=False)
+        except Exception:  # whatever the model's code raises on a Proxy
+            continue
+        order = {node: number for number, node in enumerate(graph.nodes)}
+        memory = memory_of_nodes(graph, module)
+        for node in graph.find_nodes(op="call_module"):
+            called = module.get_submodule(str(node.target))
+            if any(called is child for child in children) and _is_read_later(node, order, memory):
+                found.add(id(called))
+    return found
 
 
 def _is_of_the_user(module: nn.Module) -> bool:
@@ -107,23 +144,29 @@ def _named(
     for site, (kind, main) in candidates.items():
         child = f"quant_{kind}_{counts[kind]}".removesuffix("_0")
         counts[kind] += 1
+        while hasattr(module, child):  # The author of the module has one of this name.
+            child += "_"
         yield Operator(module, names, site, kind, child, main)
 
 
 # --- operators of a trace -----------------------------------------------------------------------
 
 
-def _traced(module: nn.Module, kinds: frozenset[str]) -> tuple[_Candidates, int]:
-    """Return the operators that traces of the module find, and how many its source does not show.
+def _traced(module: nn.Module, kinds: frozenset[str]) -> tuple[_Candidates, set[str], int]:
+    """Return the operators that traces of the module find.
 
+    Also those that overwrite a tensor with other readers, and how many its source does not show.
     Operators are named by their sites in the source, those of a graph module by its nodes.
     """
     found: _Candidates = {}
+    kept: set[str] = set()
     hidden = 0
     with recording_operators([module]) as recorders:
         for training in (False, True):
             graph = trace_forward(module, training)
-            named = _sites_of_nodes(recorders.get(id(module)), graph)
+            recorder = recorders.get(id(module))
+            named = _sites_of_nodes(recorder, graph)
+            kept |= _with_other_readers(module, graph, recorder)
             if isinstance(module, fx.GraphModule):
                 named = {node: node.name for node in graph.nodes}
             nodes = _nodes_between_tensors(graph, kinds)
@@ -131,7 +174,48 @@ def _traced(module: nn.Module, kinds: frozenset[str]) -> tuple[_Candidates, int]
             for node, kind in nodes:
                 if node in named:
                     found[named[node]] = kind, _main_operand(module, node, kind)
-    return found, hidden
+    return found, kept, hidden
+
+
+def _with_other_readers(module: nn.Module, graph: fx.Graph, recorder: Recorder | None) -> set[str]:
+    """Return the sites that overwrite a tensor which the graph, or its caller, reads again."""
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    pairs = [(node, node.name) for node in order if _overwrites_first(node)]
+    for visit in () if recorder is None else recorder.visits:
+        node = getattr(visit.result, "node", None)
+        if visit.is_in_place and node in order and visit.operands:
+            # torch.fx writes ``x += y`` as ``x + y``, so the node itself does not tell.
+            pairs.append((node, visit.name))
+    memory = memory_of_nodes(graph, module, {node for node, _ in pairs})
+    return {name for node, name in pairs if _has_other_readers(node, order, memory)}
+
+
+def _overwrites_first(node: fx.Node) -> bool:
+    is_call = node.op in ("call_function", "call_method")
+    return is_call and overwrites(node.target, node.kwargs)
+
+
+def _has_other_readers(
+    node: fx.Node, order: Mapping[fx.Node, int], memory: Mapping[fx.Node, set[fx.Node]]
+) -> bool:
+    """Return True if what ``node`` overwrites is read later, or belongs to the caller."""
+    first = node.args[0] if node.args else None
+    if not isinstance(first, fx.Node):
+        return True
+    if any(root.op in ("placeholder", "get_attr") for root in memory[first]):
+        return True
+    return _is_read_later(node, order, memory)
+
+
+def _is_read_later(
+    node: fx.Node, order: Mapping[fx.Node, int], memory: Mapping[fx.Node, set[fx.Node]]
+) -> bool:
+    """Return True if what ``node`` overwrites is read later by an older name."""
+    first = node.args[0] if node.args else None
+    if not isinstance(first, fx.Node):
+        return True
+    older = [n for n in order if order[n] < order[node] and memory[n] & memory[first]]
+    return any(order[user] > order[node] for n in older for user in n.users)
 
 
 def _sites_of_nodes(recorder: Recorder | None, graph: fx.Graph) -> dict[fx.Node, str]:

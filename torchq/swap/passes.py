@@ -346,7 +346,10 @@ def share_ranges(plan: Plan, facts: Facts) -> Plan:
             if form is not None and form.granularity == PerTensor():
                 # A target changes the form of planned quantizers, not of those in the code.
                 owner, _, name = slot.rpartition(".")
+                about = plan.decision(owner)
+                is_in_code = about is not None and about.reason == ALREADY
                 is_planned = owner in facts.inputs and name.endswith("_quantizer")
+                is_planned = is_planned and not is_in_code
                 is_fixed = facts.codes is not None and not is_planned
                 kinds.setdefault((form, plan.modes.get(slot), is_fixed), []).append(slot)
         groups += [alike for alike in kinds.values() if len(alike) > 1]

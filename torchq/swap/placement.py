@@ -31,8 +31,7 @@ def decide_for_target(
     that the user's own win, every operator of the kinds that the target names has a decision, and
     layers have what its integer kernels take.
     """
-    rules, found, skipped = _placed(model, rules, target, placement, seen)
-    rewritten = frozenset(id(operator.owner) for operator, _ in found)
+    rules, found, skipped, rewritten = _placed(model, rules, target, placement, seen)
     layers = [_adapted(draft, target, placement) for draft in decide(model, rules, seen, rewritten)]
     sites = {id(d.module): {c.site for c in d.calls if not c.is_unseen} for d in layers if d.calls}
     beside = [pair for pair in found if pair[0].site in sites.get(id(pair[0].owner), ())]
@@ -60,11 +59,15 @@ _BESIDE_CALL = "its operand is a weight, and the call is quantized as that of a 
 
 def _placed(
     model: nn.Module, rules: Rules, target: Runtime, placement: Placement, seen: Seen | None
-) -> tuple[Rules, list[tuple[Operator, Draft]], list[Draft]]:
-    """Return the rules with those for operators, the operators to quantize, and the others."""
+) -> tuple[Rules, list[tuple[Operator, Draft]], list[Draft], frozenset[int]]:
+    """Return the rules with those for operators, the operators to quantize, and the others.
+
+    The last are the ids of modules whose attention is an operator, quantized or not: what a rule
+    leaves float as an operator is not quantized as a call either.
+    """
     descriptor = _activation_descriptor(rules.config, target)
     if descriptor is None:
-        return rules, [], []
+        return rules, [], [], frozenset()
     patterns = [f"type:{qualified_name(MODULES[kind])}" for kind in sorted(placement.operators)]
     own = [
         Rule(pattern, input=descriptor, optional=True)
@@ -81,7 +84,10 @@ def _placed(
     for owner, names, reason in untraceable:
         text = f"{reason}; its operators stay float. {_WRITE}"
         skipped.append(Draft(names, owner, type(owner), reason=text))
-    return rules, [pair for pair in decisions if not pair[1].reason], skipped
+    quantized = [pair for pair in decisions if not pair[1].reason]
+    rewritten = {id(operator.owner) for operator, _ in quantized}
+    rewritten |= {id(op.owner) for op, _ in decisions if op.kind == "attention"}
+    return rules, quantized, skipped, frozenset(rewritten)
 
 
 def _has_convolution(module: nn.Module) -> bool:

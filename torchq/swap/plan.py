@@ -172,6 +172,11 @@ class Plan:
         target: the runtime that it is for, or None.
         recipe: the name of the rules.
         work: what each module computes: multiply-adds with an example, else its weights.
+        forwards: path of a module with operators or calls that are known by their places in its
+            code -> a hash of that code.
+        check: what the comparison of the converted model, all quantizers off, with the float one
+            gave: "equal"; "off" where it was not wanted; "not repeatable: ..." with the module
+            that differs from itself; "" where there was no example.
     """
 
     decisions: tuple[Decision, ...] = ()
@@ -183,6 +188,8 @@ class Plan:
     target: str | None = None
     recipe: str = ""
     work: Work | None = None
+    forwards: Mapping[str, str] = field(default_factory=dict)
+    check: str = field(default="", compare=False)
 
     @property
     def replaced(self) -> tuple[Decision, ...]:
@@ -248,13 +255,18 @@ class Plan:
             if kept:
                 operators[path] = replace(found, sites=kept)
         modes = {p: mode for p, mode in self.modes.items() if p.rpartition(".")[0] not in gone}
-        return replace(self, decisions=decisions, operators=operators, modes=modes)
+        calling = {name for d in decisions if d.calls for name in d.names}
+        forwards = {p: h for p, h in self.forwards.items() if p in operators or p in calling}
+        return replace(
+            self, decisions=decisions, operators=operators, modes=modes, forwards=forwards
+        )
 
     def outcome(self) -> Plan:
         """Return the plan without what changes nothing in a model: reasons, notes, shares."""
         rows = (replace(d, names=d.names[:1], by="", note="") for d in self.replaced)
         decisions = tuple(sorted(rows, key=lambda d: d.names))
-        return replace(self, decisions=decisions, modes={}, target=None, recipe="", work=None)
+        same: dict[str, Any] = {"modes": {}, "target": None, "recipe": "", "work": None}
+        return replace(self, decisions=decisions, **same, check="")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON data, which :meth:`from_dict` reads.
@@ -263,12 +275,15 @@ class Plan:
         version     the version of this schema, 3
         decisions   a list; see :class:`Decision`. What is empty is left out.
         operators   path of a module -> its class, and ``sites``; see :class:`Operators`
+        forwards    path of a module -> the hash of its code. Left out where there is none.
+        check       left out where it is empty
         work        ``measured``, ``amounts`` and ``classes`` of what each module computes, or None
         ==========  ==============================================================================
 
         The other entries are the attributes of a plan.
         """
-        return {"version": VERSION, **{name: schema.plain(getattr(self, name)) for name in _PARTS}}
+        named = {name: schema.plain(getattr(self, name)) for name in (*_PARTS, *_MAYBE)}
+        return {"version": VERSION, **{k: v for k, v in named.items() if v or k in _PARTS}}
 
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
@@ -288,7 +303,7 @@ class Plan:
                 "model.load_state_dict(torch.load(path, weights_only=True)['state_dict']); "
                 "calibrate again what was quantized for a target"
             )
-        if set(entries) != set(_PARTS):
+        if set(entries) - set(_MAYBE) != set(_PARTS):
             raise schema.damaged("record", sorted(entries), f"the entries {', '.join(_PARTS)}")
         found: Plan = schema.read(cls, entries, "record")
         for where, got, expected in _problems(found):
@@ -335,7 +350,17 @@ class Plan:
         counts.append(f"{len(self.skipped)} skipped")
         recipe = f", recipe {self.recipe}" if self.recipe else ""
         share = f"; {self.share}" if self.share else ""
-        return f"{', '.join(counts)}{recipe}{share}"
+        return f"{', '.join(counts)}{recipe}{share}{self._doubt()}"
+
+    def _doubt(self) -> str:
+        """Return what is not proved about the conversion."""
+        if self.check == "off":
+            return "; not compared with the float model (check=False)"
+        return f"; cannot be compared with the float model: {self.check}" if self._is_random else ""
+
+    @property
+    def _is_random(self) -> bool:
+        return self.check.startswith("not repeatable")
 
     def __str__(self) -> str:
         if len(self.decisions) <= _SCREEN:
@@ -393,6 +418,8 @@ _PARTS = (
     *("target", "recipe", "fusions", "decisions"),
     *("operators", "placed", "shared", "modes", "work"),
 )
+#: Those that are left out where they are empty.
+_MAYBE = ("forwards", "check")
 
 
 _MODES = ("off", "observe", "quantize", "observe+quantize")

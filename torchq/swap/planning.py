@@ -7,11 +7,18 @@ from typing import Any, TypeAlias
 from torch import fx, nn
 
 from torchq.config import QuantConfig, Rule
-from torchq.errors import ConfigError
+from torchq.errors import ConfigError, QuantizationError
 from torchq.nn.calls.find import find_calls
 from torchq.nn.convert import unchanged_on_error
 from torchq.runtime import Runtime, remember_target, runtime_of
-from torchq.swap.apply import as_it_is, carry_out_, class_name, keep_plan
+from torchq.swap.apply import (
+    as_it_is,
+    carry_out_,
+    class_name,
+    forward_digests,
+    keep_plan,
+    tried,
+)
 from torchq.swap.decisions import (
     Draft,
     Rules,
@@ -22,12 +29,23 @@ from torchq.swap.decisions import (
     resolve_positions,
 )
 from torchq.swap.facts import Facts
-from torchq.swap.find_operators import Operator
+from torchq.swap.find_operators import READ_AGAIN, Operator, modules_with_other_readers
 from torchq.swap.passes import PASSES, choose_grids, switches
 from torchq.swap.placement import decide_for_target, has_one_scale
 from torchq.swap.plan import Operators, Plan
+from torchq.swap.same_results import (
+    EQUAL,
+    NOT_REPEATABLE,
+    OFF,
+    Outcome,
+    ResultsDiffer,
+    calls_before,
+    differing_module,
+    refusal,
+    unrepeatable_module,
+)
 from torchq.swap.share import counting_products, warn_if_small, work_of
-from torchq.utils import Pattern, progress_stages, qualified_name, state_kept
+from torchq.utils import Pattern, progress_stages, qualified_name, random_kept, state_kept
 
 _Operators: TypeAlias = tuple[tuple[Operator, Draft], ...]
 
@@ -40,6 +58,7 @@ def quantize_(
     exclude: Sequence[Pattern] | Pattern | None = None,
     target: str | Runtime | None = None,
     example: Any = None,
+    check: bool = True,
     progress: bool = True,
 ) -> Plan:
     """Swap the layers of ``model`` for quantized ones, in place: all that were planned, or none.
@@ -60,6 +79,10 @@ def quantize_(
             :func:`torchq.graph.call_arguments`. With it, quantizers that see the same tensor
             become one, so that its readers agree on its range whatever training does. First layers
             that the target runs faster in float stay float, unless a rule is the path of the layer.
+        check: with an example, run the converted model with every quantizer off, and the float
+            model, and refuse the conversion where their results are not equal bit for bit. A model
+            that differs from itself, as one does whose forward asks the time, cannot be compared;
+            the report names the module. ``False`` saves two runs, and the report says so.
         progress: show the stages.
 
     Returns:
@@ -67,6 +90,8 @@ def quantize_(
 
     Raises:
         ConfigError: See :func:`plan`. Whatever the error, the model is unchanged then.
+        QuantizationError: The converted model computes something else. The text names the first
+            module that does, what was changed in it, and how to leave it out.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
@@ -80,13 +105,54 @@ def quantize_(
     with progress_stages("quantize", ("plan", "swap"), enabled=progress) as next_stage:
         found = _planned(model, config, include, exclude, target, example)
         next_stage()
-        with unchanged_on_error(model):
-            carry_out_(model, found)
-            keep_plan(model, found)
-            if target is not None:
-                remember_target(model, runtime_of(target))
+        if example is None:
+            _swap(model, found, target)
+        elif not check:
+            found = replace(found, check=OFF)
+            _swap(model, found, target)
+        else:
+            found = _swap_and_check(model, found, target, example)
     warn_if_small(model, found.share)
     return found
+
+
+def _swap(model: nn.Module, plan: Plan, target: str | Runtime | None) -> None:
+    with unchanged_on_error(model):
+        carry_out_(model, plan)
+        keep_plan(model, plan)
+        if target is not None:
+            remember_target(model, runtime_of(target))
+
+
+def _swap_and_check(
+    model: nn.Module, plan: Plan, target: str | Runtime | None, example: Any
+) -> Plan:
+    """Carry out a plan unless the model would compute something else; return what was found."""
+    outcome = Outcome.of(model, example)
+    plan = replace(plan, check=EQUAL)
+    try:
+        with unchanged_on_error(model):
+            _swap(model, plan, target)
+            outcome.check(model, example)
+            return plan
+    except ResultsDiffer as error:
+        problem = str(error)
+    unrepeatable = unrepeatable_module(model, example, outcome)
+    if unrepeatable is None:
+        raise _refused(model, plan, example, outcome, problem)
+    plan = replace(plan, check=f"{NOT_REPEATABLE}: {unrepeatable or '(root)'}")
+    _swap(model, plan, target)
+    return plan
+
+
+def _refused(
+    model: nn.Module, plan: Plan, example: Any, outcome: Outcome, problem: str
+) -> QuantizationError:
+    """Return the error about the first module that computes something else when converted."""
+    before = calls_before(model, example, outcome)
+    with tried(model, plan):
+        path = differing_module(model, example, outcome, before)
+    return refusal(path, problem, plan, model)
 
 
 def plan(
@@ -147,7 +213,7 @@ def _planned(
     _refuse_programs(model)
     config = config.with_rules(*(Rule(pattern, skip=True) for pattern in patterns(exclude)))
     rules = Rules(config, patterns(include))
-    with state_kept(model):
+    with random_kept(), state_kept(model):
         rules, drafts, operators, products = _decided(model, rules, runtime, example)
     check_used(model, rules, drafts)
     found = replace(
@@ -162,10 +228,11 @@ def _planned(
         recipe=rules.config.name,
         work=work_of(model, products),
     )
-    facts = Facts.of(model, found, example, runtime)
+    with random_kept():
+        facts = Facts.of(model, found, example, runtime)
     for step in PASSES if example is not None else (switches, choose_grids):
         found = step(found, facts)
-    return found
+    return replace(found, forwards=forward_digests(model, found))
 
 
 def _decided(
@@ -177,9 +244,19 @@ def _decided(
         with counting_products(model) as products:
             seen = find_calls(model, example)
     rules = replace(rules, config=resolve_positions(model, rules.config, seen))
+    operators: _Operators = ()
     if runtime is None or runtime.placement is None:
-        return rules, decide(model, rules, seen), (), products
-    return *decide_for_target(model, rules, runtime, runtime.placement, seen), products
+        drafts = decide(model, rules, seen)
+    else:
+        rules, drafts, operators = decide_for_target(model, rules, runtime, runtime.placement, seen)
+    overwriting = modules_with_other_readers(model, seen)
+    drafts = tuple(
+        replace(draft, reason=READ_AGAIN, input=None, weight=None)
+        if id(draft.module) in overwriting and not draft.reason
+        else draft
+        for draft in drafts
+    )
+    return rules, drafts, operators, products
 
 
 def _sites_of(operators: _Operators) -> dict[str, Operators]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchq.graph import tensors_in
-from torchq.utils import plain_attention
+from torchq.utils import unfused_attention
 
 #: Below this share of what the user did not exclude, a warning says why.
 SMALL = 1 / 3
@@ -106,7 +106,7 @@ def counting_products(model: nn.Module) -> Iterator[dict[str, float]]:
     counter = FlopCounterMode(display=False)
     calls = _Calls(counter.get_total_flops, found)
     with ExitStack() as stack:
-        stack.enter_context(plain_attention())
+        stack.enter_context(unfused_attention())  # torch counts nothing in others
         for name, module in model.named_modules():
             before, after = calls.hooks(name)
             stack.enter_context(module.register_forward_pre_hook(before))

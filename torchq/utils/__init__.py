@@ -15,6 +15,7 @@ from torchq.utils.modules import (
     twin_of,
     uncompiled,
     undone_on_error,
+    unfused_attention,
     untouched,
     unwrapped,
     watching,
@@ -28,7 +29,7 @@ from torchq.utils.names import (
     qualified_name,
 )
 from torchq.utils.progress import item_count, progress_bar, progress_stages
-from torchq.utils.random_state import RandomState, repeated_draws
+from torchq.utils.random_state import RandomState, random_kept, repeated_draws
 from torchq.utils.registry import Registry
 from torchq.utils.text import bullets, markdown_table, table, wrap
 
@@ -55,6 +56,7 @@ __all__ = [
     "pattern_text",
     "plain_attention",
     "progress_bar",
+    "random_kept",
     "progress_stages",
     "qualified_name",
     "repeated_draws",
@@ -66,6 +68,7 @@ __all__ = [
     "twin_of",
     "uncompiled",
     "undone_on_error",
+    "unfused_attention",
     "untouched",
     "unwrapped",
     "watching",

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def device_of(model: nn.Module) -> torch.device | None:
@@ -40,6 +41,13 @@ def plain_attention() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
+def unfused_attention() -> Iterator[None]:
+    """Let attention be computed in one way alone, whatever torch would choose for an input."""
+    with plain_attention(), sdpa_kernel(SDPBackend.MATH):
+        yield
 
 
 def set_submodule(model: nn.Module, path: str, new: nn.Module) -> None:

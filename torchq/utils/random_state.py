@@ -1,6 +1,7 @@
 """The random numbers that torch and Python draw, kept so that a run can draw them once more."""
 
 import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,24 +13,28 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RandomState:
-    """Where the generators of torch and of Python stand.
+    """Where the generators of torch, of Python and of NumPy stand.
 
     Attributes:
         cpu: the state of torch's generator for the CPU.
         cuda: the states of those of its CUDA devices; empty where none is in use.
         python: the state of the module ``random``.
+        numpy: the state of NumPy's global generator; None where nothing has imported it.
     """
 
     cpu: Tensor
     cuda: tuple[Tensor, ...]
     python: Any
+    numpy: Any = None
 
     @classmethod
     def now(cls) -> "RandomState":
         """Return where the generators stand."""
         in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
         cuda = tuple(torch.cuda.get_rng_state_all()) if in_use else ()
-        return cls(torch.get_rng_state(), cuda, random.getstate())
+        numbers = _numpy_random()
+        numpy = None if numbers is None else numbers.get_state()
+        return cls(torch.get_rng_state(), cuda, random.getstate(), numpy)
 
     def restore(self) -> None:
         """Let the generators stand here again."""
@@ -37,6 +42,22 @@ class RandomState:
         for device, state in enumerate(self.cuda):
             torch.cuda.set_rng_state(state, device)
         random.setstate(self.python)
+        if self.numpy is not None:
+            _numpy_random().set_state(self.numpy)
+
+
+def _numpy_random() -> Any:
+    return getattr(sys.modules.get("numpy"), "random", None)
+
+
+@contextmanager
+def random_kept() -> Iterator[None]:
+    """Let random numbers go on at the end as if the block had drawn none."""
+    state = RandomState.now()
+    try:
+        yield
+    finally:
+        state.restore()
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchq.graph import Forward, call_model, results_in, tensors_in, with_copies
+from torchq.graph import Forward, call_model, results_in, tensors_in
 from torchq.utils import RandomState, device_of, state_kept, watching
 
 #: Numbers of a result that are compared, evenly spread over it.
@@ -89,9 +89,7 @@ class Runs:
         outputs: list[Any] = []
         watched = [(self.model, lambda args, kwargs, output: outputs.append(output))]
         with watching(watched):
-            returned = call_model(
-                self.model, with_copies(batch), forward=self.forward, device=self._device
-            )
+            returned = call_model(self.model, batch, forward=self.forward, device=self._device)
         # What a function of the user returns may be a loss, or nothing.
         return results_in(outputs[-1] if outputs else returned)
 

@@ -5,18 +5,18 @@ the code. A tensor that is computed from parameters alone is a weight; a tensor 
 input of the run is data.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from torchq.graph import OPERATORS, Operator, call_model, operator_of, tensors_in
+from torchq.graph import OPERATORS, Operator, operator_of, prepared_call, tensors_in
 from torchq.nn.calls.modules import recording_operators, rewritten
+from torchq.nn.calls.overwrites import Overwrites
 from torchq.nn.calls.routes import MARK, CallSite, Recorder, Visit, operand, product_of
 from torchq.nn.convert import QuantModule
 from torchq.nn.tensor_quantizer import TensorQuantizer
@@ -55,8 +55,7 @@ class FoundCalls:
 
     def note_unseen(self, module: nn.Module, places: set[str]) -> None:
         """Enter the products in the source of the module that are not at one of these places."""
-        found = rewritten(type(module))  # type: ignore[arg-type]
-        for site in () if found is None or not self.sites else found.sites:
+        for site in rewritten(type(module)).sites if self.sites else ():
             row, name = OPERATORS[site.operator], MARK + site.name
             if row.layer and row.word != "attention" and name not in places:
                 self.unseen.append(CallSite(row.word, site=name, is_unseen=True))
@@ -71,11 +70,14 @@ class Seen:
         visits: the operators of each module whose source tells their places.
         returned: the result of each call of a module, in order, and the module. Tensors are known
             by their ids, and live as long as these are told apart.
+        overwritten: the operators, by the id of the module and the name of the site, and the
+            modules, by their id and "", that overwrite a tensor which is read again.
     """
 
     calls: Mapping[int, FoundCalls]
     visits: Mapping[int, Sequence[Visit]]
     returned: Sequence[tuple[Any, nn.Module]]
+    overwritten: Set[tuple[int, str]] = frozenset()
 
 
 _CHANGES = "its forward multiplies by one weight at one time and by another one at another"
@@ -84,8 +86,11 @@ _CHANGES = "its forward multiplies by one weight at one time and by another one 
 class _Recorder(TorchFunctionMode):
     """Records calls with weights by the module whose forward is running."""
 
-    def __init__(self, root: nn.Module, routes: Mapping[int, Recorder]) -> None:
+    def __init__(
+        self, root: nn.Module, routes: Mapping[int, Recorder], overwrites: Overwrites
+    ) -> None:
         super().__init__()
+        self._overwrites = overwrites
         self.found: dict[int, FoundCalls] = {}
         self._routes = routes  # By id of modules whose source tells the places of calls.
         self._stack: list[nn.Module] = []
@@ -114,10 +119,16 @@ class _Recorder(TorchFunctionMode):
         self._stack.append(module)
         self.found.setdefault(id(module), FoundCalls())
 
-    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, result: Any) -> Any:
+        if getattr(module, "inplace", False) is True and any(result is a for a in args):
+            result = self._overwrites.handed_on(result, (id(module), ""))
+            if id(args[0]) in self._data:
+                self._data.add(id(result))
+        self._overwrites.note_returned(result)
         self.returned.append((result, module))
         if self._stack and self._stack[-1] is module:
             self._stack.pop()
+        return result
 
     def _origins(self, key: int) -> frozenset[int]:
         """Return the ids of the parameters that a tensor depends on, given its id."""
@@ -129,7 +140,9 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._stack:
             self._record(func, args, kwargs)
+        self._overwrites.note_read(func, (args, kwargs))
         result = func(*args, **kwargs)
+        self._overwrites.note_made(result)
         ids = {id(tensor) for tensor in tensors_in((args, kwargs))}
         is_data = bool(ids & self._data)
         origins = frozenset[int]().union(*map(self._origins, ids))
@@ -207,22 +220,25 @@ class _Recorder(TorchFunctionMode):
 def find_calls(model: nn.Module, example: Any) -> Seen:
     """Run ``model`` once on an example and return what its modules called."""
     modules = [m for m in model.modules() if not isinstance(m, (QuantModule, TensorQuantizer))]
-    with untouched(model), torch.no_grad(), recording_operators(modules) as routes:
-        recorder = _Recorder(model, routes)
+    overwrites = Overwrites()
+    call = prepared_call(model, example)
+    with untouched(model), recording_operators(modules, overwrites) as routes:
+        recorder = _Recorder(model, routes, overwrites)
         with recorder.watching(model), recorder:
-            call_model(model, example)
+            call()
     for module in modules:
         if id(module) in recorder.found and id(module) in routes:
             recorder.found[id(module)].note_unseen(module, routes[id(module)].places)
     visits = {key: found.visits for key, found in routes.items() if found.visits}
-    return Seen(recorder.found, visits, recorder.returned)
+    owners = {id(found): key for key, found in routes.items()}
+    overwritten = {(owners.get(key, key), name) for key, name in overwrites.read_again}
+    return Seen(recorder.found, visits, recorder.returned, overwritten)
 
 
 def weighted_calls(module: nn.Module) -> Iterator[CallSite]:
     """Yield the calls whose weight the source of the module's forward shows, as ``qkv.weight``."""
-    found = rewritten(type(module))  # type: ignore[arg-type]
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    for site in () if found is None else found.sites:
+    for site in rewritten(type(module)).sites:
         row = OPERATORS[site.operator]
         for path in (site.right, site.left) if row.symmetric else (site.right,):
             if row.layer and path in parameters:

@@ -12,6 +12,7 @@ edits start from that graph. Its nodes are its source: it gets a graph with othe
 """
 
 import copy
+import operator
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,10 +29,13 @@ from torchq.graph import (
     ForwardTracer,
     Rewritten,
     SourceSite,
+    graph_digest,
     operator_of,
     rewrite_forward,
     trace_call,
 )
+from torchq.nn.calls.items import items_of_authors
+from torchq.nn.calls.overwrites import Overwrites
 from torchq.nn.calls.routes import (
     MARK,
     CallSite,
@@ -49,7 +53,7 @@ from torchq.nn.modules.operators import Call, ScaledDotProductAttention, Tap, fu
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.utils import qualified_name
 
-_META = "torchq_operators"
+_META, _META_DIGEST = "torchq_operators", "torchq_digest"
 
 
 class OperatorOwner(QuantModule):
@@ -131,7 +135,9 @@ class Routes:
             return carry_out(function, args, kwargs)
         if isinstance(child, Tap):
             return carry_out(function, (child(args[0]), *args[1:]), kwargs)
-        return child(*args, **kwargs)
+        result = child(*args, **kwargs)
+        # A tensor that is overwritten keeps its type, whatever the other operand has.
+        return result.to(args[0].dtype) if _is_assigning(function) else result
 
     def _check_unplanned(self, owner: Any, name: str, function: Any, args: tuple[Any, ...]) -> None:
         """Raise QuantizationError for a call with a weight that nothing was planned for."""
@@ -149,6 +155,11 @@ class Routes:
                 f"example that makes them all, exclude the module, or register a twin with "
                 f"torchq.nn.register({where})"
             )
+
+    def children(self, owner: nn.Module) -> dict[str, nn.Module]:
+        """Return the children that the author of the module gave it, by name."""
+        hidden = {*self.added(owner), *(f"{slot}_quantizer" for slot in type(owner).slots())}  # type: ignore[attr-defined]
+        return {name: child for name, child in owner.named_children() if name not in hidden}
 
     def added(self, owner: nn.Module) -> list[str]:
         """Return the names of the children that the author of the module did not give it."""
@@ -195,6 +206,8 @@ class RoutedModule(OperatorOwner):
 
     #: The class's own forward.
     float_forward: ClassVar[Callable[..., Any]]
+    #: What was read of it.
+    reading: ClassVar[Rewritten]
 
     torchq_routes: Routes = Routes()
 
@@ -240,7 +253,8 @@ class RoutedModule(OperatorOwner):
         # The class is made at run time: copies and pickles look it up by its float class.
         reduced: Any = super().__reduce_ex__(2)
         cls = type(self)
-        return _blank, (cls.float_class, cls.is_container), *reduced[2:]
+        arguments = (cls.float_class, cls.is_container, cls.reading.digest)
+        return _blank, arguments, *reduced[2:]
 
 
 def _are_tensors(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -250,17 +264,43 @@ def _are_tensors(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     return operands is not None and all(isinstance(o, (Tensor, fx.Proxy)) for o in operands)
 
 
-@cache
-def rewritten(cls: type[Any]) -> Rewritten | None:
-    """Return the forward of a class with routes, or None where its source does not allow it."""
-    return rewrite_forward(cls, Route)
+def _is_assigning(function: Any) -> bool:
+    """Return True for ``+=`` and its like, and methods such as ``add_``."""
+    if isinstance(function, str):
+        return function[-1] == "_"
+    return function is operator.iadd or function is operator.imul
 
 
 @cache
-def _routed_class(cls: type[Any], is_container: bool) -> type[RoutedModule]:
-    """Return the class of routed modules: one for each float class, so types of copies agree."""
-    found = rewritten(cls)  # type: ignore[arg-type]
+def _readings(cls: type[Any]) -> list[Rewritten]:
+    """Return what was read so far of the forwards of a class, which may change."""
+    return []
+
+
+def rewritten(cls: type[Any]) -> Rewritten:
+    """Return the forward of a class with routes, as its code is now."""
+    known = _readings(cls)  # type: ignore[arg-type]
+    found = next((reading for reading in known if reading.is_current), None)
     if found is None:
+        found = rewrite_forward(cls, Route)
+        known.append(found)
+    return found
+
+
+def forward_digest(module: nn.Module) -> str:
+    """Return a hash of the code that operators of a module have their places in; "" for none."""
+    if isinstance(module, RewrittenGraph):
+        found: str = module.meta[_META_DIGEST]
+        return found
+    if isinstance(module, fx.GraphModule):
+        return graph_digest(module.graph)
+    return (module.reading if isinstance(module, RoutedModule) else rewritten(type(module))).digest
+
+
+@cache
+def _routed_class(cls: type[Any], found: Rewritten, is_container: bool) -> type[RoutedModule]:
+    """Return the class of routed modules: one for each forward, so types of copies agree."""
+    if found.forward is None:
         raise QuantizationError(
             f"{qualified_name(cls)}: the source of its forward cannot be read; expected the code "
             "that was quantized"
@@ -272,19 +312,33 @@ def _routed_class(cls: type[Any], is_container: bool) -> type[RoutedModule]:
         f":class:`{qualified_name(cls)}` with quantized operators and calls.",
         float_forward=cls.forward,
         forward=found.forward,
+        reading=found,
         input_slots=slots[0],
         weight_slots=slots[1],
         is_container=is_container,
+        **items_of_authors(cls),
     )
 
 
-def _blank(cls: type[nn.Module], is_container: bool) -> RoutedModule:
-    twin: type[RoutedModule] = _routed_class(cls, is_container)  # type: ignore[arg-type]
+def _blank(cls: type[nn.Module], is_container: bool, digest: str) -> RoutedModule:
+    found = next((r for r in _readings(cls) if r.digest == digest), rewritten(cls))  # type: ignore[arg-type]
+    if found.digest != digest:
+        raise QuantizationError(f"{qualified_name(cls)}: {CHANGED}")
+    twin: type[RoutedModule] = _routed_class(cls, found, is_container)  # type: ignore[arg-type]
     return twin.__new__(twin)
 
 
+#: What is wrong with a forward whose digest is another one.
+CHANGED = (
+    "its forward, or a function that it calls, is not the one that was quantized; expected the "
+    "same code, as operators are known by their places in it. Quantize and calibrate again"
+)
+
+
 @contextmanager
-def recording_operators(modules: Iterable[nn.Module]) -> Iterator[dict[int, Recorder]]:
+def recording_operators(
+    modules: Iterable[nn.Module], overwrites: Overwrites | None = None
+) -> Iterator[dict[int, Recorder]]:
     """Let those of the modules note their operators in the block whose source allows it, by id."""
     found: dict[int, Recorder] = {}
     changed = []
@@ -293,11 +347,12 @@ def recording_operators(modules: Iterable[nn.Module]) -> Iterator[dict[int, Reco
             cls = type(module)
             if isinstance(module, fx.GraphModule) or "forward" in vars(module):
                 continue
-            if rewritten(cls) is None:  # type: ignore[arg-type]
+            reading = rewritten(cls)
+            if reading.forward is None:
                 continue
-            change_class(module, _routed_class(cls, True))  # type: ignore[arg-type]
+            change_class(module, _routed_class(cls, reading, True))  # type: ignore[arg-type]
             changed.append((module, cls))
-            found[id(module)] = Recorder()
+            found[id(module)] = Recorder(overwrites)
             vars(module)["torchq_routes"] = Routes(recorder=found[id(module)])
         yield found
     finally:
@@ -353,11 +408,10 @@ def route_(
     _check_routable(module, operators, planned, has_own)
     if isinstance(module, fx.GraphModule):
         return replace_nodes_(module, operators)
-    found = rewritten(cls)  # type: ignore[arg-type]
-    twin = _routed_class(cls, not has_own)  # type: ignore[arg-type]
-    sites = () if found is None else found.sites
+    found = rewritten(cls)
+    twin = _routed_class(cls, found, not has_own)  # type: ignore[arg-type]
     for name, word in ({call.site: call.kind for call in calls} | dict.fromkeys(operators)).items():
-        _check_site(cls, name, word, sites)
+        _check_site(cls, name, word, found.sites)
     routed: Any = module
     with unchanged_on_error(module):
         _add_holders(module, planned)
@@ -460,11 +514,13 @@ class RewrittenGraph(OperatorOwner):
         for child in children:
             delattr(self, child)
         self.meta.pop(_META, None)
+        self.meta.pop(_META_DIGEST, None)
 
     def __reduce__(self) -> Any:
         reduced: Any = super().__reduce__()
         function, arguments = reduced
-        return _unpickled, (type(self).float_class, dict(self.replacements), function, arguments)
+        kept = {name: self.meta[name] for name in (_META, _META_DIGEST)}
+        return _unpickled, (type(self).float_class, kept, function, arguments)
 
 
 @cache
@@ -474,10 +530,10 @@ def _graph_class(cls: type[Any]) -> type[RewrittenGraph]:
 
 
 def _unpickled(
-    cls: type[Any], replacements: dict[str, str], function: Any, arguments: Any
+    cls: type[Any], kept: dict[str, Any], function: Any, arguments: Any
 ) -> fx.GraphModule:
     module: fx.GraphModule = function(*arguments)
-    module.meta[_META] = replacements
+    module.meta.update(kept)
     change_class(module, _graph_class(cls))  # type: ignore[arg-type]
     return module
 
@@ -486,6 +542,7 @@ def replace_nodes_(module: fx.GraphModule, replacements: Mapping[str, str]) -> f
     """Make nodes of the module's graph call its children, in place, and return the module."""
     # A copy is changed, so that an error further on leaves the module with the graph that it had.
     graph = copy.deepcopy(module.graph)
+    digest = graph_digest(graph)
     nodes = {node.name: node for node in graph.nodes}
     # The class without the layer that torch adds for each object.
     cls: Any = type(type(module).__new__(type(module))).__bases__[0]
@@ -504,5 +561,5 @@ def replace_nodes_(module: fx.GraphModule, replacements: Mapping[str, str]) -> f
     # The class that the module had keeps the code of the graph that it had.
     change_class(module, _graph_class(cls))
     module.graph = graph
-    module.meta[_META] = dict(replacements)
+    module.meta[_META], module.meta[_META_DIGEST] = dict(replacements), digest
     return module

@@ -8,15 +8,17 @@ second visit in one call (a loop), ``@5.2`` the third site of a function called 
 from __future__ import annotations
 
 import operator
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
-from torchq.graph import OPERATORS, Operator, operator_of
+from torchq.graph import OPERATORS, Operator, operator_of, overwrites
+from torchq.nn.calls.overwrites import Overwrites
 from torchq.nn.modules.operators import OPERATORS as STAND_INS
 
 #: The first character of the names of sites; those of nodes of a graph do not have it.
@@ -31,6 +33,7 @@ class Visit:
     kind: str
     operands: tuple[Any, ...] | None
     result: Any
+    is_in_place: bool = False
 
 
 class Recorder:
@@ -40,12 +43,14 @@ class Recorder:
         visits: the operators that a module can stand for, in the order of calls.
         places: the places in the code that were reached.
         current: the name of the site that is carried out now; "" for none.
+        overwrites: what watches the memory that operators overwrite, or None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, overwrites: Overwrites | None = None) -> None:
         self.visits: list[Visit] = []
         self.places: set[str] = set()
         self.current = ""
+        self.overwrites = overwrites
 
     def run(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Carry out a function or method and note it."""
@@ -55,9 +60,13 @@ class Recorder:
             result = carry_out(function, args, kwargs)
         finally:
             self.current = ""
+        is_in_place = overwrites(function, kwargs)
+        if self.overwrites is not None and is_in_place and isinstance(result, Tensor):
+            result = self.overwrites.handed_on(result, (id(self), name))
         row = operator_of(function)
         if row is not None and row.module:
-            self.visits.append(Visit(name, row.word, row.operands(args, kwargs), result))
+            operands = row.operands(args, kwargs)
+            self.visits.append(Visit(name, row.word, operands, result, is_in_place))
         return result
 
 
@@ -88,34 +97,44 @@ class Route:
         self._path, self._place = path, place
         self._visits: dict[str, int] = {}
 
-    def enter(self, site: str) -> Route:
-        """Return the router of a function that is called at ``site``."""
-        return Route(self._owner, f"{self._name(site)}.", f"{self._place}{site}.")
+    def follow(
+        self,
+        site: str,
+        callee: Callable[..., Any],
+        known: Callable[..., Any],
+        new: Callable[..., Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Call ``new``, with a router of its own, where ``callee`` is the function ``known``.
 
-    def binary(self, site: str, name: str, first: Any, second: Any) -> Any:
+        What a name stands for may differ by object and time: any other function runs as it is.
+        """
+        is_method = isinstance(callee, types.MethodType)
+        if (callee.__func__ if is_method else callee) is not known:  # type: ignore[attr-defined]
+            return callee(*args, **kwargs)
+        if is_method:
+            args = (callee.__self__, *args)  # type: ignore[attr-defined]
+        inner = Route(self._owner, f"{self._name(site)}.", f"{self._place}{site}.")
+        return new(*args, **kwargs, __torchq_route__=inner)
+
+    def binary(self, site: str, name: str, first: Any, second: Any, /) -> Any:
         """Carry out ``operator.<name>(first, second)``, or call the child for it."""
         return self._run(site, getattr(operator, name), (first, second), {})
 
-    def call(self, site: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call(self, site: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Carry out ``function(*args, **kwargs)``, or call the child for it."""
         return self._run(site, function, args, kwargs)
 
-    def method(self, site: str, name: str, owner: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(self, site: str, name: str, owner: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Carry out ``owner.<name>(*args, **kwargs)``, or call the child for it."""
         return self._run(site, name, (owner, *args), kwargs)
 
     def own(self, how: str) -> Any:
         """Return the children of the module without those that stand for operators."""
-        hidden = self._routes.added(self._owner)
-        hidden += [f"{slot}_quantizer" for slot in type(self._owner).slots()]
-        children = self._owner.named_children()
-        found = {name: child for name, child in children if name not in hidden}
-        is_keyed = isinstance(self._owner, nn.ModuleDict)
-        if how == "mapping" or (how == "iterated" and is_keyed):
-            return found
-        if how in ("items", "named_children"):
-            return list(found.items())
-        return list(found if how == "keys" else found.values())
+        found = self._routes.children(self._owner)
+        return list(found.items() if how == "named_children" else found.values())
 
     def _run(self, site: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         routes = self._routes
