@@ -440,6 +440,22 @@ def memory_of_nodes(
     return found
 
 
+def overwritten_values(
+    node: fx.Node, order: Mapping[fx.Node, int], memory: Mapping[fx.Node, set[fx.Node]]
+) -> list[fx.Node]:
+    """Return the values whose memory ``node`` overwrites, and whose elements are read after it.
+
+    The first argument of ``node`` is what it overwrites. ``order`` numbers the nodes of the graph.
+    """
+    first: Any = node.args[0]
+    older = [n for n in order if order[n] < order[node] and memory[n] & memory[first]]
+    return [
+        n
+        for n in older
+        if any(order[user] > order[node] and not reads_metadata(user) for user in n.users)
+    ]
+
+
 def _home(node: fx.Node, module: nn.Module | None) -> str:
     """Return the name of the package that the called module or function comes from."""
     home: Any = "torch"

@@ -16,6 +16,7 @@ from torchq.graph import (
     forward_hook_kind,
     memory_of_nodes,
     operator_name,
+    overwritten_values,
     trace_or_none,
     writes,
 )
@@ -64,8 +65,7 @@ def read_results_of_writes(trace: fx.GraphModule) -> bool:
         first = match.input_node(node)
         if first is None or "out" in node.kwargs:
             return False
-        older = [n for n in order if order[n] < order[node] and memory[n] & memory[first]]
-        if any(order[u] > order[node] for n in older if n is not first for u in n.users):
+        if any(value is not first for value in overwritten_values(node, order, memory)):
             return False
         for user in list(first.users):
             if order[user] > order[node]:

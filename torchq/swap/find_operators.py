@@ -15,6 +15,7 @@ from torchq.graph import (
     operator_name,
     operator_of,
     overwrites,
+    overwritten_values,
     read_arguments,
     reads_metadata,
     writes,
@@ -214,8 +215,7 @@ def _is_read_later(
     first = node.args[0] if node.args else None
     if not isinstance(first, fx.Node):
         return True
-    older = [n for n in order if order[n] < order[node] and memory[n] & memory[first]]
-    return any(order[user] > order[node] for n in older for user in n.users)
+    return bool(overwritten_values(node, order, memory))
 
 
 def _sites_of_nodes(recorder: Recorder | None, graph: fx.Graph) -> dict[fx.Node, str]:
