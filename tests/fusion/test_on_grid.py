@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.fusion.blocks.repvgg import RepVGGBlock
 from tests.fusion.common import copied, error, outputs, randomized, same_state
 from torchq.descriptor import QuantDescriptor
 from torchq.fusion import FuseReport, fuse_
@@ -259,6 +260,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda m: setattr(m[0].weight_quantizer, "delegate", lambda x, q: x),
         "has a delegate in its weight quantizer",
     ),
+    "not loaded": (
+        lambda m: (
+            m[0].weight_quantizer.start_calibration(),
+            m[0].weight_quantizer(m[0].weight),
+            setattr(m[0].weight_quantizer, "mode", "quantize"),
+        ),
+        "has a calibrator that has seen its weight",
+    ),
     "observing": (lambda m: setattr(m[0].weight_quantizer, "observing", True), "being calibrated"),
     "training": (lambda m: m[1].train(), "in training mode"),
     "nan": (lambda m: m[1].running_mean[0].fill_(torch.nan), "running_mean that is not finite"),
@@ -401,6 +410,20 @@ def test_after_the_fold_half_precision_keeps_the_codes() -> None:
     before = q.codes(model[0].weight.detach())
     model.half()
     assert torch.equal(q.codes(model[0].weight.detach()), before)
+
+
+def test_branches_fold_each_for_itself_after_training() -> None:
+    """A block of branches with codes of their own stays a block; norms behind layers fold."""
+    model = randomized(nn.Sequential(nn.Conv2d(3, 4, 1), RepVGGBlock(4, 4)))
+    for layer in (model[1].rbr_dense.conv, model[1].rbr_1x1.conv):
+        convert_(layer, input=INPUT, weight=QuantDescriptor(axis=0))
+    calibrate(model, [image()], progress=False)
+    want = outputs(model, image())
+    report = fuse_(model, image(), progress=False)
+    assert {fusion.name for fusion in report.fused} == {"1.rbr_dense.conv", "1.rbr_1x1.conv"}
+    assert report.reason("1.rbr_identity") and "holds quantizers" in report.reason("1")
+    assert sum(fusion.changed for fusion in report.fused) == 0
+    assert error(outputs(model, image()), want) <= ROUNDING
 
 
 def test_norms_that_were_frozen_fold_in_training_mode() -> None:

@@ -157,7 +157,7 @@ def _follow(model: nn.Module, found: Observation, run: Callable[[Any], Any]) -> 
 
 def _is_leaf(module: nn.Module) -> bool:
     if isinstance(module, QuantModule):
-        return not module.is_container and bool(module.slots())
+        return not module.is_container and bool(module.slots() or module.quantizes_output)
     return isinstance(module, TensorQuantizer) or is_torch_leaf(module)
 
 
@@ -487,7 +487,7 @@ def batchnorm_left(patient: Patient) -> Found:
         if not isinstance(patient.model.get_submodule(layer), QuantModule):
             continue
         text = f"normalises the output of the quantized {layer}, at the cost of a float operator"
-        remedy = "torchq.fuse_(model, example) before torchq.quantize_ and torchq.calibrate"
+        remedy = "torchq.fuse_(model.eval(), example), which keeps the codes of the layer"
         yield "warning", path, text, remedy
 
 

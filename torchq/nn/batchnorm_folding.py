@@ -49,6 +49,12 @@ class OutputScaling(nn.Module):
         quantizer = self.weight_quantizer
         if any(getattr(q, "observing", False) for q in (self.input_quantizer, quantizer)):
             return "is being calibrated; finish the calibration first, or fuse before quantizing"
+        calibrator = getattr(quantizer, "calibrator", None)
+        if calibrator is not None and calibrator.seen:
+            return (
+                "has a calibrator that has seen its weight and set no range of it; finish the "
+                "calibration first, or fuse before quantizing"
+            )
         if "output_quantizer" in self._modules:
             return (
                 "quantizes its result in front of the BatchNorm, whose factors one range cannot "
@@ -83,6 +89,7 @@ class OutputScaling(nn.Module):
                 quantizer.delegate is not None
             ),
             "returns the codes of its weight in place of values": not d.fake_quant,
+            "has its weight's range on the meta device": quantizer.amax.is_meta,
             f"has weight scales of a fixed form ({d}), which BatchNorm's factors have not": (
                 d.block_scale_format is not None and not isinstance(d.block_scale_format, ScaleType)
             ),
@@ -121,7 +128,8 @@ class OutputScaling(nn.Module):
     def _shares_ranges(self) -> bool:
         """Return True if a range of the weight is that of several output channels."""
         quantizer: Any = self.weight_quantizer
-        grid, dims = quantizer.descriptor.granularity, self.weight.dim()
+        grid = quantizer.descriptor.granularity
+        dims = self.weight.dim()
         if isinstance(grid, PerBlock):
             return self._range_axis() in (None, grid.axis % dims)
         axes = {axis % dims for axis in grid.axes} if isinstance(grid, PerAxis) else set()
@@ -169,7 +177,8 @@ class OutputScaling(nn.Module):
             scale: as it was given.
             outcome: what it returned.
         """
-        before, after = self.weight_quantizer, getattr(folded, "weight_quantizer", None)
+        before = self.weight_quantizer
+        after = getattr(folded, "weight_quantizer", None)
         if not (isinstance(before, TensorQuantizer) and isinstance(after, TensorQuantizer)):
             return None
         if not (_has_range(before) and before.quantizing):
@@ -209,7 +218,8 @@ class OutputScaling(nn.Module):
 
     def _separate_ranges_(self, factor: Tensor) -> bool:
         """Give each output channel a range where one cannot take all factors; return if it did."""
-        quantizer, axis = self.weight_quantizer, self._range_axis()
+        quantizer = self.weight_quantizer
+        axis = self._range_axis()
         if not isinstance(quantizer, TensorQuantizer) or not _has_range(quantizer):
             return False
         if axis is None or shares_factors(quantizer, factor):
@@ -223,7 +233,8 @@ class OutputScaling(nn.Module):
         Args:
             factor: as :meth:`per_weight` lays it out.
         """
-        quantizer, weight = self.weight_quantizer, self.weight.detach()
+        quantizer = self.weight_quantizer
+        weight = self.weight.detach()
         if isinstance(quantizer, TensorQuantizer) and _has_range(quantizer):
             if quantizer.quantizing:
                 return scale_weight_(quantizer, weight, factor)
@@ -287,10 +298,14 @@ class OutputScaling(nn.Module):
         """Return one value per output channel laid out over the weight, in float64."""
         module: Any = self
         ones = torch.ones(self.weight.shape, dtype=torch.float64, device=self.weight.device)
-        groups, channelwise = getattr(module, "groups", 1), channelwise.to(ones.device)
-        zeros, transposed = torch.zeros_like(channelwise), self.channel_axis == 1
+        channelwise = channelwise.to(ones.device)
         folded = fold_affine_after(
-            ones, None, channelwise, zeros, groups=groups, transposed=transposed
+            ones,
+            None,
+            channelwise,
+            torch.zeros_like(channelwise),
+            groups=getattr(module, "groups", 1),
+            transposed=self.channel_axis == 1,
         )
         return folded.kernel
 

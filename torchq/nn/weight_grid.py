@@ -50,7 +50,8 @@ def scale_weight_(quantizer: TensorQuantizer, weight: Tensor, factor: Tensor) ->
         weight: floating point; left unchanged.
         factor: float64, the shape of ``weight``.
     """
-    old, codes = quantizer.qparams(weight), quantizer.codes(weight)
+    old = quantizer.qparams(weight)
+    codes = quantizer.codes(weight)
     mirrored = _mirrored(quantizer, codes, factor)
     low, high = old.quant_min, old.quant_max
     signed = mirrored.clamp(low, high)
@@ -59,8 +60,8 @@ def scale_weight_(quantizer: TensorQuantizer, weight: Tensor, factor: Tensor) ->
     centered = new.centered(signed).to(codes.dtype)
     rounded = torch.zeros_like(saturated)
     if isinstance(quantizer.descriptor.block_scale_format, ScaleType):
-        wanted = old.aligned(old.scale, codes).double() * factor.abs()
-        ratio = wanted / new.aligned(new.scale, codes).double()
+        exact_scale = old.aligned(old.scale, codes).double() * factor.abs()
+        ratio = exact_scale / new.aligned(new.scale, codes).double()
         anew = (ratio - 1).abs() > scale_rounding(quantizer)
         moved = torch.where(anew, new.round(centered * ratio.to(codes.dtype)), centered)
         rounded = moved != centered
@@ -75,7 +76,8 @@ def scale_range_(quantizer: TensorQuantizer, weight: Tensor, factor: Tensor) -> 
 
     The arguments are those of :func:`scale_weight_`.
     """
-    d, old = quantizer.descriptor, quantizer.qparams(weight)
+    d = quantizer.descriptor
+    old = quantizer.qparams(weight)
     exact = old.scale.double() * d.granularity.amax(factor).reshape(old.scale.shape)
     typed = d.block_scale_format
     scale = typed.snap_(exact.clone()) if isinstance(typed, ScaleType) else exact
@@ -166,17 +168,17 @@ def moved_codes(
     Returns:
         bool, the shape of ``weight``.
     """
-    old_qparams, new_qparams = before.qparams(weight), after.qparams(scaled)
+    old_qparams = before.qparams(weight)
+    new_qparams = after.qparams(scaled)
     old = old_qparams.centered(before.codes(weight)).double()
     new = new_qparams.centered(after.codes(scaled)).double()
-    wanted = old * old_qparams.aligned(old_qparams.scale, old).double() * factor
+    products = old * old_qparams.aligned(old_qparams.scale, old).double() * factor
     values = new * new_qparams.aligned(new_qparams.scale, new).double()
-    rounding = scale_rounding(after)
     # Below this there is no normal scale, so products are 0 on both sides.
     nothing = torch.finfo(torch.float32).tiny * after.descriptor.format.qmax
-    off = (values - wanted).abs() > rounding * wanted.abs() + nothing
-    is_other_code = (new != old * factor.sign()) & (wanted.abs() > nothing)
-    return off | is_other_code
+    is_off = (values - products).abs() > scale_rounding(after) * products.abs() + nothing
+    is_other_code = (new != old * factor.sign()) & (products.abs() > nothing)
+    return is_off | is_other_code
 
 
 def scale_rounding(quantizer: TensorQuantizer) -> float:

@@ -63,16 +63,19 @@ def check_one_range_per_tensor(model: Model) -> Iterator[str]:
             )
 
 
-def layers_in_front_of_norms(model: Model) -> list[str]:
-    """Return the names of quantized layers with a BatchNorm behind them that was not folded."""
-    found = []
+def layers_in_front_of_norms(model: Model, kinds: Sequence[str]) -> list[str]:
+    """Return the names of quantized layers with a BatchNorm behind them that was not folded.
+
+    Args:
+        model: the graph.
+        kinds: the operators that count.
+    """
+    layers = []
     for node in nodes_of(model, "BatchNormalization"):
-        before = computed_by(node.inputs[0], *LAYERS, "Add")
-        if before is not None and before.op_type == "Add":  # the bias of a linear layer
-            before = computed_by(before.inputs[0], "MatMul")
-        if before is not None and has_quantized_weight(before):
-            found.append(layer_name(before))
-    return found
+        layer = computed_by(node.inputs[0], *kinds)
+        if layer is not None and has_quantized_weight(layer):
+            layers.append(layer_name(layer))
+    return layers
 
 
 def has_quantized_weight(node: Node) -> bool:
@@ -80,14 +83,15 @@ def has_quantized_weight(node: Node) -> bool:
     return weight_of(node) is not None or FLOAT_WEIGHT in str(node.inputs[1].name)
 
 
-def check_unfolded_norms(effect: str, model: Model) -> Iterator[str]:
+def check_unfolded_norms(effect: str, kinds: Sequence[str], model: Model) -> Iterator[str]:
     """Yield one sentence on BatchNorms behind quantized layers, if there are any.
 
     Args:
         effect: what the runtime does with such layers.
+        kinds: the operators that it does this with.
         model: the graph.
     """
-    layers = layers_in_front_of_norms(model)
+    layers = layers_in_front_of_norms(model, kinds)
     if layers:
         yield norms_text(layers, effect)
 
@@ -104,4 +108,6 @@ def norms_text(layers: Sequence[str], effect: str) -> str:
 
 #: What ONNX Runtime does with a convolution of codes in front of a BatchNorm: no kernel has both.
 IN_FLOAT = "computed in float"
+#: A linear layer returns floats from integers, and a transposed convolution has no such kernel.
+IN_FLOAT_FOR_NORMS = ("Conv",)
 _NAMES = 6

@@ -22,7 +22,7 @@ from torchq.graph import call_arguments, call_model, tensors_in
 from torchq.lowering.check import RESULT_TOLERANCE, distance, norm
 from torchq.onnx import verify_onnx
 from torchq.onnx.ir import load_model
-from torchq.runtimes.checks import layers_in_front_of_norms, norms_text
+from torchq.runtimes.checks import IN_FLOAT_FOR_NORMS, layers_in_front_of_norms, norms_text
 from torchq.runtimes.engine import Engine, Task
 from torchq.runtimes.export import OpenLengths, tensor_shapes
 from torchq.runtimes.interface import GraphInterface, ReadGraph, Run, Shapes, flatten
@@ -151,7 +151,7 @@ class GraphEngine(Engine):
         if not (self.quantized and text):
             return
         with file_of(module.graph_bytes()) as path:
-            layers = layers_in_front_of_norms(load_model(path, check=False))
+            layers = layers_in_front_of_norms(load_model(path, check=False), IN_FLOAT_FOR_NORMS)
         if layers:
             message = f"deploy: target {self.label!r}: {norms_text(layers, text)}"
             warnings.warn(message, stacklevel=4)

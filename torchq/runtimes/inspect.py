@@ -24,7 +24,12 @@ from torchq.onnx.ir import (
     value_of,
 )
 from torchq.onnx.qdq import starts_at_zero
-from torchq.runtimes.checks import IN_FLOAT, layers_in_front_of_norms, norms_text
+from torchq.runtimes.checks import (
+    IN_FLOAT,
+    IN_FLOAT_FOR_NORMS,
+    layers_in_front_of_norms,
+    norms_text,
+)
 from torchq.runtimes.session import Session
 from torchq.utils.text import table, wrap
 
@@ -155,7 +160,7 @@ def inspect_onnx(path: str | os.PathLike[str]) -> InspectReport:
             if _is_wide(node.inputs[_WEIGHTS[node.op_type]])
         )
         placements = tuple(_placements(model))
-        norms = tuple(layers_in_front_of_norms(written))
+        norms = tuple(layers_in_front_of_norms(written, IN_FLOAT_FOR_NORMS))
     return InspectReport(os.fspath(path), placements, counts, wide, norms)
 
 

@@ -50,6 +50,7 @@ from torchq.runtimes.checks import (
     ACTIVATIONS,
     AVG_POOLS,
     IN_FLOAT,
+    IN_FLOAT_FOR_NORMS,
     MAX_POOLS,
     check_one_range_per_tensor,
     check_unfolded_norms,
@@ -272,7 +273,7 @@ _FILE = FileRules(
         merge_groups,
     ),
     checks=(
-        partial(check_unfolded_norms, IN_FLOAT),
+        partial(check_unfolded_norms, IN_FLOAT, IN_FLOAT_FOR_NORMS),
         check_float_outputs,
         check_transposed_convolutions,
         check_one_range_per_tensor,

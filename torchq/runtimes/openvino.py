@@ -284,7 +284,11 @@ _FILE = FileRules(
     ),
     checks=(
         # OpenVINO 2026.4 keeps the convolution on integers.
-        partial(check_unfolded_norms, "computed on integers, with a factor and an offset in float"),
+        partial(
+            check_unfolded_norms,
+            "computed on integers, with a factor and an offset in float",
+            LAYERS,
+        ),
         check_one_range_per_tensor,
     ),
 )

@@ -102,7 +102,9 @@ QNN = Runtime(
         passes=(fit_biases,),
         checks=(
             partial(
-                check_unfolded_norms, "two layers for QNN, which wants the result between quantized"
+                check_unfolded_norms,
+                "two layers for QNN, which wants the result between quantized",
+                LAYERS,
             ),
             check_activation_types,
             check_weights,

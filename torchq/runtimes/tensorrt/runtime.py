@@ -15,7 +15,12 @@ from torchq.formats import SCALE_TYPES
 from torchq.onnx.ir import Model
 from torchq.onnx.qdq import read_record
 from torchq.runtime import Codes, FileRules, Placement
-from torchq.runtimes.checks import AVG_POOLS, check_one_range_per_tensor, check_unfolded_norms
+from torchq.runtimes.checks import (
+    AVG_POOLS,
+    LAYERS,
+    check_one_range_per_tensor,
+    check_unfolded_norms,
+)
 from torchq.runtimes.engine import Task
 from torchq.runtimes.graph_engine import EngineModule
 from torchq.runtimes.onnxruntime import OnnxRuntime
@@ -76,7 +81,7 @@ _FILE = FileRules(
     passes=(store_typed,),
     checks=(
         # NVIDIA, Developer Guide, explicit quantization: such norms are fused in the engine.
-        partial(check_unfolded_norms, "left for TensorRT to fuse, which was not run here"),
+        partial(check_unfolded_norms, "left for TensorRT to fuse, which was not run here", LAYERS),
         check_activation_types,
         check_transposed_axis,
         check_channels,
