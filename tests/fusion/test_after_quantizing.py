@@ -102,6 +102,7 @@ REFUSED = {
     "transposed by input channel": (BY_INPUT, PER_CHANNEL, "along axis 1"),
     "transposed with groups": (GROUPED, QuantDescriptor(axis=1), "is a grouped transposed conv"),
     "blocks across channels": (nn.Conv2d(3, 8, 3), ACROSS, "several output channels share"),
+    "one dynamic range": (nn.Conv2d(3, 8, 3), QuantDescriptor(dynamic=True), "at each call"),
     "powers of two": (nn.Conv2d(3, 8, 3), POWERS, "of a fixed form"),
     "e8m0": (nn.Linear(32, 8), MX, "of a fixed form"),
     "codes from 0": (nn.Conv2d(3, 8, 3), FROM_ZERO, "begin at 0"),

@@ -298,9 +298,33 @@ def test_what_is_refused_is_refused_alone_and_by_name(name: str) -> None:
     )
 
 
+def test_ranges_in_the_shape_of_old_checkpoints() -> None:
+    model = net(QuantDescriptor(axis=0))
+    model[0].weight_quantizer.amax = model[0].weight_quantizer.amax.flatten()
+    report, layer, norm = folded(model)
+    assert report.applied and counted_codes(layer, model[0], norm) == 0
+    assert model[0].weight_quantizer.amax.shape == (8,)
+
+
+def test_a_correction_of_results_folds_along() -> None:
+    model = net(QuantDescriptor(axis=0), nn.Conv2d(3, 8, 3))
+    generator = torch.Generator().manual_seed(0)
+    gain = torch.rand(8, generator=generator) + 0.5
+    model[0].correct_output_(gain, torch.randn(8, generator=generator))
+    want = outputs(model, image())
+    report, layer, norm = folded(model)
+    assert report.applied and counted_codes(layer, model[0], norm) == 0
+    assert error(outputs(model, image()), want) <= ROUNDING
+    before = model[0].weight_quantizer.codes(model[0].weight.detach())
+    model[0].fold_correction_()
+    assert torch.equal(model[0].weight_quantizer.codes(model[0].weight.detach()), before)
+    assert error(outputs(model, image()), want) <= ROUNDING
+
+
+@pytest.mark.parametrize("axis", [0, None])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_held_scales_stay_held(symmetric: bool) -> None:
-    model = net(QuantDescriptor(axis=0, symmetric=symmetric))
+def test_held_scales_stay_held(symmetric: bool, axis: int | None) -> None:
+    model = net(QuantDescriptor(axis=axis, symmetric=symmetric))
     q = model[0].weight_quantizer
     q.set_qparams(*(q.calculate_qparams() if not symmetric else (q.scale * 1.003,)))
     model[1].weight.data[1] = 0.0

@@ -280,6 +280,15 @@ def test_restoring_before_the_fold_gives_plain_norms_back() -> None:
     assert "after_fold" not in vars(model.conv1)
 
 
+def test_norms_that_were_frozen_first_are_planned_and_fold() -> None:
+    model = randomized(Net())
+    torchq.qat.freeze_bn_(model)
+    plan = torchq.quantize_(model, target="onnxruntime", example=X, progress=False)
+    assert plan.decision("norm1").output is not None and not model.train().norm1.training
+    torchq.calibrate(model, [X], correct=False, progress=False)
+    assert len(torchq.fuse_(model, X, progress=False).fused) == 6
+
+
 def test_frozen_norms_keep_their_quantizer() -> None:
     model = randomized(Net())
     torchq.quantize_(model, target="onnxruntime", example=X, progress=False)

@@ -111,6 +111,8 @@ class OutputScaling(nn.Module):
             )
         if self.one_weight_scale:
             return "has one range for the whole weight, as its target takes no more"
+        if quantizer.descriptor.dynamic:
+            return "takes one range of its whole weight at each call"
         if isinstance(grid, PerTensor) or math.prod(grid.amax_shape(self.weight.shape)) == 1:
             return None  # each channel gets this range
         return (

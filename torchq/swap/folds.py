@@ -19,7 +19,8 @@ from torchq.fusion.pairs import Pair, find_flow, find_pairs
 from torchq.graph import Flow
 from torchq.nn import QuantModule, TensorQuantizer, quantized_class
 from torchq.nn.batchnorm_folding import OutputScaling
-from torchq.utils import modules_with_names, qualified_name, untouched
+from torchq.swap.apply import class_name
+from torchq.utils import modules_with_names, untouched
 
 
 @dataclass(frozen=True)
@@ -68,15 +69,14 @@ def _stays_foldable(model: nn.Module, pair: Pair) -> bool:
 def norms_behind_layers(model: nn.Module, pairs: list[Pair]) -> dict[str, FoldingNorm]:
     """Return path of a layer -> the BatchNorm behind it that will be folded into it."""
     names_of = {id(module): names for names, module in modules_with_names(model)}
-    found = {}
+    norms = {}
     for pair in pairs:
         if not pair.before:
             norm = model.get_submodule(pair.norm)
             may_quantize = not isinstance(norm, QuantModule)
             may_quantize &= quantized_class(type(norm)) is not None
-            cls = qualified_name(type(norm))
-            found[pair.layers[0]] = FoldingNorm(names_of[id(norm)], cls, may_quantize)
-    return found
+            norms[pair.layers[0]] = FoldingNorm(names_of[id(norm)], class_name(norm), may_quantize)
+    return norms
 
 
 def narrow_weights_(model: nn.Module, example: Any) -> dict[str, QuantDescriptor]:
