@@ -399,7 +399,8 @@ def _mistakes(d: Any) -> dict[str, bool]:
 def _asymmetric_mistakes(d: Any) -> dict[str, bool]:
     """Return what may be wrong with a range of two ends -> it is."""
     given, lacking = ("amax", "amin") if d.amin is None else ("amin", "amax")
-    is_asymmetric, scales = not d.symmetric, d.scale_format
+    is_asymmetric = not d.symmetric
+    scales = d.scale_format
     return {
         f"symmetric=False: got the float format {d.num_bits}; expected an integer format, "
         "a float format has no zero point": is_asymmetric and not isinstance(d.num_bits, int),

@@ -110,26 +110,31 @@ class Calibrator:
         **options: Any,
     ) -> None:
         if method not in methods():
-            text = f"unknown calibration method {method!r}; expected one of: {', '.join(methods())}"
-            raise ConfigError(text)
-        self.format, self.symmetric = format, symmetric
+            raise ConfigError(
+                f"unknown calibration method {method!r}; expected one of: {', '.join(methods())}"
+            )
+        self.format = format
+        self.symmetric = symmetric
         self.granularity = granularity or PerTensor()
         self.scale_format: Format | None = None
         observe = OBSERVERS.get(method) or HistogramObserver
-        self.method, self.options, settings = method, {}, options
+        self.method = method
+        self.options = {}
+        settings = options
         if observe is HistogramObserver:
             self.method = "entropy" if method == "histogram" else method
-            settings = {k: v for k, v in options.items() if k == "num_bins"}
-            self.options = {k: v for k, v in options.items() if k != "num_bins"}
+            settings = {name: value for name, value in options.items() if name == "num_bins"}
+            self.options = {name: value for name, value in options.items() if name != "num_bins"}
             check_options(self.method, self.options, format)
         # Each side of zero is the positive side of one observer.
         signs = (format.signed,) if symmetric else (False, False)
         try:
-            made = [observe(self.granularity, signed=signed, **settings) for signed in signs]
+            observers = [observe(self.granularity, signed=signed, **settings) for signed in signs]
         except TypeError as error:
-            text = f"calibration method {method!r}: got options {sorted(options)}; {error}"
-            raise ConfigError(text) from None
-        self.observers: tuple[Any, ...] = tuple(made)
+            raise ConfigError(
+                f"calibration method {method!r}: got options {sorted(options)}; {error}"
+            ) from None
+        self.observers: tuple[Any, ...] = tuple(observers)
 
     @property
     def batches(self) -> int:
@@ -165,9 +170,10 @@ class Calibrator:
             CalibrationError: ``x`` is not floating point, or its amax has another shape.
         """
         if not x.is_floating_point():
-            text = f"{type(self).__name__}.collect: got a tensor of {x.dtype}; "
-            text += "expected floating point. Convert it with x.float()"
-            raise CalibrationError(text)
+            raise CalibrationError(
+                f"{type(self).__name__}.collect: got a tensor of {x.dtype}; "
+                "expected floating point. Convert it with x.float()"
+            )
         if x.numel():
             x = gather_full_tensor(x.detach())
             self.observers[0].observe(x)
@@ -207,67 +213,74 @@ class Calibrator:
             CalibrationError: nothing was collected, or a batch held a NaN or an infinity.
         """
         self._check()
-        found: Histogram = self.observers[0].histogram()
-        return found
+        histogram: Histogram = self.observers[0].histogram()
+        return histogram
 
     def _check(self) -> None:
         """Raise an error unless there is finite data."""
-        where, observer = type(self).__name__, self.observers[0]
+        where = type(self).__name__
+        observer = self.observers[0]
         if observer.nonfinite is None:
-            text = f"{where}: got no data; expected at least one collected tensor. "
-            text += "Run a batch that reaches this quantizer, or disable it"
-            raise CalibrationError(text)
+            raise CalibrationError(
+                f"{where}: got no data; expected at least one collected tensor. "
+                "Run a batch that reaches this quantizer, or disable it"
+            )
         bad = int(observer.nonfinite)
         if bad:
-            text = f"{where}: got NaN or infinite values in {bad} of {observer.batches} batches; "
-            text += "expected finite data. "
-            text += "Check the input and the layers before, and start again"
-            raise CalibrationError(text)
+            raise CalibrationError(
+                f"{where}: got NaN or infinite values in {bad} of {observer.batches} batches; "
+                "expected finite data. "
+                "Check the input and the layers before, and start again"
+            )
 
     def _compute(self, method: str, options: dict[str, Any]) -> Range:
         """Return the range; the data was checked."""
         if not isinstance(self.observers[0], HistogramObserver):
             if method != self.method or options:
-                text = f"Calibrator.range: got method={method!r} with options {options}; expected "
-                text += f"method={self.method!r} without options. Collect with the method "
-                text += "'histogram' for others"
-                raise ConfigError(text)
-            return _two_sided(*(observer.result() for observer in self.observers))
+                raise ConfigError(
+                    f"Calibrator.range: got method={method!r} with options {options}; expected "
+                    f"method={self.method!r} without options. Collect with the method "
+                    "'histogram' for others"
+                )
+            upper, *lower = (observer.result() for observer in self.observers)
+            return Range(upper, -lower[0] if lower else None)
         check_options(method, options, self.format)
         if method == self.method:
             options = {**self.options, **options}
         # Estimating on the CPU in float64 gives every device and rank the same bits; some devices
         # have no float64.
         sides = [observer.histogram().to("cpu") for observer in self.observers]
+        estimated = self._estimate(method, sides, options)
+        device = self.observers[0].counts.device
+        return estimated.map(lambda end: end.to(device))
+
+    def _estimate(self, method: str, sides: list[Histogram], options: dict[str, Any]) -> Range:
+        """Return the range of histograms: of the magnitudes, or of both sides of zero."""
         if not self.symmetric and method in _TOGETHER:
-            found = _TOGETHER[method](*sides, self.format, self.scale_format, **options)
-        elif self.scale_format is POWER_OF_TWO and method == "mse" and self.symmetric:
-            found = Range(estimators.least_error_power_of_two(sides[0], self.format))
-        else:
-            format = (
-                self.format if self.symmetric else integer_format(self.format.bits, unsigned=True)
-            )
-            estimate = ESTIMATORS[method]
-            found = _two_sided(*(estimate(side, format, **options) for side in sides))
-        return found.map(lambda end: end.to(self.observers[0].counts.device))
-
-
-def _two_sided(upper: Tensor, lower: Tensor | None = None) -> Range:
-    """Return the range of the largest values of one side, or of each side of zero."""
-    return Range(upper, None if lower is None else -lower)
+            return _TOGETHER[method](*sides, self.format, self.scale_format, **options)
+        if self.symmetric and method == "mse" and self.scale_format is POWER_OF_TWO:
+            return Range(estimators.least_error_power_of_two(sides[0], self.format))
+        estimate = ESTIMATORS[method]
+        if self.symmetric:
+            return Range(estimate(sides[0], self.format, **options))
+        # Each side by itself has all codes from 0 on.
+        format = integer_format(self.format.bits, unsigned=True)
+        upper, lower = (estimate(side, format, **options) for side in sides)
+        return Range(upper, -lower)
 
 
 def check_options(method: str, options: dict[str, Any], format: Format) -> None:
     """Check the options of an estimator by running it on one number, before there are others."""
-    known = ESTIMATORS[method].__kwdefaults__ or {}
-    unknown = sorted(options.keys() - known.keys())
+    defaults = ESTIMATORS[method].__kwdefaults__ or {}
+    unknown = sorted(options.keys() - defaults.keys())
     if unknown:
-        text = f"calibration method {method!r}: got options {unknown}; "
-        text += f"expected {sorted(known) or 'none'}"
-        raise ConfigError(text)
+        raise ConfigError(
+            f"calibration method {method!r}: got options {unknown}; "
+            f"expected {sorted(defaults) or 'none'}"
+        )
     for name, value in options.items():
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if isinstance(known[name], float) and not is_number:
+        if isinstance(defaults[name], float) and not is_number:
             raise ConfigError(
                 f"calibration method {method!r}: got {name}={short_repr(value)}; expected a number"
             )

@@ -51,19 +51,24 @@ def sync(
             answer in time because it ended or failed before it called this function.
     """
     link = _Link(group, device, timeout)
-    named = names or [f"calibrator {i}" for i in range(len(calibrators))]
-    sides = [(n, o) for n, c in zip(named, calibrators, strict=True) for o in c.observers]
-    observers, names = [observer for _, observer in sides], [name for name, _ in sides]
+    names = names or [f"calibrator {i}" for i in range(len(calibrators))]
+    observers: list[Observer] = []
+    observer_names: list[str] = []
+    for name, calibrator in zip(names, calibrators, strict=True):
+        # An asymmetric range has two observers.
+        observers.extend(calibrator.observers)
+        observer_names.extend([name] * len(calibrator.observers))
     with torch.inference_mode(False), torch.no_grad():
         _check_equal_observers(link, observers)
-        batches = _prepare(link, observers, names)
+        batches = _prepare(link, observers, observer_names)
         for observer, counts in zip(observers, batches, strict=True):
             if observer.nonfinite is None:  # No rank has data.
                 continue
             if observer.tracks_negative:
-                none = torch.zeros_like(observer.nonfinite)
-                own = none if observer.negative is None else observer.negative
-                observer.negative = link.reduce("sum", own)
+                negative = observer.negative
+                if negative is None:  # This rank has seen no batch.
+                    negative = torch.zeros_like(observer.nonfinite)
+                observer.negative = link.reduce("sum", negative)
             observer.nonfinite = link.reduce("sum", observer.nonfinite)
             observer.exchange(counts, link.rank, link.reduce)
             observer.batches = sum(counts)
@@ -76,17 +81,22 @@ class _Link:
         self, group: dist.ProcessGroup | None, device: torch.device | str | None, timeout: float
     ) -> None:
         if not (dist.is_available() and dist.is_initialized()):
-            text = "sync: got no process group; expected one. "
-            text += "Start with torchrun and call init_process_group()"
-            raise CalibrationError(text)
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+            raise CalibrationError(
+                "sync: got no process group; expected one. "
+                "Start with torchrun and call init_process_group()"
+            )
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
         if self.rank < 0:
-            text = "sync: this process is not in the group; "
-            text += "expected a call from the group's ranks only"
-            raise CalibrationError(text)
+            raise CalibrationError(
+                "sync: this process is not in the group; "
+                "expected a call from the group's ranks only"
+            )
         if device is None and dist.get_backend(group) == "nccl":
             device = torch.device("cuda", torch.cuda.current_device())
-        self.group, self.device, self.timeout = group, device or torch.device("cpu"), timeout
+        self.group = group
+        self.device = device or torch.device("cpu")
+        self.timeout = timeout
 
     def gather(self, values: Tensor) -> list[Any]:
         """Return the int64 values of all ranks, nested as they are, in the order of the ranks."""
@@ -103,10 +113,11 @@ class _Link:
             assert work is not None
             work.wait(timedelta(seconds=self.timeout))
         except RuntimeError as error:
-            text = f"sync: rank {self.rank} of {self.world_size} got no answer from the others "
-            text += f"within the timeout of {self.timeout:g} s ({error}); expected every rank to "
-            text += "take part. Look for the rank that failed first, or raise the timeout"
-            raise CalibrationError(text) from error
+            raise CalibrationError(
+                f"sync: rank {self.rank} of {self.world_size} got no answer from the others "
+                f"within the timeout of {self.timeout:g} s ({error}); expected every rank to "
+                "take part. Look for the rank that failed first, or raise the timeout"
+            ) from error
         return sent.to(tensor.device)
 
 
@@ -114,9 +125,9 @@ def _check_equal_observers(link: _Link, observers: list[Observer]) -> None:
     """Raise an error unless all ranks have the same number of observers with equal settings."""
     checksum = zlib.crc32(repr([observer.settings() for observer in observers]).encode())
     # A message of fixed size cannot itself have different shapes on different ranks.
-    found = link.gather(torch.tensor([len(observers), checksum], device="cpu"))
-    if any(one != found[0] for one in found):
-        counts = [count for count, _ in found]
+    by_rank = link.gather(torch.tensor([len(observers), checksum], device="cpu"))
+    if any(of_rank != by_rank[0] for of_rank in by_rank):
+        counts = [count for count, _ in by_rank]
         raise CalibrationError(
             f"sync: got {len(observers)} calibrators on rank {link.rank} that differ from "
             f"another rank's ({min(counts)} to {max(counts)}); expected equal calibrators in equal "
@@ -126,19 +137,25 @@ def _check_equal_observers(link: _Link, observers: list[Observer]) -> None:
 
 def _prepare(link: _Link, observers: list[Observer], names: Sequence[str]) -> list[list[int]]:
     """Prepare the observers that only other ranks gave data to; return the batches of each rank."""
+    # A row for each observer: its batches, the number of dimensions of its amax, their sizes.
     table = torch.zeros(len(observers), 2 + _MAX_DIMS, dtype=torch.int64, device="cpu")
     for row, observer in zip(table, observers, strict=True):
         if observer.shape is not None:
-            known = [observer.batches, len(observer.shape), *observer.shape]
-            row[: len(known)] = torch.tensor(known, device="cpu")
+            entries = [observer.batches, len(observer.shape), *observer.shape]
+            row[: len(entries)] = torch.tensor(entries, device="cpu")
     by_rank = link.gather(table)
     for i, observer in enumerate(observers):
-        shapes = {tuple(rank[i][2 : 2 + rank[i][1]]) for rank in by_rank if rank[i][0]}
+        shapes = set()
+        for of_rank in by_rank:
+            batches, dims, *sizes = of_rank[i]
+            if batches:
+                shapes.add(tuple(sizes[:dims]))
         if len(shapes) > 1:
-            text = f"sync: {names[i]} has amax shapes that differ between ranks "
-            text += f"({observer.shape} on rank {link.rank}); expected one shape. "
-            text += "Choose an axis whose size is the same in every batch"
-            raise CalibrationError(text)
+            raise CalibrationError(
+                f"sync: {names[i]} has amax shapes that differ between ranks "
+                f"({observer.shape} on rank {link.rank}); expected one shape. "
+                "Choose an axis whose size is the same in every batch"
+            )
         if shapes and observer.shape is None:
             observer.prepare(shapes.pop(), torch.device(link.device))
-    return [[rank[i][0] for rank in by_rank] for i in range(len(observers))]
+    return [[of_rank[i][0] for of_rank in by_rank] for i in range(len(observers))]

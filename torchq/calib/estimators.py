@@ -40,13 +40,16 @@ def percentile(histogram: Histogram, format: Format, *, percentile: float = 99.9
     The value is interpolated within its bin; 0 < percentile <= 100.
     """
     if not 0.0 < percentile <= 100.0:
-        text = f"percentile: got {percentile}; expected 0 < percentile <= 100, for example 99.99"
-        raise ConfigError(text)
+        raise ConfigError(
+            f"percentile: got {percentile}; expected 0 < percentile <= 100, for example 99.99"
+        )
     cumulative = histogram.counts.cumsum(1).double()
-    wanted = cumulative[:, -1:] * (percentile / 100.0)
-    index = torch.searchsorted(cumulative, wanted).clamp_(max=cumulative.shape[1] - 1)
-    inside = histogram.counts.gather(1, index)
-    fraction = (wanted - (cumulative.gather(1, index) - inside)) / inside.clamp(min=1)
+    covered = cumulative[:, -1:] * (percentile / 100.0)
+    # The bin in which that many counts are reached, and how far inside of it.
+    index = torch.searchsorted(cumulative, covered).clamp_(max=cumulative.shape[1] - 1)
+    in_bin = histogram.counts.gather(1, index)
+    below_bin = cumulative.gather(1, index) - in_bin
+    fraction = (covered - below_bin) / in_bin.clamp(min=1)
     value = ((index + fraction) * histogram.width.unsqueeze(1)).float().squeeze(1)
     return _limit_to_data(torch.where(cumulative[:, -1] > 0, value, torch.inf), histogram)
 
@@ -115,30 +118,36 @@ def divergences(counts: Tensor, candidates: Tensor, starts: Tensor) -> Tensor:
     keys = border[:, :-1] * (bins + 1) + border[:, 1:]
     if bins < 1 << 15:
         keys = keys.int()  # A narrower type is sorted faster.
-    runs, used = torch.unique(keys, return_inverse=True)
-    begin, end = runs // (bins + 1), runs % (bins + 1)
-    return torch.cat(
-        [
-            _divergence(part.t(), begin, end, used, candidates)
-            for part in counts.split(_GROUPS_TOGETHER)
-        ]
-    )
+    runs, run_indices = torch.unique(keys, return_inverse=True)
+    begin = runs // (bins + 1)
+    end = runs % (bins + 1)
+    scores = [
+        _divergence(part.t(), begin, end, run_indices, candidates)
+        for part in counts.split(_GROUPS_TOGETHER)
+    ]
+    return torch.cat(scores)
 
 
 def _divergence(
-    counts: Tensor, begin: Tensor, end: Tensor, used: Tensor, candidates: Tensor
+    counts: Tensor, begin: Tensor, end: Tensor, run_indices: Tensor, candidates: Tensor
 ) -> Tensor:
     """Return the divergence of each candidate, (groups, candidates); NaN without any data.
 
     ``counts`` is (bins, groups); ``begin`` and ``end`` are the bins of each distinct run, and
-    ``used`` is (candidates, runs of a candidate): indices of its runs in order.
+    ``run_indices`` is (candidates, runs of a candidate): its runs in order. With counts p of the
+    reference and q of the quantized distribution, the sum of ``p * log(p / q)`` is split into
+    sums over bins and over runs, which all candidates share.
     """
     counts = torch.cat([counts[1:2], counts[1:]])
-    total, occupied = _exclusive_sum(counts), _exclusive_sum((counts > 0).double())
+    total = _exclusive_sum(counts)
+    occupied = _exclusive_sum((counts > 0).double())
     in_run = total[end] - total[begin]
     mean = in_run / (occupied[end] - occupied[begin]).clamp_(min=1)
     mean_log = torch.log(mean).nan_to_num_(neginf=0.0)
-    quantized = torch.nn.functional.embedding_bag(used, in_run.mul_(mean_log), mode="sum")
+    # p * log(q), summed over the runs of each candidate.
+    weighted_log = in_run.mul_(mean_log)
+    quantized = torch.nn.functional.embedding_bag(run_indices, weighted_log, mode="sum")
+    # p * log(p), where the last bin also has all counts beyond the edge.
     beyond = total[-1] - total[candidates]
     last = counts[candidates - 1]
     reference = (
@@ -146,7 +155,7 @@ def _divergence(
         - torch.xlogy(last, last)
         + torch.xlogy(last + beyond, last + beyond)
     )
-    quantized_beyond = beyond * mean_log[used[:, -1]]
+    quantized_beyond = beyond * mean_log[run_indices[:, -1]]
     normalization = torch.log(total[-1] / total[candidates])
     divergence = (reference - quantized - quantized_beyond) / total[-1] - normalization
     return torch.where((last == 0) & (beyond > 0), torch.inf, divergence).t()
@@ -166,7 +175,8 @@ def _best_edge(scores: Tensor, candidates: Tensor, histogram: Histogram) -> Tens
     edges = torch.arange(1, counts.shape[1] + 1, device=counts.device)
     last_edge = torch.where(counts > 0, edges, 0).amax(1, keepdim=True)
     is_within = candidates <= last_edge
-    score = torch.where(is_within, scores, torch.inf).nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    score = torch.where(is_within, scores, torch.inf)
+    score = score.nan_to_num_(nan=torch.inf, posinf=torch.inf)
     is_best = score <= score.amin(1, keepdim=True) + _TIE
     best = torch.where(is_best, candidates, 0).amax(1)
     return torch.where(is_within.any(1), best.float() * histogram.width, torch.inf)
@@ -191,7 +201,8 @@ def least_error_power_of_two(histogram: Histogram, format: Format) -> Tensor:
 
     Of scales with equal errors the largest is chosen. The first bin is left out.
     """
-    counts, centers = histogram.counts[:, 1:].double(), _centers(histogram)
+    counts = histogram.counts[:, 1:].double()
+    centers = _centers(histogram)
     largest = histogram.amax.double()
     top = torch.exp2(torch.ceil(torch.log2((largest / format.qmax).clamp(min=1e-300))))
 
@@ -202,7 +213,8 @@ def least_error_power_of_two(histogram: Histogram, format: Format) -> Tensor:
 
     scales = [top / 2**exponent for exponent in range(_POWERS)]
     tried = [(torch.minimum(scale * format.qmax, largest), scale) for scale in scales]
-    return least_error(tried, error)[0].float().reshape(histogram.shape)
+    amax, _ = least_error(tried, error)
+    return amax.float().reshape(histogram.shape)
 
 
 def least_error_range(
@@ -224,7 +236,8 @@ def least_error_range(
 
 def _centers(histogram: Histogram) -> Tensor:
     """Return the centers of all bins but the first, (groups, bins - 1) float64."""
-    bins, device = histogram.counts.shape[1], histogram.width.device
+    bins = histogram.counts.shape[1]
+    device = histogram.width.device
     index = torch.arange(1, bins, dtype=torch.float64, device=device)
     return (index + 0.5) * histogram.width.double().unsqueeze(1)
 
@@ -234,14 +247,19 @@ def entropy_range(
 ) -> Range:
     """Return the :func:`entropy` of the magnitudes, on each side at most its largest value."""
     width = torch.maximum(upper.width, lower.width)
-    sides = [
-        merge_bins(side.counts, torch.log2(width / side.width).round().long())
-        for side in (upper, lower)
-    ]
-    counts = sides[0] + sides[1]
+    upper_counts = _with_width(upper, width)
+    lower_counts = _with_width(lower, width)
+    counts = upper_counts + lower_counts
     # Each side counts the values of the other one as zeros.
-    counts[:, 0] = torch.minimum(sides[0][:, 0], sides[1][:, 0])
+    counts[:, 0] = torch.minimum(upper_counts[:, 0], lower_counts[:, 0])
     magnitudes = Histogram(counts, width, torch.maximum(upper.amax, lower.amax), upper.shape)
     threshold = entropy(magnitudes, integer_format(max(2, format.bits)))
-    high, low = (torch.minimum(threshold, side.amax.view(side.shape)) for side in (upper, lower))
+    high = torch.minimum(threshold, upper.amax.view(upper.shape))
+    low = torch.minimum(threshold, lower.amax.view(lower.shape))
     return Range(high, -low)
+
+
+def _with_width(histogram: Histogram, width: Tensor) -> Tensor:
+    """Return the counts in bins of ``width``, a power of two times that of the histogram."""
+    halvings = torch.log2(width / histogram.width).round().long()
+    return merge_bins(histogram.counts, halvings)

@@ -86,9 +86,10 @@ class HistogramObserver(Observer):
                 "also 'mse', or the range of each call (dynamic=True)"
             )
         if type(num_bins) is not int or not _MIN_BINS <= num_bins <= _MAX_BINS:
-            text = f"num_bins: got {short_repr(num_bins)}; "
-            text += f"expected an integer, at least {_MIN_BINS} and at most {_MAX_BINS}"
-            raise ConfigError(text)
+            raise ConfigError(
+                f"num_bins: got {short_repr(num_bins)}; "
+                f"expected an integer, at least {_MIN_BINS} and at most {_MAX_BINS}"
+            )
         self.num_bins = num_bins
         super().__init__(granularity, signed=signed)
 
@@ -107,9 +108,10 @@ class HistogramObserver(Observer):
         while groups * bins > MAX_COUNTS and bins >= 2 * _FEWEST_SHARED_BINS:
             bins //= 2
         if groups * bins > MAX_COUNTS:
-            text = f"histogram: got {groups} groups; expected at most {MAX_COUNTS // bins} "
-            text += f"with {bins} bins. Use method='max'"
-            raise ConfigError(text)
+            raise ConfigError(
+                f"histogram: got {groups} groups; expected at most {MAX_COUNTS // bins} "
+                f"with {bins} bins. Use method='max'"
+            )
         self.counts = torch.zeros(groups, bins, dtype=torch.int64, device=device)
         self.exponent = torch.full((groups,), MIN_EXPONENT, dtype=torch.int32, device=device)
         self.amax = torch.zeros(groups, dtype=torch.float32, device=device)

@@ -47,7 +47,7 @@ def magnitude(
     """
     negative = None
     find_negative = find_negative or not signed
-    if is_on_host(parts) and not find_negative:
+    if is_on_host(parts) and not find_negative:  # one pass, without the signs
         largest = largest_magnitude(parts, (0, 2)).view(-1).float()
         finite = torch.isfinite(largest).all()
     else:
@@ -130,10 +130,11 @@ class Observer(ABC):
             self.nonfinite = torch.zeros((), dtype=torch.int64, device=device)
             self._allocate(self.shape, device)
         elif tuple(shape) != self.shape:
-            text = f"{type(self).__name__}: got a tensor whose amax has shape {tuple(shape)}; "
-            text += f"expected {self.shape} as before. Give the axis of the channels, not of the "
-            text += "batch, or use one calibrator per shape"
-            raise CalibrationError(text)
+            raise CalibrationError(
+                f"{type(self).__name__}: got a tensor whose amax has shape {tuple(shape)}; "
+                f"expected {self.shape} as before. Give the axis of the channels, not of the "
+                "batch, or use one calibrator per shape"
+            )
         elif self.nonfinite is not None and self.nonfinite.device != device:
             self.nonfinite = self.nonfinite.to(device)
             self._move(device)
@@ -196,8 +197,9 @@ class MovingAverageObserver(Observer):
         self, granularity: Granularity, *, signed: bool = True, momentum: float = 0.9
     ) -> None:
         if not 0.0 <= momentum < 1.0:
-            text = f"momentum: got {momentum}; expected 0 <= momentum < 1, the weight of the past"
-            raise ConfigError(text)
+            raise ConfigError(
+                f"momentum: got {momentum}; expected 0 <= momentum < 1, the weight of the past"
+            )
         self.momentum = momentum
         self.window = 1 if momentum == 0 else max(1, math.ceil(-25 / math.log2(momentum)))
         super().__init__(granularity, signed=signed)
@@ -229,12 +231,12 @@ class MovingAverageObserver(Observer):
     def exchange(self, batches: list[int], rank: int, reduce: Reduce) -> None:
         """Concatenate the maxima of all ranks in rank order."""
         assert self.shape is not None and self.nonfinite is not None
-        kept = [min(count, self.window) for count in batches]
+        rows_by_rank = [min(count, self.window) for count in batches]
         # Each rank fills its own rows and leaves the others zero. Adding zeros is exact, so this
         # sum is a gather that every backend supports.
         device = self.nonfinite.device
-        rows = torch.zeros(sum(kept), *self.shape, dtype=torch.float32, device=device)
-        first = sum(kept[:rank])
+        rows = torch.zeros(sum(rows_by_rank), *self.shape, dtype=torch.float32, device=device)
+        first = sum(rows_by_rank[:rank])
         for offset, amax in enumerate(self.recent):
             rows[first + offset] = amax
         self.recent = deque(reduce("sum", rows).unbind(0), maxlen=self.window)

@@ -67,11 +67,13 @@ def search_range(
         whole = Range.of(x, granularity, symmetric=symmetric)
         length = whole.high if whole.low is None else whole.high - whole.low
         if not torch.isfinite(length).all():
-            text = "search_range: got NaN or infinite values; expected a finite tensor"
-            raise CalibrationError(text)
-        if not (x.numel() and symmetric):
-            ends = (x, whole, format, granularity, scale_format)
-            return _search_ends(*ends) if x.numel() else whole
+            raise CalibrationError(
+                "search_range: got NaN or infinite values; expected a finite tensor"
+            )
+        if x.numel() == 0:
+            return whole
+        if not symmetric:
+            return _search_ends(x, whole, format, granularity, scale_format)
 
         def best(x: Tensor, largest: Tensor) -> Tensor:
             def error(amax: Tensor) -> Tensor:
@@ -79,9 +81,11 @@ def search_range(
                 values = dequantize(codes, amax, format, granularity, scale_format)
                 return _squared_error(x, values, granularity, largest.shape)
 
+            # From the whole range down in equal steps, so that of equal errors the widest wins.
             steps = ((1.0 - _SMALLEST_FRACTION) * i / (candidates - 1) for i in range(candidates))
-            (found,) = least_error([(largest * (1.0 - step),) for step in steps], error)
-            return found
+            tried = [(largest * (1.0 - step),) for step in steps]
+            (amax,) = least_error(tried, error)
+            return amax
 
         rows_are_independent = x.dim() > 0 and whole.high.shape[:1] == x.shape[:1]
         joins_rows = scale_format is not None and not isinstance(scale_format, ScaleType)
@@ -89,8 +93,8 @@ def search_range(
             return Range(best(x, whole.high))
         # Rows do not share an amax, so each piece stays in the cache through all candidates.
         rows = max(1, _PIECE * x.shape[0] // x.numel())
-        parts = zip(x.split(rows), whole.high.split(rows), strict=True)
-        return Range(torch.cat([best(*part) for part in parts]))
+        pieces = zip(x.split(rows), whole.high.split(rows), strict=True)
+        return Range(torch.cat([best(piece, largest) for piece, largest in pieces]))
 
 
 def _search_ends(
@@ -116,14 +120,15 @@ def least_error(
     """
     best: tuple[Tensor, ...] = ()
     for candidate in candidates:
-        found = error(*candidate)
+        candidate_error = error(*candidate)
         if not best:
-            best, least = candidate, torch.full_like(found, torch.inf)
-        better = found < least
+            best = candidate
+            least = torch.full_like(candidate_error, torch.inf)
+        is_better = candidate_error < least
         best = tuple(
-            torch.where(better, new, old) for new, old in zip(candidate, best, strict=True)
+            torch.where(is_better, new, old) for new, old in zip(candidate, best, strict=True)
         )
-        least = torch.where(better, found, least)
+        least = torch.where(is_better, candidate_error, least)
     return best
 
 
@@ -149,12 +154,12 @@ def minimize_range(
     """
     best = amin, amax
     for shrinks_low, shrinks_high in ((1, 1), (0, 1), (1, 0), (0, 1), (1, 0)):
-        low, high = best
-        ends = [
-            (amin * f if shrinks_low else low, amax * f if shrinks_high else high)
-            for f in _FRACTIONS
-        ]
-        low, high = least_error([best, *ends], error)
+        candidates = [best]
+        for fraction in _FRACTIONS:
+            low = amin * fraction if shrinks_low else best[0]
+            high = amax * fraction if shrinks_high else best[1]
+            candidates.append((low, high))
+        low, high = least_error(candidates, error)
         best = low, high
     return best
 
@@ -168,13 +173,19 @@ def total_error(
     scale_format: Format | None = None,
 ) -> Tensor:
     """Return ``sum(counts * error ** 2)`` of each group; both are (groups, n)."""
-    ends = amin.double(), amax.double()
-    scale, point = (t.unsqueeze(1) for t in scale_and_zero_point(*ends, format, scale_format))
+    scale, point = scale_and_zero_point(amin.double(), amax.double(), format, scale_format)
     rows = max(1, _PIECE // values.shape[1])
+    pieces = zip(
+        values.split(rows),
+        counts.split(rows),
+        scale.unsqueeze(1).split(rows),
+        point.unsqueeze(1).split(rows),
+        strict=True,
+    )
     errors = []
-    for some in torch.arange(len(values), device=values.device).split(rows):
-        codes = (values[some] / scale[some]).round_().add_(point[some])
-        codes = codes.clamp_(format.quant_min, format.quant_max).sub_(point[some])
-        error = codes.mul_(scale[some]).sub_(values[some]).square_()
-        errors.append(error.mul_(counts[some]).sum(1))
+    for values_p, counts_p, scale_p, point_p in pieces:
+        codes = (values_p / scale_p).round_().add_(point_p)
+        codes.clamp_(format.quant_min, format.quant_max).sub_(point_p)
+        error = codes.mul_(scale_p).sub_(values_p).square_()
+        errors.append(error.mul_(counts_p).sum(1))
     return torch.cat(errors)

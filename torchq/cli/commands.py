@@ -51,8 +51,9 @@ _REPORT = "torchq-report.html"
 def run_convert(options: argparse.Namespace) -> int:
     """Read the file, export the model, and write it."""
     if not is_network_file(options.file):
-        problem = f"got {options.file!r}; expected a name that ends in {', '.join(ENDINGS)}"
-        raise ConfigError(problem)
+        raise ConfigError(
+            f"got {options.file!r}; expected a name that ends in {', '.join(ENDINGS)}"
+        )
     target = Path(options.to)
     shapes = [_sizes(text) for text in options.shape]
     model: Any = load_model(options.file, options.weights)
@@ -77,8 +78,9 @@ def _random_inputs(model: Any, shapes: list[list[int]]) -> tuple[Tensor, ...]:
     names: Any = model.input_names
     known: Any = model.input_shapes
     if shapes and len(shapes) != len(names):
-        text = f"--shape: got {len(shapes)}; expected one for each of {', '.join(names)}"
-        raise ConfigError(text)
+        raise ConfigError(
+            f"--shape: got {len(shapes)}; expected one for each of {', '.join(names)}"
+        )
     result = []
     for number, name in enumerate(names):
         sizes = [size or 1 for size in known[number] or ()]
@@ -96,9 +98,10 @@ def _export(model: nn.Module, example: tuple[Tensor, ...]) -> torch.export.Expor
         return torch.export.export(model, example)
     except Exception as error:  # torch.export raises many kinds of errors
         line = str(error).strip().partition("\n")[0]
-        text = f"convert: torch.export cannot follow the network ({type(error).__name__}: {line}). "
-        text += "Layers that choose detections are such; cut them off, or use the model in Python"
-        raise ExportError(text) from error
+        raise ExportError(
+            f"convert: torch.export cannot follow the network ({type(error).__name__}: {line}). "
+            "Layers that choose detections are such; cut them off, or use the model in Python"
+        ) from error
 
 
 def run_quantize(args: argparse.Namespace) -> int:
@@ -298,6 +301,7 @@ def _budget(texts: list[str]) -> dict[str, float]:
         try:
             found[kind] = float(number)
         except ValueError:
-            problem = f"--budget {text}: expected KIND=NUMBER, such as mean_bits=5"
-            raise ConfigError(problem) from None
+            raise ConfigError(
+                f"--budget {text}: expected KIND=NUMBER, such as mean_bits=5"
+            ) from None
     return found

@@ -97,7 +97,8 @@ class DemoNet(nn.Sequential):
     """
 
     def __init__(self, width: int = 16) -> None:
-        blocks, inputs = [], 1
+        blocks = []
+        inputs = 1
         for stage in range(3):
             outputs = width * 2**stage
             for block in range(3):
@@ -149,7 +150,8 @@ class Row:
 
 def run_demo(args: argparse.Namespace) -> int:
     """Train, fuse, quantize, round, fine-tune, export and verify a network, and print each step."""
-    started, out = time.perf_counter(), args.out
+    started = time.perf_counter()
+    out = args.out
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(args.seed)
     data, test = load_digits(args.seed)
@@ -268,5 +270,6 @@ class _Demo:
         report = torchq.verify_onnx(model, path, self.test.batches(200))
         if not report.ok:
             raise ExportError(f"{path.name}: does not compute what PyTorch does\n{report}")
-        plain, top1 = self.row(name, self.classes(model)), report.outputs[0].top1
+        plain = self.row(name, self.classes(model))
+        top1 = report.outputs[0].top1
         self.rows.append(Row(name, plain.accuracy, plain.agreement, path.stat().st_size, top1))

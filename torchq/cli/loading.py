@@ -120,16 +120,19 @@ def reader_text(name: str, weights: str | None = None) -> str:
 def _weights_beside(name: str) -> str:
     if name.endswith(".prototxt"):
         stem = name.removesuffix(".prototxt")
-        pattern, kind = f"{glob.escape(stem)}.caffemodel", "caffemodel"
+        pattern = f"{glob.escape(stem)}.caffemodel"
+        kind = "caffemodel"
     else:
         stem = name.removesuffix("-symbol.json")
-        pattern, kind = f"{glob.escape(stem)}-[0-9]*.params", "params"
+        pattern = f"{glob.escape(stem)}-[0-9]*.params"
+        kind = "params"
     numbered = r"-\d+\.params|\.caffemodel"
     found = [path for path in glob.glob(pattern) if re.fullmatch(numbered, path[len(stem) :])]
     if not found:
-        text = f"{name}: got no .{kind} beside it; expected {Path(pattern).name}. "
-        text += "Name the file with --weights"
-        raise ConfigError(text)
+        raise ConfigError(
+            f"{name}: got no .{kind} beside it; expected {Path(pattern).name}. "
+            "Name the file with --weights"
+        )
     return max(found)
 
 
@@ -164,14 +167,16 @@ def load_object(name: str, what: str) -> Any:
     except ConfigError as error:
         if not isinstance(error.__cause__, ModuleNotFoundError):
             raise
-        text = f"{what} {name!r}: cannot import {module_name} ({error.__cause__}); "
-        text += f"expected a module on the path or in {Path.cwd()}"
-        raise ConfigError(text) from None
+        raise ConfigError(
+            f"{what} {name!r}: cannot import {module_name} ({error.__cause__}); "
+            f"expected a module on the path or in {Path.cwd()}"
+        ) from None
     try:
         return getattr(module, attribute)
     except AttributeError:
-        text = f"{what} {name!r}: {module_name} has no {attribute}; expected one of its names"
-        raise ConfigError(text) from None
+        raise ConfigError(
+            f"{what} {name!r}: {module_name} has no {attribute}; expected one of its names"
+        ) from None
 
 
 def load_model(name: str, weights: str | None) -> nn.Module:
@@ -203,16 +208,18 @@ def _torchvision(name: str) -> nn.Module:
     try:
         from torchvision import models  # noqa: PLC0415
     except ImportError as error:
-        text = f"--model torchvision:{name}: torchvision cannot be imported ({error}); "
-        text += "expected the build for this torch"
-        raise MissingExtraError(text) from None
+        raise MissingExtraError(
+            f"--model torchvision:{name}: torchvision cannot be imported ({error}); "
+            "expected the build for this torch"
+        ) from None
     try:
         return models.get_model(name, weights=None)
     except ValueError:
         close = [known for known in models.list_models() if known[:4] == name[:4]]
-        text = f"--model torchvision:{name}: no such model; "
-        text += f"expected one like {', '.join(close[:6]) or 'resnet18'}"
-        raise ConfigError(text) from None
+        raise ConfigError(
+            f"--model torchvision:{name}: no such model; "
+            f"expected one like {', '.join(close[:6]) or 'resnet18'}"
+        ) from None
 
 
 def _load_weights(model: nn.Module, path: str) -> None:
@@ -275,8 +282,9 @@ def load_batches(name: str, images: Images, *, labelled: bool = False) -> Iterab
         with explained(f"--data {name}"):
             loader = loader()
     if not isinstance(loader, Iterable):
-        text = f"--data {name}: got a {type(loader).__name__}; expected an iterable of batches"
-        raise ConfigError(text)
+        raise ConfigError(
+            f"--data {name}: got a {type(loader).__name__}; expected an iterable of batches"
+        )
     return loader
 
 
@@ -284,8 +292,9 @@ def _labelled(folder: Path, images: Images) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield batches of images with the numbers of the sub-folders that they lie in."""
     classes = sorted(path.name for path in folder.iterdir() if path.is_dir())
     if len(classes) < 2:
-        text = f"--labels: {folder} has {len(classes)} sub-folders; expected one for each class"
-        raise ConfigError(text)
+        raise ConfigError(
+            f"--labels: {folder} has {len(classes)} sub-folders; expected one for each class"
+        )
     paths = [p for p in evenly_ordered(folder, images.seed) if p.parent != folder]
     labels = torch.tensor([classes.index(p.relative_to(folder).parts[0]) for p in paths])
     batches = _image_batches(folder, images, paths)
@@ -300,8 +309,9 @@ def _image_batches(
 
     paths = evenly_ordered(folder, images.seed) if paths is None else paths
     if not paths:
-        text = f"--data {folder}: no image in it; expected files like {', '.join(IMAGES[:3])}"
-        raise ConfigError(text)
+        raise ConfigError(
+            f"--data {folder}: no image in it; expected files like {', '.join(IMAGES[:3])}"
+        )
     height, width = images.size
     cover = partial(_covering, height=height * 8 // 7, width=width * 8 // 7)
     normal = T.Normalize(list(images.mean), list(images.std))

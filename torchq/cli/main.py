@@ -95,8 +95,9 @@ def number(*, above: float = -math.inf) -> Callable[[str], float]:
 def image_size(text: str) -> tuple[int, int]:
     """Return height and width, from ``224`` or ``HEIGHTxWIDTH``."""
     if not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3})?", text, re.ASCII):
-        problem = f"got {text!r}; expected pixels such as 224, or HEIGHTxWIDTH such as 480x640"
-        raise argparse.ArgumentTypeError(problem)
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}; expected pixels such as 224, or HEIGHTxWIDTH such as 480x640"
+        )
     height, _, width = text.partition("x")
     return int(height), int(width or height)
 

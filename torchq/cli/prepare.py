@@ -92,9 +92,11 @@ def read_metric(args: argparse.Namespace) -> Any:
     if args.metric == Detections.name:
         return args.metric
     if args.metric is None:
-        name, metric = "--labels", accuracy if args.labels else None
+        name = "--labels"
+        metric = accuracy if args.labels else None
     else:
-        name, metric = f"--metric {args.metric}", load_object(args.metric, "--metric")
+        name = f"--metric {args.metric}"
+        metric = load_object(args.metric, "--metric")
         find_metric("--metric", metric)
     if metric is None:
         return None
@@ -121,7 +123,8 @@ def read_batches(
     """
     if named_ranges(args):
         return [_random_images(model, args)], []
-    size, fixed = args.image_size or (_SIZE, _SIZE), None
+    size = args.image_size or (_SIZE, _SIZE)
+    fixed = None
     if is_network_file(args.model) and Path(args.data).is_dir():
         size, fixed = _image_size(model, args), fixed_batch(model, args)
     # A multiple of the batch that a file fixes, so that no fewer images are read than else.
@@ -195,16 +198,18 @@ def _image_size(model: nn.Module, args: argparse.Namespace) -> tuple[int, int]:
     shapes: Any = model.input_shapes
     stated = shapes[0] or [None, 3, None, None]
     if len(shapes) != 1 or len(stated) != 4 or stated[1] not in (3, None):
-        text = f"{_source(args)}: {args.model} takes inputs of shapes {shapes}; a folder gives "
-        text += "images (N, 3, height, width). Pass package.module:loader, or call "
-        text += "torchq.onnx.apply_calibration_cache or apply_encodings from Python"
-        raise ConfigError(text)
+        raise ConfigError(
+            f"{_source(args)}: {args.model} takes inputs of shapes {shapes}; a folder gives "
+            "images (N, 3, height, width). Pass package.module:loader, or call "
+            "torchq.onnx.apply_calibration_cache or apply_encodings from Python"
+        )
     wanted = args.image_size or (_SIZE, _SIZE)
     height, width = (fixed or side for fixed, side in zip(stated[2:], wanted, strict=True))
     if args.image_size not in (None, (height, width)):
-        text = f"--image-size {wanted[0]}x{wanted[1]}: {args.model} fixes {height}x{width}; "
-        text += "leave the option out"
-        raise ConfigError(text)
+        raise ConfigError(
+            f"--image-size {wanted[0]}x{wanted[1]}: {args.model} fixes {height}x{width}; "
+            "leave the option out"
+        )
     return height, width
 
 
@@ -212,8 +217,9 @@ def example_of(batch: Any) -> Tensor:
     """Return the input tensor of a batch; the export traces with it."""
     first = batch[0] if isinstance(batch, (tuple, list)) else batch
     if not isinstance(first, Tensor):
-        text = f"--data: got batches of {type(batch).__name__}; expected a tensor or (tensor, ...)"
-        raise ConfigError(text)
+        raise ConfigError(
+            f"--data: got batches of {type(batch).__name__}; expected a tensor or (tensor, ...)"
+        )
     return first
 
 
@@ -268,9 +274,10 @@ def _wrong_size(images: Tensor, args: argparse.Namespace) -> Iterator[None]:
     except Exception as error:  # whatever the model's code raises
         folder = args.data is None or Path(args.data).is_dir()
         advice = "; pass another --image-size" if folder else ""
-        text = f"{_source(args)}: the model fails on a batch of shape {tuple(images.shape)} "
-        text += f"({type(error).__name__}: {_first_line(error)}){advice}"
-        raise ConfigError(text) from None
+        raise ConfigError(
+            f"{_source(args)}: the model fails on a batch of shape {tuple(images.shape)} "
+            f"({type(error).__name__}: {_first_line(error)}){advice}"
+        ) from None
 
 
 def _first_line(error: BaseException) -> str:

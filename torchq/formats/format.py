@@ -125,9 +125,10 @@ class IntFormat(Format):
         low = 2 if self.signed else 1
         if not low <= self.width <= 16:
             kind = "signed" if self.signed else "unsigned"
-            text = f"format {self.name}: got {self.width} bits; expected {low} to 16 for {kind} "
-            text += "integers"
-            raise ConfigError(text)
+            raise ConfigError(
+                f"format {self.name}: got {self.width} bits; expected {low} to 16 for {kind} "
+                "integers"
+            )
 
     @property
     def bits(self) -> int:
@@ -208,9 +209,9 @@ class FloatFormat(Format):
     def snap_(self, x: Tensor) -> Tensor:
         """Round to the grid in place; see :meth:`Format.snap_`."""
         x = hardtanh_(x, self.quant_min, self.quant_max)
-        spacing = (
-            power_of_two_below(x).clamp_min_(self.smallest_normal).mul_(2.0**-self.mantissa_bits)
-        )
+        # The distance of neighbours is that of the binade; subnormal numbers share the smallest.
+        binade = power_of_two_below(x).clamp_min_(self.smallest_normal)
+        spacing = binade.mul_(2.0**-self.mantissa_bits)
         return round_(x.div_(spacing), self.rounding).mul_(spacing)
 
     def _decode(self, code: int) -> float:
@@ -224,11 +225,9 @@ class FloatFormat(Format):
     @cached_property
     def values(self) -> tuple[float, ...]:
         """Every distinct finite grid value, ascending."""
-        positive = [
-            self._decode(c)
-            for c in range(2 ** (self.exponent_bits + self.mantissa_bits) - self.reserved)
-        ]
-        negative = [-v for v in positive if v != 0.0] if self.signed else []
+        codes = 2 ** (self.exponent_bits + self.mantissa_bits) - self.reserved
+        positive = [self._decode(code) for code in range(codes)]
+        negative = [-value for value in positive if value != 0.0] if self.signed else []
         return tuple(sorted(negative + positive))
 
 
@@ -254,8 +253,9 @@ class PowersOfTwo(Format):
             return x.copy_(_power_from_table(x))
         below = power_of_two_below(x)
         largest = 2.0 ** (126 if x.dtype is torch.float32 else 1022)
-        is_power = (below == x) | (below > largest)  # Twice as much would be infinite.
-        return x.copy_(torch.where(x.isfinite(), below.mul(2 - is_power.to(x.dtype)), x))
+        stays = (below == x) | (below > largest)  # Twice as much would be infinite.
+        rounded_up = below.mul(2 - stays.to(x.dtype))
+        return x.copy_(torch.where(x.isfinite(), rounded_up, x))
 
 
 def _power_from_table(x: Tensor) -> Tensor:
@@ -335,19 +335,22 @@ def integer_format(
     narrow = narrow and not unsigned
     name = f"{'u' if unsigned else ''}int{bits}{'_narrow' if narrow else ''}"
     # Dynamo of torch 2.9 cannot build a format in compiled code; the usual ones are there already.
-    known = CATALOG.get(name) if rounding == "half_even" else None
-    if isinstance(known, IntFormat):
-        return known
+    in_catalog = CATALOG.get(name) if rounding == "half_even" else None
+    if isinstance(in_catalog, IntFormat):
+        return in_catalog
     return IntFormat(name, not unsigned, bits, narrow, rounding=rounding)
 
 
 for _bits in range(2, 17):
     for _narrow, _unsigned in ((False, False), (True, False), (False, True)):
-        _fmt = integer_format(_bits, narrow=_narrow, unsigned=_unsigned)
-        CATALOG.add(_fmt.name, _fmt)
+        _format = integer_format(_bits, narrow=_narrow, unsigned=_unsigned)
+        CATALOG.add(_format.name, _format)
 
-INT4, INT8, INT16 = CATALOG["int4"], CATALOG["int8"], CATALOG["int16"]
-UINT4, UINT8 = CATALOG["uint4"], CATALOG["uint8"]
+INT4 = CATALOG["int4"]
+INT8 = CATALOG["int8"]
+INT16 = CATALOG["int16"]
+UINT4 = CATALOG["uint4"]
+UINT8 = CATALOG["uint8"]
 
 E4M3 = CATALOG.add("e4m3", FloatFormat("e4m3", True, 4, 3, bias=7, reserved=1))
 E5M2 = CATALOG.add("e5m2", FloatFormat("e5m2", True, 5, 2, bias=15, reserved=4))
@@ -409,9 +412,10 @@ def by_bits(
     if isinstance(num_bits, int):
         return integer_format(num_bits, unsigned=unsigned, narrow=narrow, rounding=rounding)
     if unsigned or narrow:
-        text = f"num_bits={num_bits}: got unsigned={unsigned}, narrow_range={narrow}; "
-        text += "expected neither for a floating-point format"
-        raise ConfigError(text)
+        raise ConfigError(
+            f"num_bits={num_bits}: got unsigned={unsigned}, narrow_range={narrow}; "
+            "expected neither for a floating-point format"
+        )
     format = format_by_name("e{}m{}".format(*num_bits))
     assert isinstance(format, FloatFormat)
     return dataclasses.replace(format, rounding=rounding)

@@ -67,9 +67,8 @@ class Granularity:
             return x.new_zeros(self.amax_shape(x.shape))
         if not dims:
             return parts.abs()
-        return torch.linalg.vector_norm(parts, float("inf"), dim=dims, keepdim=True).view(
-            self.amax_shape(x.shape)
-        )
+        largest = torch.linalg.vector_norm(parts, float("inf"), dim=dims, keepdim=True)
+        return largest.view(self.amax_shape(x.shape))
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,8 @@ class PerAxis(Granularity):
 
     axes: tuple[int, ...]
 
-    def _kept(self, ndim: int) -> tuple[int, ...]:
+    def _axes(self, ndim: int) -> tuple[int, ...]:
+        """Return the axes as they count from the front."""
         for axis in self.axes:
             if not -ndim <= axis < ndim:
                 raise ConfigError(
@@ -107,13 +107,13 @@ class PerAxis(Granularity):
 
     def amax_shape(self, shape: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the amax for a tensor of ``shape``."""
-        kept = self._kept(len(shape))
-        return tuple(size if d in kept else 1 for d, size in enumerate(shape))
+        axes = self._axes(len(shape))
+        return tuple(size if dim in axes else 1 for dim, size in enumerate(shape))
 
     def reduce_dims(self, ndim: int) -> tuple[int, ...]:
         """Return the dimensions that one amax covers."""
-        kept = self._kept(ndim)
-        return tuple(d for d in range(ndim) if d not in kept)
+        axes = self._axes(ndim)
+        return tuple(dim for dim in range(ndim) if dim not in axes)
 
     def align(self, amax: Tensor, shape: torch.Size) -> Tensor:
         """Return a view of ``amax`` that broadcasts."""
@@ -122,11 +122,13 @@ class PerAxis(Granularity):
             return amax
         if amax.numel() == 1:
             return amax.view(())
-        if amax.dim() == 1 and len(self.axes) == 1 and amax.numel() == max(expected, default=1):
+        has_one_axis = amax.dim() == 1 and len(self.axes) == 1
+        if has_one_axis and amax.numel() == max(expected, default=1):
             return amax.view(expected)
-        text = f"amax has shape {tuple(amax.shape)}; expected {expected} for axis {self.axes} "
-        text += f"of a tensor of shape {tuple(shape)}"
-        raise ConfigError(text)
+        raise ConfigError(
+            f"amax has shape {tuple(amax.shape)}; expected {expected} for axis {self.axes} "
+            f"of a tensor of shape {tuple(shape)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -143,13 +145,16 @@ class PerBlock(Granularity):
     def amax_shape(self, shape: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the amax for a tensor of ``shape``."""
         axis = self._axis(len(shape))
-        return (*shape[:axis], -(-shape[axis] // self.size), *shape[axis + 1 :])
+        blocks = -(-shape[axis] // self.size)  # rounded up
+        return (*shape[:axis], blocks, *shape[axis + 1 :])
 
     def _axis(self, ndim: int) -> int:
+        """Return the axis as it counts from the front."""
         if not -ndim <= self.axis < ndim:
-            text = f"block axis {self.axis}: the tensor has {ndim} dimensions; "
-            text += f"expected {-ndim} to {ndim - 1}"
-            raise ConfigError(text)
+            raise ConfigError(
+                f"block axis {self.axis}: the tensor has {ndim} dimensions; "
+                f"expected {-ndim} to {ndim - 1}"
+            )
         return self.axis % ndim
 
     def split(self, x: Tensor) -> Tensor:
@@ -157,7 +162,9 @@ class PerBlock(Granularity):
         axis = self._axis(x.dim())
         missing = -x.shape[axis] % self.size
         if missing:
-            x = torch.nn.functional.pad(x, [0, 0] * (x.dim() - 1 - axis) + [0, missing])
+            # Two numbers for each dimension, the last dimension first.
+            behind = [0, 0] * (x.dim() - 1 - axis)
+            x = torch.nn.functional.pad(x, [*behind, 0, missing])
         return x.unflatten(axis, (x.shape[axis] // self.size, self.size))
 
     def join(self, x: Tensor, shape: torch.Size) -> Tensor:
@@ -185,7 +192,8 @@ class PerBlock(Granularity):
         if amax.numel() == 1 and amax.dim() <= 1:
             return amax.view(())
         if amax.shape != expected:
-            text = f"amax has shape {tuple(amax.shape)}; "
-            text += f"expected {expected}: blocks of {self.size} on axis {self.axis}"
-            raise ConfigError(text)
+            raise ConfigError(
+                f"amax has shape {tuple(amax.shape)}; "
+                f"expected {expected}: blocks of {self.size} on axis {self.axis}"
+            )
         return amax.unsqueeze(self._axis(len(shape)) + 1)

@@ -43,8 +43,9 @@ def check_rounding(name: object) -> None:
         ConfigError: it is not; the text lists them.
     """
     if name not in ROUNDINGS:
-        text = f"rounding: got {short_repr(name)}; expected one of {', '.join(ROUNDINGS)}"
-        raise ConfigError(text)
+        raise ConfigError(
+            f"rounding: got {short_repr(name)}; expected one of {', '.join(ROUNDINGS)}"
+        )
 
 
 def round_(x: Tensor, rounding: str = "half_even") -> Tensor:

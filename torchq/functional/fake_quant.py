@@ -37,7 +37,8 @@ _PER_TENSOR = PerTensor()
 
 #: The ends that a learned range has at least: no numbers that matter, but no dead range either, and
 #: no end at exactly 0, where clamping passes no gradient.
-_LEAST_LOW, _LEAST_HIGH = -1e-30, 1e-12
+_LEAST_LOW = -1e-30
+_LEAST_HIGH = 1e-12
 
 
 class AffineFakeQuantizeFunction(torch.autograd.Function):
@@ -91,10 +92,14 @@ class AffineFakeQuantizeFunction(torch.autograd.Function):
             (mask,) = ctx.saved_tensors
             return mask_gradient(ctx.backend, grads[0], mask), None, None, *nothing
         x, scale, low, high = ctx.saved_tensors
-        found = affine_gradients(grads[0], x, scale, low, high, ctx.format)
-        needed = ctx.needs_input_grad
-        wanted = [grad if need else None for grad, need in zip(found, needed[:3], strict=True)]
-        return *wanted, *nothing
+        grad_x, grad_scale, grad_point = affine_gradients(grads[0], x, scale, low, high, ctx.format)
+        needs_x, needs_scale, needs_point = ctx.needs_input_grad[:3]
+        return (
+            grad_x if needs_x else None,
+            grad_scale if needs_scale else None,
+            grad_point if needs_point else None,
+            *nothing,
+        )
 
 
 def fake_quantize_affine(
@@ -129,14 +134,16 @@ def fake_quantize_affine(
         >>> fake_quantize_affine(torch.tensor([-9.0, -0.6, 0.0, 0.26, 99.0]), 0.5, 2.0)
         tensor([-1.0000, -0.5000,  0.0000,  0.5000, 99.0000])
     """
-    own = _aligned("fake_quantize", x, scale, granularity)
+    aligned_scale = _aligned("fake_quantize", x, scale, granularity)
     if zero_point is None:
-        return _fake_quantize_scaled(x, own, format, granularity)
-    own, given = torch.broadcast_tensors(own, _aligned("fake_quantize", x, zero_point, granularity))
-    whole = given.detach().round().clamp(format.quant_min, format.quant_max)
-    point = straight_through(given, whole)
+        return _fake_quantize_scaled(x, aligned_scale, format, granularity)
+    aligned_point = _aligned("fake_quantize", x, zero_point, granularity)
+    # A scale for each channel may come with one zero point for all, and the reverse.
+    aligned_scale, aligned_point = torch.broadcast_tensors(aligned_scale, aligned_point)
+    whole_point = aligned_point.detach().round().clamp(format.quant_min, format.quant_max)
+    point = straight_through(aligned_point, whole_point)
     low, high = affine_bounds(point, format)
-    return _fake_quantize_affine(x, (own, point, low, high), format, granularity)
+    return _fake_quantize_affine(x, (aligned_scale, point, low, high), format, granularity)
 
 
 def _fake_quantize_scaled(
@@ -150,8 +157,10 @@ def _fake_quantize_scaled(
         grid = scale, point, *affine_bounds(point, format)
         return _fake_quantize_affine(x, grid, format, granularity)
     parts = granularity.split(x).to(scale.dtype)
-    by = scale.detach()
-    rounded = format.snap_(torch.div(parts.detach(), by)).mul_(by).to(x.dtype)
+    fixed_scale = scale.detach()
+    codes = format.snap_(torch.div(parts.detach(), fixed_scale))
+    rounded = codes.mul_(fixed_scale).to(x.dtype)
+    # The values are those of ``rounded``; the gradients to x and scale are those of clipping.
     clipped = torch.clamp(parts / scale, format.quant_min, format.quant_max) * scale
     return granularity.join(straight_through(clipped.to(x.dtype), rounded), x.shape)
 
@@ -170,9 +179,13 @@ def fake_quantize_range(
     scale and zero point, which :func:`scale_and_zero_point` gives. A dead range gives exact
     zeros; one that learns counts as a very small range, so that it gets a gradient and recovers.
     """
-    ends = living_ends(*(_aligned("fake_quantize", x, e, granularity) for e in (amin, amax)))
-    scale, point = scale_and_zero_point(*ends, format, scale_format)
-    low, high = affine_bounds(point, format, Range(ends[1], ends[0]).dead(format))
+    amin, amax = living_ends(
+        _aligned("fake_quantize", x, amin, granularity),
+        _aligned("fake_quantize", x, amax, granularity),
+    )
+    scale, point = scale_and_zero_point(amin, amax, format, scale_format)
+    dead = Range(amax, amin).dead(format)
+    low, high = affine_bounds(point, format, dead)
     return _fake_quantize_affine(x, (scale, point, low, high), format, granularity)
 
 
@@ -198,9 +211,10 @@ def affine_bounds(
 def _aligned(name: str, x: Tensor, value: Tensor | float, granularity: Granularity) -> Tensor:
     """Return ``value`` in the compute dtype, aligned with the split ``x``; ``name`` is called."""
     if not x.is_floating_point():
-        text = f"{name}: got a tensor of {x.dtype}; expected a floating-point tensor. "
-        text += "Convert it with x.float()"
-        raise TypeError(text)
+        raise TypeError(
+            f"{name}: got a tensor of {x.dtype}; expected a floating-point tensor. "
+            "Convert it with x.float()"
+        )
     dtype = compute_dtype(x.dtype)
     if not isinstance(value, Tensor):
         # The device fills it: there is no copy from the host.
@@ -217,14 +231,15 @@ def _fake_quantize_affine(
 ) -> Tensor:
     """Quantize and dequantize ``x``; ``grid`` is scale, zero point and the bounds of codes."""
     if not format.is_integer:
-        text = f"fake_quantize: got a zero point for {format}; expected an integer format. "
-        text += "Codes of a float format have none"
-        raise ConfigError(text)
+        raise ConfigError(
+            f"fake_quantize: got a zero point for {format}; expected an integer format. "
+            "Codes of a float format have none"
+        )
     scale, zero_point, low, high = grid
     if torch.onnx.is_in_onnx_export():
         return onnx_ops.quantize_dequantize_affine(x, scale, zero_point, format, granularity)
     parts = granularity.split(x)
-    if torch.jit.is_tracing():
+    if torch.jit.is_tracing():  # torch.jit cannot store an autograd.Function.
         with constant_while_tracing():
             y, _ = kernels("reference").fake_quantize_between(
                 parts, scale, low, high, format, False
@@ -236,7 +251,8 @@ def _fake_quantize_affine(
     result = AffineFakeQuantizeFunction.apply(
         parts, scale, zero_point, low, high, format, backend, with_mask
     )
-    return granularity.join(result[0] if with_mask else result, x.shape)
+    y = result[0] if with_mask else result
+    return granularity.join(y, x.shape)
 
 
 class FakeQuantizeFunction(torch.autograd.Function):
@@ -288,15 +304,19 @@ class FakeQuantizeFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients to the input and, if it learns, to its range."""
-        grad, (needs_x, needs_amax, *_), nothing = grads[0], ctx.needs_input_grad, (None,) * 5
+        grad = grads[0]
+        needs_x, needs_amax, *_ = ctx.needs_input_grad
+        nothing = (None,) * 5
         if grad is None or not (needs_x or ctx.learned):
             return None, None, *nothing
         if not ctx.learned:
             (mask,) = ctx.saved_tensors
             return mask_gradient(ctx.backend, grad, mask), None, *nothing
         x, amax = ctx.saved_tensors
-        found = learned_gradients(ctx.backend, grad, x, amax, ctx.format, ctx.scale_format)
-        return found[0] if needs_x else None, found[1] if needs_amax else None, *nothing
+        grad_x, grad_amax = learned_gradients(
+            ctx.backend, grad, x, amax, ctx.format, ctx.scale_format
+        )
+        return grad_x if needs_x else None, grad_amax if needs_amax else None, *nothing
 
 
 def fake_quantize(
@@ -338,8 +358,9 @@ def fake_quantize(
         tensor([-1.0000, -0.5714,  0.2857,  1.0000])
     """
     if amin is not None:
-        low, high = (end.detach() if isinstance(end, Tensor) else end for end in (amin, amax))
-        return fake_quantize_range(x, low, high, format, granularity, scale_format)
+        fixed_low = amin.detach() if isinstance(amin, Tensor) else amin
+        fixed_high = amax.detach() if isinstance(amax, Tensor) else amax
+        return fake_quantize_range(x, fixed_low, fixed_high, format, granularity, scale_format)
     return _fake_quantize("fake_quantize", x, amax, format, granularity, scale_format)
 
 
@@ -361,16 +382,19 @@ def _fake_quantize(
             y, _ = kernels("reference").fake_quantize(parts, amax, format, scale_format, False)
             return granularity.join(y, x.shape)
     if scale_format is POWER_OF_TWO:
-        amax, scale_format = widened_to_power_of_two(amax, format), None
+        # The widened range has a power of two as its scale, and passes a gradient to amax.
+        amax = widened_to_power_of_two(amax, format)
+        scale_format = None
     parts = granularity.split(x)
     backend = backend_for(parts, amax, format)
     learned = name == "learned_fake_quantize"
-    with_mask = backend != "reference" and torch.is_grad_enabled() and parts.requires_grad
-    with_mask = with_mask and not learned
+    needs_mask = torch.is_grad_enabled() and parts.requires_grad and not learned
+    with_mask = needs_mask and backend != "reference"
     result = FakeQuantizeFunction.apply(
         parts, amax, format, scale_format, backend, learned, with_mask
     )
-    return granularity.join(result[0] if with_mask else result, x.shape)
+    y = result[0] if with_mask else result
+    return granularity.join(y, x.shape)
 
 
 def learned_fake_quantize(
@@ -413,7 +437,8 @@ def quantize(
     amax = _aligned("quantize", x, amax, granularity)
     parts = granularity.split(x.detach())
     if amin is None:
-        codes = snap(parts, amax, scale_from_amax(amax, format, scale_format), format)
+        scale = scale_from_amax(amax, format, scale_format)
+        codes = snap(parts, amax, scale, format)
         return granularity.join(codes, x.shape)
     amin = _aligned("quantize", x, amin, granularity)
     scale, zero_point = scale_and_zero_point(amin, amax, format, scale_format)
@@ -435,12 +460,14 @@ def quantize_affine(
         >>> quantize_affine(torch.tensor([-9.0, 0.26]), 0.5, 2.0)
         tensor([0., 3.])
     """
-    by = _aligned("quantize", x, scale, granularity)
+    aligned_scale = _aligned("quantize", x, scale, granularity)
     parts = granularity.split(x.detach())
     if zero_point is None:
-        return granularity.join(format.snap_(torch.div(parts.to(by.dtype), by)), x.shape)
+        codes = format.snap_(torch.div(parts.to(aligned_scale.dtype), aligned_scale))
+        return granularity.join(codes, x.shape)
     point = _aligned("quantize", x, zero_point, granularity)
-    codes = clamped_codes(parts, by, *affine_bounds(point, format), format).add_(point)
+    low, high = affine_bounds(point, format)
+    codes = clamped_codes(parts, aligned_scale, low, high, format).add_(point)
     return granularity.join(codes, x.shape)
 
 
@@ -459,4 +486,5 @@ def dequantize(
         return granularity.join(values, codes.shape)
     amin = _aligned("dequantize", codes, amin, granularity)
     scale, zero_point = scale_and_zero_point(amin, amax, format, scale_format)
-    return granularity.join((granularity.split(codes) - zero_point) * scale, codes.shape)
+    values = (granularity.split(codes) - zero_point) * scale
+    return granularity.join(values, codes.shape)

@@ -63,12 +63,14 @@ def onnx_type(format: Format) -> tuple[Format, OnnxType]:
     if format.name in _TYPES:
         return format, _TYPES[format.name]
     if isinstance(format, IntFormat):
-        width = next(w for w in (4, 8, 16) if w >= format.width)
-        wider = format_by_name(f"{'' if format.signed else 'u'}int{width}")
+        width = next(width for width in (4, 8, 16) if width >= format.width)
+        sign = "" if format.signed else "u"
+        wider = format_by_name(f"{sign}int{width}")
         return wider, _TYPES[wider.name]
-    text = f"format {format}: ONNX QuantizeLinear has no such type; "
-    text += f"expected one of {', '.join(_TYPES)} or another integer width"
-    raise ExportError(text)
+    raise ExportError(
+        f"format {format}: ONNX QuantizeLinear has no such type; "
+        f"expected one of {', '.join(_TYPES)} or another integer width"
+    )
 
 
 def stored_type(format: Format, axis: int | None, wide: bool) -> tuple[Format, OnnxType]:
@@ -149,9 +151,11 @@ def as_stored(x: Tensor, bounds: tuple[Tensor, Tensor] | None, granularity: Gran
         return torch.onnx.ops.symbolic(
             "Clip", (values, *bounds), dtype=values.dtype, shape=values.shape, version=13
         )
+    low, high = bounds
     with constant_while_tracing():  # whether the last block is a shorter one
-        parts = torch.minimum(torch.maximum(granularity.split(values), bounds[0]), bounds[1])
-        return granularity.join(parts, values.shape)
+        parts = granularity.split(values)
+        clipped = torch.minimum(torch.maximum(parts, low), high)
+        return granularity.join(clipped, values.shape)
 
 
 def quantize_dequantize(
@@ -180,17 +184,27 @@ def quantize_dequantize_affine(
     stored, kind = stored_type(format, axis if zero_point is None else None, legacy)
     point = torch.zeros_like(scale) if zero_point is None else zero_point
     if legacy:
-        with constant_while_tracing():
-            # New tensors: the trace then holds their values, not the arithmetic behind them.
-            scale, point = (
-                torch.tensor(t.tolist(), dtype=t.dtype, device=t.device) for t in (scale, point)
-            )
+        scale = _constant(scale)
+        point = _constant(point)
     values = as_stored(x, clip_bounds(scale, point, format, stored), granularity)
     if axis is not None:
-        scale, point = (t.squeeze(axis + 1) if block else t.reshape(-1) for t in (scale, point))
+        scale = _without_shared_dims(scale, axis, block)
+        point = _without_shared_dims(point, axis, block)
     emit = _legacy if legacy else _modern
     result = emit(values, scale, point, kind, axis, block)
     return result if x.dtype is torch.float32 else result.to(x.dtype)
+
+
+def _constant(tensor: Tensor) -> Tensor:
+    """Return a new tensor: a trace then holds its values, not the arithmetic behind them."""
+    with constant_while_tracing():
+        return torch.tensor(tensor.tolist(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _without_shared_dims(parameter: Tensor, axis: int, block: int) -> Tensor:
+    """Return scales or zero points as QuantizeLinear reads them: a vector, or one per block."""
+    # Aligned with blocks, the elements of a block are a dimension of their own, of size 1.
+    return parameter.squeeze(axis + 1) if block else parameter.reshape(-1)
 
 
 def onnx_axis(granularity: Granularity, ndim: int) -> tuple[int | None, int]:
@@ -199,9 +213,10 @@ def onnx_axis(granularity: Granularity, ndim: int) -> tuple[int | None, int]:
         return granularity.axis % ndim, granularity.size
     if isinstance(granularity, PerAxis):
         if len(granularity.axes) != 1:
-            text = f"axis {granularity.axes}: ONNX QuantizeLinear has one axis; "
-            text += "expected a single axis, a block size or per tensor"
-            raise ExportError(text)
+            raise ExportError(
+                f"axis {granularity.axes}: ONNX QuantizeLinear has one axis; "
+                "expected a single axis, a block size or per tensor"
+            )
         return granularity.axes[0] % ndim, 0
     return None, 0
 
@@ -221,11 +236,22 @@ def _modern(
         typed = {**attributes, "output_dtype": data_type[kind.name].value}
     else:
         zero_points = (point.to(dtype=kind.dtype, device=x.device),)
-    options: dict[str, Any] = {"shape": x.shape, "version": version}
-    inputs = (x, scale, *zero_points)
-    codes = torch.onnx.ops.symbolic("QuantizeLinear", inputs, typed, dtype=kind.dtype, **options)
-    pair = (codes, scale, *zero_points)
-    return torch.onnx.ops.symbolic("DequantizeLinear", pair, attributes, dtype=x.dtype, **options)
+    codes = torch.onnx.ops.symbolic(
+        "QuantizeLinear",
+        (x, scale, *zero_points),
+        typed,
+        dtype=kind.dtype,
+        shape=x.shape,
+        version=version,
+    )
+    return torch.onnx.ops.symbolic(
+        "DequantizeLinear",
+        (codes, scale, *zero_points),
+        attributes,
+        dtype=x.dtype,
+        shape=x.shape,
+        version=version,
+    )
 
 
 def _legacy(
@@ -247,14 +273,20 @@ class _LegacyQuantizeDequantize(torch.autograd.Function):
 
     @staticmethod
     def symbolic(g: Any, x: Any, grid: Any, kind: OnnxType, axis: int | None, block: int) -> Any:
-        granularity_needs = 10 if axis is None else 13
-        needed = max(kind.opset, 21 if block else granularity_needs)
+        if block:
+            what = "blocks"
+            needed = max(kind.opset, 21)
+        elif axis is not None:
+            what = "per-channel ranges"
+            needed = max(kind.opset, 13)
+        else:
+            what = "this type"
+            needed = max(kind.opset, 10)
         if g.opset < needed:
-            what = "this type" if axis is None else "per-channel ranges"
-            what = "blocks" if block else what
-            text = f"opset {g.opset}: QuantizeLinear has no {what} there; "
-            text += f"expected opset_version >= {needed}"
-            raise ExportError(text)
+            raise ExportError(
+                f"opset {g.opset}: QuantizeLinear has no {what} there; "
+                f"expected opset_version >= {needed}"
+            )
         scale = g.op("Constant", value_t=torch.tensor(grid[0], dtype=torch.float32, device="cpu"))
         zero_point = g.op("Constant", value_t=torch.tensor(grid[1], device="cpu").to(kind.dtype))
         attributes = {} if axis is None else {"axis_i": axis}

@@ -37,10 +37,10 @@ class Range(NamedTuple):
 
     Example:
         >>> from torchq.formats import UINT8
-        >>> found = Range.of(torch.tensor([0.5, -1.0, 4.1]), symmetric=False)
-        >>> found.map(float)
+        >>> ends = Range.of(torch.tensor([0.5, -1.0, 4.1]), symmetric=False)
+        >>> ends.map(float)
         Range(high=4.099999904632568, low=-1.0)
-        >>> found.qparams(UINT8).zero_point
+        >>> ends.qparams(UINT8).zero_point
         tensor(50, dtype=torch.int32)
     """
 
@@ -70,11 +70,14 @@ class Range(NamedTuple):
         A scale that is computed from them may be a last bit off. A symmetric range takes no notice
         of the zero point.
         """
-        scale, format = qparams.scale, qparams.format
+        scale = qparams.scale
+        format = qparams.format
         if symmetric:
             return cls(scale * format.qmax)
         point = qparams.zero_point.to(scale.dtype)
-        return cls(scale * (format.quant_max - point), scale * (format.quant_min - point))
+        high = scale * (format.quant_max - point)
+        low = scale * (format.quant_min - point)
+        return cls(high, low)
 
     def ends(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the ends under the names that state dicts have: amin if there is one, and amax."""
@@ -108,9 +111,10 @@ class Range(NamedTuple):
 
     def joined(self, other: Range) -> Range:
         """Return the range that contains both, which are of one kind and shape."""
+        high = torch.maximum(self.high, other.high)
         if self.low is None or other.low is None:
-            return Range(torch.maximum(self.high, other.high))
-        return Range(torch.maximum(self.high, other.high), torch.minimum(self.low, other.low))
+            return Range(high)
+        return Range(high, torch.minimum(self.low, other.low))
 
 
 def reduce_amax(x: Tensor, granularity: Granularity | None = None) -> Tensor:
@@ -135,7 +139,8 @@ def reduce_amax(x: Tensor, granularity: Granularity | None = None) -> Tensor:
     granularity = granularity or PerTensor()
     parts = granularity.split(x.detach())
     dims = granularity.reduce_dims(parts.dim())
-    if dims and is_plain(x) and x.device.type == "cpu" and x.numel():
+    on_plain_cpu = is_plain(x) and x.device.type == "cpu"
+    if dims and on_plain_cpu and x.numel():
         amax = largest_magnitude(parts, dims).view(granularity.amax_shape(x.shape))
     else:
         amax = granularity.amax(x)
@@ -151,6 +156,9 @@ def _both_ends(x: Tensor, granularity: Granularity | None) -> tuple[Tensor, Tens
         return x.new_zeros(shape, dtype=dtype), x.new_zeros(shape, dtype=dtype)
     parts = granularity.split(x.detach())
     dims = granularity.reduce_dims(parts.dim())
-    low, high = (parts, parts) if not dims else (parts.amin(dims), parts.amax(dims))
-    low, high = low.reshape(shape).to(dtype), high.reshape(shape).to(dtype)
+    # Without dimensions to reduce, each element is a group.
+    low = parts.amin(dims) if dims else parts
+    high = parts.amax(dims) if dims else parts
+    low = low.reshape(shape).to(dtype)
+    high = high.reshape(shape).to(dtype)
     return low.clamp(max=0), high.clamp(min=0)

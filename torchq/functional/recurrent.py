@@ -17,20 +17,20 @@ Product = Callable[[int, Tensor], Tensor]
 
 def lstm_cell(gates: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
     """Return output and cell (N, width) of an LSTM step from its gates (N, 4 * width) of torch."""
-    first, forget, value, last = gates.chunk(4, -1)
-    new = forget.sigmoid() * cell + first.sigmoid() * value.tanh()
-    return last.sigmoid() * new.tanh(), new
+    input_gate, forget_gate, candidate, output_gate = gates.chunk(4, -1)
+    new_cell = forget_gate.sigmoid() * cell + input_gate.sigmoid() * candidate.tanh()
+    return output_gate.sigmoid() * new_cell.tanh(), new_cell
 
 
 def gru_cell(from_input: Tensor, from_hidden: Tensor, hidden: Tensor) -> Tensor:
     """Return the output (N, width) of a GRU step from both products with biases (N, 3 * width)."""
-    sizes = [2 * hidden.shape[-1], hidden.shape[-1]]
-    (gates, value), (more_gates, more_value) = (
-        x.split(sizes, -1) for x in (from_input, from_hidden)
-    )
-    reset, update = (gates + more_gates).sigmoid().chunk(2, -1)
-    new = (value + reset * more_value).tanh()
-    return new + update * (hidden - new)
+    width = hidden.shape[-1]
+    # torch stores reset and update gate, then the candidate of the new state.
+    input_gates, input_candidate = from_input.split([2 * width, width], -1)
+    hidden_gates, hidden_candidate = from_hidden.split([2 * width, width], -1)
+    reset, update = (input_gates + hidden_gates).sigmoid().chunk(2, -1)
+    candidate = (input_candidate + reset * hidden_candidate).tanh()
+    return candidate + update * (hidden - candidate)
 
 
 def step_product(start: Tensor, weight: Tensor, sizes: Sequence[int]) -> Product:
@@ -56,17 +56,21 @@ def run_over_steps(
     """
     outputs: list[Tensor] = [state[0]] * len(sizes)
     if reverse:
-        last = tuple(part[: sizes[-1]] for part in state)
+        current = tuple(part[: sizes[-1]] for part in state)
         for step in reversed(range(len(sizes))):
-            joining = [part[last[0].shape[0] : sizes[step]] for part in state]
+            # Shorter sequences begin at an earlier step: their rows join with their first state.
+            running = current[0].shape[0]
+            joining = [part[running : sizes[step]] for part in state]
             if joining[0].shape[0]:
-                last = tuple(map(torch.cat, zip(last, joining, strict=True)))
-            last = cell(step, last)
-            outputs[step] = last[0]
-        return torch.cat(outputs), last
+                current = tuple(map(torch.cat, zip(current, joining, strict=True)))
+            current = cell(step, current)
+            outputs[step] = current[0]
+        return torch.cat(outputs), current
     ended: list[tuple[Tensor, ...]] = []
     for step, size in enumerate(sizes):
-        if size < state[0].shape[0]:
+        running = state[0].shape[0]
+        if size < running:
+            # The shortest sequences stand last; their rows end here.
             ended.append(tuple(part[size:] for part in state))
             state = tuple(part[:size] for part in state)
         state = cell(step, state)

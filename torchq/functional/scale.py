@@ -62,12 +62,15 @@ def scale_from_amax(amax: Tensor, format: Format, scale_format: Format | None = 
         >>> scale_from_amax(torch.tensor([127.0, 0.0]), INT8)
         tensor([1., 1.])
     """
+    smallest_normal = torch.finfo(amax.dtype).tiny
     if scale_format is None:
         scale = _over(amax, format.qmax)
-        is_tiny = scale < torch.finfo(scale.dtype).tiny
+        is_tiny = scale < smallest_normal
     else:
         scale = _rounded_scale(amax, format, scale_format)
-        is_tiny = is_dead(amax, format) | (scale < torch.finfo(scale.dtype).tiny) & (scale > 0)
+        # Rounding may give 0 to a block far below the largest one: that stays.
+        is_subnormal = (scale < smallest_normal) & (scale > 0)
+        is_tiny = is_dead(amax, format) | is_subnormal
     return torch.where(is_tiny, 1.0, scale)
 
 
@@ -87,8 +90,11 @@ def _rounded_scale(amax: Tensor, format: Format, scale_format: Format) -> Tensor
     scale = _over(amax, format.qmax)
     if scale.numel() == 0:
         return scale
-    shared = torch.where(scale.amax() > 0, _over(scale.amax(), scale_format.qmax), 1.0)
-    return scale_format.snap_(scale / shared) * shared
+    # One scale for the tensor brings the largest scale of a block to the largest number of its
+    # format; each block's scale is rounded in units of it (NVFP4).
+    largest = scale.amax()
+    tensor_scale = torch.where(largest > 0, _over(largest, scale_format.qmax), 1.0)
+    return scale_format.snap_(scale / tensor_scale) * tensor_scale
 
 
 def widened_to_power_of_two(amax: Tensor, format: Format) -> Tensor:
@@ -97,11 +103,12 @@ def widened_to_power_of_two(amax: Tensor, format: Format) -> Tensor:
     The gradient passes straight through the rounded exponent (Jain et al., Trained Quantization
     Thresholds, MLSys 2020, section 3.2).
     """
-    known = amax.detach()
-    dead = is_dead(known, format)
-    wide = scale_from_amax(known, format, POWER_OF_TWO) * format.qmax
-    wide = torch.where(dead, known, wide)
-    return straight_through(amax * torch.where(dead, 1.0, wide / known), wide)
+    narrow = amax.detach()
+    dead = is_dead(narrow, format)
+    wide = scale_from_amax(narrow, format, POWER_OF_TWO) * format.qmax
+    wide = torch.where(dead, narrow, wide)
+    growth = torch.where(dead, 1.0, wide / narrow)
+    return straight_through(amax * growth, wide)
 
 
 def scale_and_zero_point(
@@ -115,7 +122,8 @@ def scale_and_zero_point(
     """
     scale = unrounded_scale(amin, amax, format)
     if scale_format is not None:
-        scale = straight_through(scale, scale_format.snap_(scale.detach().clone()))
+        rounded = scale_format.snap_(scale.detach().clone())
+        scale = straight_through(scale, rounded)
     scale = torch.where(scale < torch.finfo(scale.dtype).tiny, 1.0, scale)
     position = format.quant_min - amin.clamp(max=0) / scale
     # A scale that was rounded down would move the zero point beyond the last code.
@@ -125,14 +133,16 @@ def scale_and_zero_point(
 
 def unrounded_scale(amin: Tensor, amax: Tensor, format: Format) -> Tensor:
     """Return ``(amax - amin) / (quant_max - quant_min)`` of the range, widened to contain 0."""
-    return _over(amax.clamp(min=0) - amin.clamp(max=0), format.quant_max - format.quant_min)
+    length = amax.clamp(min=0) - amin.clamp(max=0)
+    return _over(length, format.quant_max - format.quant_min)
 
 
 def divisor(amax: Tensor, scale: Tensor) -> Tensor:
     """Return what data is divided by: the scale, or infinity in dead ranges and for scales of 0."""
     # Only a dead range has the scale 1 with an amax below 1: in a live one amax is at least
     # qmax / 2 there, and qmax is at least 1.
-    return torch.where((scale == 1) & (amax < 0.5) | (scale == 0), torch.inf, scale)
+    is_dead_range = (scale == 1) & (amax < 0.5)
+    return torch.where(is_dead_range | (scale == 0), torch.inf, scale)
 
 
 def slope_divisor(amax: Tensor, scale: Tensor) -> Tensor:
@@ -141,6 +151,6 @@ def slope_divisor(amax: Tensor, scale: Tensor) -> Tensor:
     It is :func:`divisor`, but for a dead range a tiny number: the gradient is then that of a range
     that clips every value, and one that training drove to zero can grow again.
     """
-    by = divisor(amax, scale)
-    is_dead_now = torch.isinf(by) & (scale == 1)
-    return torch.where(is_dead_now, torch.finfo(scale.dtype).tiny, by)
+    divided_by = divisor(amax, scale)
+    is_dead_range = torch.isinf(divided_by) & (scale == 1)
+    return torch.where(is_dead_range, torch.finfo(scale.dtype).tiny, divided_by)

@@ -45,7 +45,8 @@ _PENALTY = 0.01
 # The penalty begins after a fifth of the steps; its exponent falls from 20 to 2.
 _WARMUP, _BETA_START, _BETA_END = 0.2, 20.0, 2.0
 # The stretch of the sigmoid of the paper, so that it reaches 0 and 1.
-_GAMMA, _ZETA = -0.1, 1.1
+_GAMMA = -0.1
+_ZETA = 1.1
 # How far a start value stays away from 0 and 1, where the gradient would vanish.
 _MARGIN = 0.02
 # Rows of a batch in one step of a block.

@@ -205,7 +205,8 @@ def _second_layer(flow: Flow, call: Call) -> tuple[Any, str | None]:
     is_image = not isinstance(call.module, nn.Linear)  # Pooling keeps its channels apart.
     kinds = (*_HOMOGENEOUS, *(_POOLING if is_image else ()))
     names = _HOMOGENEOUS_FUNCTIONS | (_POOLING_FUNCTIONS if is_image else frozenset())
-    current, flattened = call, False
+    current = call
+    flattened = False
     while True:
         readers = flow.consumers(current)
         if current.index in flow.outputs:

@@ -184,7 +184,8 @@ class BlockRounding:
         self.wanted = {}
         targets, repairing = self._float_outputs(number, list(block.layers))
         for name, layer in block.layers.items():
-            repairs, moments = name in repairing, Moments()
+            repairs = name in repairing
+            moments = Moments()
             until: Any = "shortcuts" if repairs else "inputs"
             for index in range(len(self.replay.batches)):
                 got = self.replay.run(number, index, "quantized", [name], until=until)
@@ -217,7 +218,8 @@ def _round_(
     Returned is what happened, and the weight matrix that was rounded.
     """
     moments.finish(centred=layer.bias is not None)
-    w0, m = weight_matrix(layer, layer.weight.detach()), moments
+    w0 = weight_matrix(layer, layer.weight.detach())
+    m = moments
     variance = m.variance()
     check_finite(f"gptq_: {name}", m.count, m.xx, m.tx, m.tt, variance)
     scarcity = m.xx.shape[2] / m.count
@@ -387,7 +389,8 @@ def round_rows_(weight: Tensor, elimination: Elimination, grid: Grid) -> None:
     Cholesky factor of the inverse of H. ``weight`` is (rows, columns), in the dtype of H.
     """
     order, u = elimination.order, elimination.factor
-    columns, w = order.tolist(), weight[:, order]
+    columns = order.tolist()
+    w = weight[:, order]
     for start in range(0, w.shape[1], _LAZY):
         end = min(start + _LAZY, w.shape[1])
         errors = torch.empty_like(w[:, start:end])
@@ -487,7 +490,9 @@ def _best_of_candidates(
     grids = [grid_of(layer, largest * fraction) for fraction in fractions]
     scales = torch.stack([grid.scale[..., :1] for grid in grids], 1)
     divisors = torch.stack([grid.divisor[..., :1] for grid in grids], 1)
-    columns, q, best = weight.shape[2], torch.empty_like(weight), []
+    columns = weight.shape[2]
+    q = torch.empty_like(weight)
+    best = []
     step = max(1, _MEMORY // (columns * 8))
     for start in range(0, weight.shape[1], step):
         rows = slice(start, start + step)

@@ -507,7 +507,10 @@ class _Search:
 
     def try_out(self, trial: TuneTrial) -> None:
         """Quantize and measure one candidate, and add its row to the table."""
-        started, found, bits, error = time.monotonic(), math.nan, math.nan, ""
+        started = time.monotonic()
+        found = math.nan
+        bits = math.nan
+        error = ""
         try:
             model, _ = self.model_of(trial.settings)
             found, bits = metric_of(self.metric, model), _mean_weight_bits(model)

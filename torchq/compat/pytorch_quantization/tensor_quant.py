@@ -212,7 +212,8 @@ class FakeAffineTensorQuantFunction(torch.autograd.Function):
         minimum, maximum = _range(inputs, min_range), _range(inputs, max_range)
         scale = (maximum - minimum) / (2.0**num_bits - 1)
         scale = torch.where(scale == 0, 1.0, scale)
-        quant_min, quant_max = -(2.0 ** (num_bits - 1)), 2.0 ** (num_bits - 1) - 1
+        quant_min = -(2.0 ** (num_bits - 1))
+        quant_max = 2.0 ** (num_bits - 1) - 1
         offset = torch.round(minimum / scale) - quant_min
         codes = torch.round(inputs.to(scale.dtype) / scale) - offset
         return ((codes.clamp(quant_min, quant_max) + offset) * scale).to(inputs.dtype)

@@ -215,7 +215,8 @@ def _suppress(
 ) -> Tensor:
     """Return the kept boxes, computed one by one."""
     if center_form:
-        middle, half = boxes[..., :2].flip(-1), boxes[..., 2:].flip(-1) / 2
+        middle = boxes[..., :2].flip(-1)
+        half = boxes[..., 2:].flip(-1) / 2
         corners = torch.cat([middle - half, middle + half], -1)
     else:
         first, second = boxes[..., :2], boxes[..., 2:]
@@ -248,7 +249,8 @@ def _scalar(value: Tensor | float, dtype: torch.dtype) -> Tensor:
 
 def _written_suppression(inputs: Sequence[Tensor], center_form: bool) -> Tensor:
     """Return the kept boxes as the ONNX operator, during an export."""
-    (boxes, scores, *_), example = inputs, None
+    boxes, scores, *_ = inputs
+    example = None
     sizes: tuple[int, ...] = ()
     if torch.jit.is_tracing():
         example = boxes.new_zeros((scores.shape[0], 3), dtype=torch.int64)

@@ -185,7 +185,8 @@ class GraphBuilder:
         # A slash separates parts of what belongs to one node, whose path a module may take later.
         name = value.name.replace(".", "_") if "/" in value.name else value.name
         path = free_path(self.root, name.replace("/", "_") or "constant")
-        parent, leaf = parent_of(self.root, path), path.rpartition(".")[2]
+        parent = parent_of(self.root, path)
+        leaf = path.rpartition(".")[2]
         if value.trainable and value.tensor.is_floating_point():
             parent.register_parameter(leaf, self.parameter(value))
         else:

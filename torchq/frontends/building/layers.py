@@ -49,9 +49,11 @@ def convolution(
     spatial, size = len(kernel), tuple(kernel)
     options: dict[str, Any] = {"bias": len(stored) > 1, "groups": groups, "dilation": dilation}
     if extra is None:
-        channels, table = (second * groups, first), CONVOLUTIONS
+        channels = (second * groups, first)
+        table = CONVOLUTIONS
     else:
-        channels, table = (first, second * groups), TRANSPOSED
+        channels = (first, second * groups)
+        table = TRANSPOSED
         options["output_padding"] = tuple(extra)
     module = table[spatial](*channels, size, stride, padding, device="meta", **options)
     return filled(builder, module, *stored)

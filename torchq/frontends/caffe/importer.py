@@ -51,7 +51,9 @@ def from_caffe(prototxt: Any, caffemodel: Any) -> fx.GraphModule:
 class _Importer(NetworkImporter):
     """Converts one network."""
 
-    format, kinds, converters = "caffe", "layers", CONVERTERS
+    format = "caffe"
+    kinds = "layers"
+    converters = CONVERTERS
 
     def __init__(self, network: Network, weights: dict[str, list[Tensor]], where: str) -> None:
         super().__init__(where)
@@ -77,7 +79,8 @@ class _Importer(NetworkImporter):
         return self.finish(self._network.name, inputs, self._outputs())
 
     def context(self, number: int) -> CaffeLayer:
-        layer, names = self._network.layers[number], self._network.names
+        layer = self._network.layers[number]
+        names = self._network.names
         missing = [names[bottom] for bottom in layer.bottoms if bottom not in self.values]
         if missing:
             raise FrontendError(

@@ -77,7 +77,8 @@ class _Parser:
         """Return the token, and go on to the one behind it."""
         space = _SPACE.match(self._text, self._at)
         self._at = space.end() if space else self._at
-        token, found = self._token, _TOKEN.match(self._text, self._at)
+        token = self._token
+        found = _TOKEN.match(self._text, self._at)
         if found is None:
             self._fail(f"got {self._text[self._at : self._at + 20]!r}")
         self._kind, self._at = str(found.lastgroup), found.end()
@@ -172,7 +173,8 @@ def varints(value: int | memoryview, where: str) -> list[int]:
     """Return the numbers of a repeated field: one, or many that are packed."""
     if isinstance(value, int):
         return [value]
-    result, at = [], 0
+    result = []
+    at = 0
     while at < len(value):
         number, at = _varint(value, at, where)
         result.append(number)
@@ -191,7 +193,11 @@ _LAYERS_V1, _LAYERS = 2, 100
 # (name, blobs) of V1LayerParameter and LayerParameter.
 _LAYER_FIELDS = {_LAYERS_V1: (4, 6), _LAYERS: (1, 7)}
 # BlobProto: num, channels, height, width; data; shape; double_data. BlobShape: dim.
-_LEGACY, _DATA, _SHAPE, _DOUBLE_DATA, _DIM = (1, 2, 3, 4), 5, 7, 8, 1
+_LEGACY = (1, 2, 3, 4)
+_DATA = 5
+_SHAPE = 7
+_DOUBLE_DATA = 8
+_DIM = 1
 
 
 def read_weights(source: Any, where: str) -> dict[str, list[Tensor]]:
@@ -214,7 +220,8 @@ def _layer(
 ) -> tuple[str, list[Tensor]]:
     found = [(n, value) for n, value in fields(data, where) if not isinstance(value, int)]
     names = [bytes(value).decode("utf-8", "replace") for n, value in found if n == name_field]
-    name, blobs = ["", *names][-1], [value for n, value in found if n == blob_field]
+    name = ["", *names][-1]
+    blobs = [value for n, value in found if n == blob_field]
     return name, [_blob(blob, f"{where}: layer {name!r}") for blob in blobs]
 
 

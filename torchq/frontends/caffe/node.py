@@ -133,7 +133,8 @@ class CaffeLayer(FileNode):
 
     def axis(self) -> Any:
         """Return the axis, counted from the end where it is negative and the size is known."""
-        axis, ndim = self.attr("axis", 1), self.ndims[0]
+        axis = self.attr("axis", 1)
+        ndim = self.ndims[0]
         return axis if axis >= 0 or ndim is None else axis + ndim
 
 

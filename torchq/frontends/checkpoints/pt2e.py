@@ -121,7 +121,8 @@ def _grid(other: fx.GraphModule, pair: fx.Node) -> Grid:
     if name.startswith("dequantize_per_channel.") and len(arguments) >= 5:
         scale, point, axis, low, high = arguments[:5]
     elif name.startswith("dequantize_per_tensor.") and len(arguments) >= 4:
-        (scale, point, low, high), axis = arguments[:4], None
+        scale, point, low, high = arguments[:4]
+        axis = None
     else:
         raise RefusedError(f"{name}, which torchq has no quantizer for")
     bits = (int(high) - int(low) + 1).bit_length() - 1

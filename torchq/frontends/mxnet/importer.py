@@ -49,7 +49,9 @@ def from_mxnet(symbol_json: Any, params: Any) -> fx.GraphModule:
 class _Importer(NetworkImporter):
     """Converts one symbol."""
 
-    format, kinds, converters = "mxnet", "operators", CONVERTERS
+    format = "mxnet"
+    kinds = "operators"
+    converters = CONVERTERS
 
     def __init__(self, symbol: Symbol, params: dict[str, Tensor], where: str) -> None:
         super().__init__(where)

@@ -144,7 +144,8 @@ def _length(text: str) -> int:
 
 def _spread(known: dict[Output, int], number: int, node: SymbolNode) -> None:
     """Carry numbers between the inputs and the outputs of one operator."""
-    result, inputs = (number, 0), node.inputs
+    result = (number, 0)
+    inputs = node.inputs
     equal = [result, *(inputs if _KEEPS_ALL.fullmatch(node.op.lower()) else inputs[:1])]
     if _CHANGES.fullmatch(node.op.lower()):
         equal = []

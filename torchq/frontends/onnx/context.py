@@ -91,7 +91,8 @@ class GraphBuilder(graph.GraphBuilder):
         names = [name for name, other in self.values.items() if other is node]
         if type(layer) is not nn.Linear or layer.bias is not None or node.users:
             return None
-        shape, dtype = (layer.out_features,), layer.weight.dtype
+        shape = (layer.out_features,)
+        dtype = layer.weight.dtype
         if tuple(value.tensor.shape) != shape or value.tensor.dtype != dtype:
             return None
         if len(names) > 1 or self.readers[names[0]] > 1:

@@ -92,7 +92,8 @@ class Importer:
         for value in inputs:
             self._add_input(value)
         self.convert_nodes(builder, graph)
-        node, outputs = NodeContext(builder, "output", "output", 1, {}, [], [], []), []
+        node = NodeContext(builder, "output", "output", 1, {}, [], [], [])
+        outputs = []
         for info in graph.output:
             self._expect_tensor(info, "output")
             if builder.values[info.name] is None:
@@ -144,7 +145,8 @@ class Importer:
         return [builder.values[value.name] for value in graph.output]
 
     def _convert(self, builder: GraphBuilder, proto: Any, number: int) -> None:
-        name, domain = proto.name or f"{proto.op_type}_{number}", domain_of(proto)
+        name = proto.name or f"{proto.op_type}_{number}"
+        domain = domain_of(proto)
         missing = [source for source in proto.input if source and source not in builder.values]
         if missing:
             raise FrontendError(
@@ -255,7 +257,8 @@ def domain_of(message: Any) -> str:
 
 def _without_functions(model: Any, where: str, operators: Iterable[tuple[str, str]]) -> Any:
     """Replace operators without a converter by the functions that the standard defines them by."""
-    defs, versions = import_optional("onnx", "from_onnx").defs, opset_versions(model)
+    defs = import_optional("onnx", "from_onnx").defs
+    versions = opset_versions(model)
     schemas: dict[tuple[str, str], Any] = {}
     for domain, op_type in operators:
         version = versions.get(domain, 1)

@@ -44,7 +44,8 @@ def read_model(source: Any) -> tuple[Any, Path | None]:
     try:
         if isinstance(source, (str, os.PathLike)):
             path = Path(source)
-            where, folder = f"from_onnx: {path}", path.resolve().parent
+            where = f"from_onnx: {path}"
+            folder = path.resolve().parent
             model = onnx.load_model(str(path), load_external_data=False)
         elif isinstance(source, bytes):
             model = onnx.load_model_from_string(source)
@@ -90,7 +91,9 @@ def tensor_of(proto: Any, folder: Path | None, where: str) -> Tensor:
     shape = tuple(proto.dims)
     if any(size < 0 for size in shape):
         raise FrontendError(f"{where} has shape {shape}")
-    count, data, is_outside = math.prod(shape), proto.raw_data, proto.data_location == 1
+    count = math.prod(shape)
+    data = proto.raw_data
+    is_outside = proto.data_location == 1
     is_narrow = is_four_bits(proto)
     if is_outside:
         size = (count + 1) // 2 if is_narrow else count * dtype.itemsize
@@ -98,7 +101,8 @@ def tensor_of(proto: Any, folder: Path | None, where: str) -> Tensor:
     if is_narrow:
         data = data or bytes(number & 255 for number in proto.int32_data)
         return _four_bits(data, dtype, shape, where)
-    raw, rest = is_outside or proto.HasField("raw_data"), len(data) % dtype.itemsize
+    raw = is_outside or proto.HasField("raw_data")
+    rest = len(data) % dtype.itemsize
     fields = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data")
     typed = max(len(getattr(proto, field)) for field in fields)
     stored = len(data) // dtype.itemsize if raw else typed

@@ -83,7 +83,8 @@ def free_batch_(model: Any, where: str) -> None:
     for first in firsts:
         if first and first[0].dim_value == batch:
             first[0].dim_param = _BATCH
-    constants, shapes = _constants(graph), infer_types(model, where)[0]
+    constants = _constants(graph)
+    shapes = infer_types(model, where)[0]
     while sum(_free_reshape(graph, node, shapes, constants, batch) for node in graph.node):
         shapes = infer_types(model, where)[0]
     fixed = _fixed(graph, shapes)

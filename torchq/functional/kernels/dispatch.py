@@ -36,9 +36,10 @@ def use_backend(name: str) -> Iterator[None]:
     if name not in BACKENDS:
         raise ConfigError(f"use_backend: got {name!r}; expected one of {', '.join(BACKENDS)}")
     if name == "triton" and not has_triton():
-        text = "use_backend: got 'triton', which is not installed; expected an installed backend. "
-        text += "Run pip install triton"
-        raise ConfigError(text)
+        raise ConfigError(
+            "use_backend: got 'triton', which is not installed; expected an installed backend. "
+            "Run pip install triton"
+        )
     token = _forced.set(name)
     try:
         yield
@@ -62,11 +63,12 @@ def backend_for(
     if kernels(name).supports(x, amax, format, affine=affine):
         return name
     if forced is not None:
-        text = f"fake_quantize: backend {forced!r} cannot do {format}"
-        text += f"{' with a zero point' if affine else ''} for {x.dtype} on {x.device} "
-        text += f"with amax of shape {tuple(amax.shape)}; expected a case that it supports. "
-        text += "Leave the choice to torchq, or use 'reference'"
-        raise ConfigError(text)
+        raise ConfigError(
+            f"fake_quantize: backend {forced!r} cannot do {format}"
+            f"{' with a zero point' if affine else ''} for {x.dtype} on {x.device} "
+            f"with amax of shape {tuple(amax.shape)}; expected a case that it supports. "
+            "Leave the choice to torchq, or use 'reference'"
+        )
     return "reference"
 
 
@@ -120,5 +122,9 @@ def learned_gradients(
 
     Everything else, and second derivatives, go to the definition.
     """
-    tiles = name == "tiled" and not torch.is_grad_enabled() and all(map(is_plain, (grad, x, amax)))
-    return (tiled if tiles else reference).learned_gradients(grad, x, amax, format, scale_format)
+    # The tiled result is not differentiable, so second derivatives take the definition.
+    is_first_derivative = not torch.is_grad_enabled()
+    tensors_are_plain = all(map(is_plain, (grad, x, amax)))
+    is_tiled = name == "tiled" and is_first_derivative and tensors_are_plain
+    backend = tiled if is_tiled else reference
+    return backend.learned_gradients(grad, x, amax, format, scale_format)

@@ -36,7 +36,7 @@ def gradient_mask(x: Tensor, amax: Tensor) -> Tensor:
     """Return where the straight-through gradient passes, ``|x| <= amax``: int8, 1 or 0; 0 for NaN.
 
     The mask is computed in floats and is not bool: Inductor vectorises these conversions on CPUs,
-        but stores booleans one by one, which is 15 times slower.
+    but stores booleans one by one, which is 15 times slower.
     """
     return torch.where(x.to(amax.dtype).abs() <= amax, 1.0, 0.0).to(torch.int8)
 
@@ -48,7 +48,8 @@ def mask_gradient(grad: Tensor, mask: Tensor) -> Tensor:
     with a constant, AOTAutograd would compare in the forward and save the booleans instead of the
     mask.
     """
-    return torch.where(mask.to(torch.float32) > (grad == grad).to(torch.float32) * 0.5, grad, 0.0)
+    threshold = (grad == grad).to(torch.float32) * 0.5
+    return torch.where(mask.to(torch.float32) > threshold, grad, 0.0)
 
 
 def learned_gradients(

@@ -39,22 +39,36 @@ def _tiles(tensors: list[Tensor], limit: int) -> Iterator[list[Tensor]]:
     if full.numel() <= limit:
         yield tensors
         return
-    inner = full.numel() // full.shape[0]
-    if inner > limit:
-        for i in range(full.shape[0]):
-            yield from _tiles(
-                [t.select(0, min(i, t.shape[0] - 1)) if t.dim() else t for t in tensors], limit
-            )
+    row_size = full.numel() // full.shape[0]
+    if row_size > limit:
+        # One row is too large: each is divided along the next dimension.
+        for row in range(full.shape[0]):
+            yield from _tiles([_select_row(tensor, row) for tensor in tensors], limit)
         return
-    rows = limit // inner
+    rows = limit // row_size
     for start in range(0, full.shape[0], rows):
         length = min(rows, full.shape[0] - start)
-        yield [t.narrow(0, start, length) if t.dim() and t.shape[0] != 1 else t for t in tensors]
+        yield [_narrow_rows(tensor, start, length) for tensor in tensors]
+
+
+def _select_row(tensor: Tensor, row: int) -> Tensor:
+    """Return one index of the first dimension; one that is shared gives its only row."""
+    if tensor.dim() == 0:
+        return tensor
+    return tensor.select(0, min(row, tensor.shape[0] - 1))
+
+
+def _narrow_rows(tensor: Tensor, start: int, length: int) -> Tensor:
+    """Return some indices of the first dimension; a shared one stays as it is."""
+    if tensor.dim() == 0 or tensor.shape[0] == 1:
+        return tensor
+    return tensor.narrow(0, start, length)
 
 
 def _in_memory_order(tensors: list[Tensor], dense: Tensor) -> list[Tensor]:
+    """Permute the dimensions of tensors so that those of ``dense`` follow its memory."""
     order = memory_order(dense)
-    return [t.permute(order) if t.dim() else t for t in tensors]
+    return [tensor.permute(order) if tensor.dim() else tensor for tensor in tensors]
 
 
 def fake_quantize(
@@ -64,22 +78,28 @@ def fake_quantize(
     scale = scale_from_amax(amax, format, scale_format)
     y = torch.empty_like(x)
     mask = torch.empty_like(x, dtype=torch.int8) if with_mask else None
+    # Half precision is computed in float32, in a buffer of one tile.
     scratch = None if x.dtype is scale.dtype else scale.new_empty(min(x.numel(), _tile()))
-    tensors = [x, y, amax, divisor(amax, scale), scale] + ([] if mask is None else [mask])
+    tensors = [x, y, amax, divisor(amax, scale), scale]
+    if mask is not None:
+        tensors.append(mask)
     for x_t, y_t, amax_t, divisor_t, scale_t, *mask_t in _tiles(
         _in_memory_order(tensors, y), _tile()
     ):
         if scratch is None:
             if mask_t:
-                mask_t[0].copy_(
-                    torch.abs(x_t, out=y_t).le_(amax_t)
-                )  # le into float, then to bytes: both are vectorised, le to bool is not
-            format.snap_(torch.div(x_t, divisor_t, out=y_t)).mul_(scale_t)
+                # le into float, then to bytes: both are vectorised, le to bool is not.
+                mask_t[0].copy_(torch.abs(x_t, out=y_t).le_(amax_t))
+            torch.div(x_t, divisor_t, out=y_t)
+            format.snap_(y_t).mul_(scale_t)
         else:
             work = scratch[: x_t.numel()].view(x_t.shape)
             if mask_t:
-                mask_t[0].copy_(work.copy_(x_t).abs_().le_(amax_t))
-            y_t.copy_(format.snap_(work.copy_(x_t).div_(divisor_t)).mul_(scale_t))
+                work.copy_(x_t).abs_().le_(amax_t)
+                mask_t[0].copy_(work)
+            work.copy_(x_t).div_(divisor_t)
+            format.snap_(work).mul_(scale_t)
+            y_t.copy_(work)
     return y, mask
 
 
@@ -90,7 +110,9 @@ def fake_quantize_between(
     y = torch.empty_like(x)
     mask = torch.empty_like(x, dtype=torch.int8) if with_mask else None
     scratch = scale.new_empty(2, min(x.numel(), _tile()))
-    tensors = [x, y, scale, low, high] + ([] if mask is None else [mask])
+    tensors = [x, y, scale, low, high]
+    if mask is not None:
+        tensors.append(mask)
     for x_t, y_t, scale_t, low_t, high_t, *mask_t in _tiles(_in_memory_order(tensors, y), _tile()):
         work, clamped = scratch[:, : x_t.numel()].view(2, *x_t.shape).unbind(0)
         work.copy_(x_t).div_(scale_t)
@@ -126,8 +148,10 @@ def learned_gradients(
     The order of the sum differs, and the result is not differentiable.
     """
     scale = scale_from_amax(amax, format, scale_format)
-    grad_x, grad_amax = torch.empty_like(x), torch.zeros_like(amax)
-    lowest, by = amax * (format.quant_min / format.qmax), slope_divisor(amax, scale)
+    grad_x = torch.empty_like(x)
+    grad_amax = torch.zeros_like(amax)
+    lowest = amax * (format.quant_min / format.qmax)
+    by = slope_divisor(amax, scale)
     tensors = [x, grad, grad_x, amax, lowest, by, grad_amax]
     buffers = scale.new_empty(4, min(x.numel(), _tile()))
     for x_t, grad_t, grad_x_t, amax_t, lowest_t, divisor_t, sum_t in _tiles(
@@ -153,24 +177,27 @@ def largest_magnitude(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     The host does not wait. Without the sign, floats are ordered as the integers of the same bits,
     NaN last, and torch reduces integers faster.
     """
-    shape = [1 if d in dims else size for d, size in enumerate(x.shape)]
+    shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
     order = memory_order(x)
     if all(size == 1 for size in shape):
         smallest, largest = torch.aminmax(x.permute(order))
         return torch.maximum(smallest.abs(), largest.abs()).view(shape)
-    sizes, kept = merged_dims(x, x.new_empty(shape))
+    # Neighbouring dimensions of one kind are merged, so that few and long ones are reduced.
+    sizes, is_kept = merged_dims(x, x.new_empty(shape))
     integer = _BITS[x.dtype]
     scratch = x.new_empty(min(x.numel(), _tile()), dtype=integer)
-    largest = x.new_zeros(
-        [size if keep else 1 for size, keep in zip(sizes, kept, strict=True)], dtype=integer
-    )
-    for part, result in _tiles([x.permute(order).reshape(sizes).view(integer), largest], _tile()):
-        magnitude = torch.bitwise_and(
-            part, torch.iinfo(integer).max, out=scratch[: part.numel()].view(part.shape)
-        )
-        for d, size in enumerate(result.shape):
-            if size == 1 and magnitude.shape[d] > 1:
-                magnitude = magnitude.amax(d, keepdim=True)
+    merged_shape = [size if keep else 1 for size, keep in zip(sizes, is_kept, strict=True)]
+    largest = x.new_zeros(merged_shape, dtype=integer)
+    bits = x.permute(order).reshape(sizes).view(integer)
+    all_but_the_sign = torch.iinfo(integer).max
+    for part, result in _tiles([bits, largest], _tile()):
+        work = scratch[: part.numel()].view(part.shape)
+        magnitude = torch.bitwise_and(part, all_but_the_sign, out=work)
+        for dim, size in enumerate(result.shape):
+            if size == 1 and magnitude.shape[dim] > 1:
+                magnitude = magnitude.amax(dim, keepdim=True)
         torch.maximum(result, magnitude, out=result)
+    # From the order of the memory back to that of the dimensions.
+    shape_in_memory = [shape[dim] for dim in order]
     back = sorted(range(x.dim()), key=order.__getitem__)
-    return largest.view(x.dtype).view([shape[d] for d in order]).permute(back)
+    return largest.view(x.dtype).view(shape_in_memory).permute(back)

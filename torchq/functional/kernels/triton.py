@@ -45,29 +45,32 @@ class _Matrix:
     col_stride: int = 0
 
 
-def _matrix(sizes: list[int], kept: list[bool]) -> _Matrix | None:
+def _matrix(sizes: list[int], is_kept: list[bool]) -> _Matrix | None:
     """Return the view for merged dimensions; None where one division is not enough."""
     rows = 1
     for size in sizes[:-1]:
         rows *= size
-    cols, inner = (sizes[-1], kept[-1]) if sizes else (1, False)
-    outer = list(zip(sizes[:-1], kept[:-1], strict=True))
+    cols = sizes[-1] if sizes else 1
+    cols_have_ranges = is_kept[-1] if sizes else False
+    # Outside of the columns, from the inside out: rows that share ranges, then rows with ranges
+    # of their own, then rows that share them again.
+    outer = list(zip(sizes[:-1], is_kept[:-1], strict=True))
     repeat = outer.pop()[0] if outer and not outer[-1][1] else 1
     groups = outer.pop()[0] if outer else 1
     if any(keep for _, keep in outer):
         return None
-    return _Matrix(
-        rows, cols, repeat, groups, row_stride=cols if inner else 1, col_stride=int(inner)
-    )
+    row_stride = cols if cols_have_ranges else 1
+    return _Matrix(rows, cols, repeat, groups, row_stride, col_stride=int(cols_have_ranges))
 
 
 def supports(x: Tensor, amax: Tensor, format: Format, *, affine: bool = False) -> bool:
     """Return True if the kernels can do this case; the definition does the others."""
     if affine or format.rounding != "half_even":
         return False
-    known = isinstance(format, IntFormat) or (isinstance(format, FloatFormat) and format.has_zero)
-    here = x.is_cuda or (INTERPRETED and x.device.type == "cpu")
-    if not (known and here and x.dtype in _DTYPES):
+    has_format = isinstance(format, IntFormat)
+    has_format |= isinstance(format, FloatFormat) and format.has_zero
+    has_device = x.is_cuda or (INTERPRETED and x.device.type == "cpu")
+    if not (has_format and has_device and x.dtype in _DTYPES):
         return False
     return amax.device == x.device and _matrix(*merged_dims(x, amax)) is not None
 
@@ -99,12 +102,12 @@ def _snapped(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _scales(  # type: ignore[no-untyped-def]
-    amax_ptr, scale_ptr, group, known, QMAX: tl.constexpr, HAS_SCALE: tl.constexpr
+    amax_ptr, scale_ptr, group, has_range, QMAX: tl.constexpr, HAS_SCALE: tl.constexpr
 ):
     """Return amax, scale and divisor of each group, by the formulas of functional/scale.py."""
-    amax = tl.load(amax_ptr + group, mask=known, other=1.0)
+    amax = tl.load(amax_ptr + group, mask=has_range, other=1.0)
     if HAS_SCALE:
-        scale = tl.load(scale_ptr + group, mask=known, other=1.0)
+        scale = tl.load(scale_ptr + group, mask=has_range, other=1.0)
     else:
         scale = tl.div_rn(amax, QMAX)
         scale = tl.where(scale < _SMALLEST_NORMAL, 1.0, scale)
@@ -146,29 +149,29 @@ def _forward(  # type: ignore[no-untyped-def]
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    row, col, there = _positions(rows, cols, BLOCK_R, BLOCK_C)
+    row, col, exists = _positions(rows, cols, BLOCK_R, BLOCK_C)
     group = (row // repeat) % groups * row_stride
-    known = row < rows
+    has_range = row < rows
     if COL_STRIDE:
         group = group + col
-        known = there
-    amax, scale, divisor = _scales(amax_ptr, scale_ptr, group, known, QMAX, HAS_SCALE)
+        has_range = exists
+    amax, scale, divisor = _scales(amax_ptr, scale_ptr, group, has_range, QMAX, HAS_SCALE)
 
-    x = tl.load(x_ptr + row * cols + col, mask=there, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * cols + col, mask=exists, other=0.0).to(tl.float32)
     v = tl.div_rn(x, tl.broadcast_to(divisor, (BLOCK_R, BLOCK_C)))
     y = _snapped(v, QUANT_MIN, QUANT_MAX, MANTISSA, SMALLEST) * scale
-    tl.store(y_ptr + row * cols + col, y.to(y_ptr.dtype.element_ty), mask=there)
+    tl.store(y_ptr + row * cols + col, y.to(y_ptr.dtype.element_ty), mask=exists)
     if WITH_MASK:
-        tl.store(mask_ptr + row * cols + col, (tl.abs(x) <= amax).to(tl.int8), mask=there)
+        tl.store(mask_ptr + row * cols + col, (tl.abs(x) <= amax).to(tl.int8), mask=exists)
 
 
 @triton.jit
 def _backward(grad_ptr, mask_ptr, out_ptr, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    there = at < n
-    grad = tl.load(grad_ptr + at, mask=there, other=0.0)
-    inside = tl.load(mask_ptr + at, mask=there, other=0)
-    tl.store(out_ptr + at, tl.where(inside != 0, grad, 0.0), mask=there)
+    exists = at < n
+    grad = tl.load(grad_ptr + at, mask=exists, other=0.0)
+    inside = tl.load(mask_ptr + at, mask=exists, other=0)
+    tl.store(out_ptr + at, tl.where(inside != 0, grad, 0.0), mask=exists)
 
 
 def fake_quantize(
@@ -186,9 +189,10 @@ def fake_quantize(
         x = torch.empty_like(x).copy_(x)  # a slice or an expanded tensor: make it dense
     view = _matrix(*merged_dims(y, amax))
     if view is None:
-        text = f"fake_quantize: got amax of shape {tuple(amax.shape)}; "
-        text += "expected a case that supports() accepts"
-        raise ValueError(text)
+        raise ValueError(
+            f"fake_quantize: got amax of shape {tuple(amax.shape)}; "
+            "expected a case that supports() accepts"
+        )
     scales = None if scale_format is None else scale_from_amax(amax, format, scale_format)
     order = memory_order(y)
     scales = None if scales is None else _dense(scales, order)

@@ -16,17 +16,20 @@ def group_view(x: Tensor, granularity: Granularity) -> Tensor:
     """
     x = granularity.split(x)
     reduced = granularity.reduce_dims(x.dim())
-    kept = [d for d in range(x.dim()) if d not in reduced]
+    group_dims = [d for d in range(x.dim()) if d not in reduced]
     strides = x.stride()
     order = sorted(range(x.dim()), key=lambda d: -strides[d])
-    first = order.index(kept[0]) if kept else 0
-    if order[first : first + len(kept)] != kept:
-        order, first = [*kept, *reduced], 0
+    first = order.index(group_dims[0]) if group_dims else 0
+    if order[first : first + len(group_dims)] != group_dims:
+        # The dimensions of the groups do not lie side by side in memory: this one is a copy.
+        order = [*group_dims, *reduced]
+        first = 0
     sizes = [x.shape[d] for d in order]
-    after = first + len(kept)
-    return x.permute(order).reshape(
-        math.prod(sizes[:first]), math.prod(sizes[first:after]), math.prod(sizes[after:])
-    )
+    after = first + len(group_dims)
+    before_size = math.prod(sizes[:first])
+    groups = math.prod(sizes[first:after])
+    after_size = math.prod(sizes[after:])
+    return x.permute(order).reshape(before_size, groups, after_size)
 
 
 def pieces(x: Tensor, *, size: int, groups: int) -> Iterator[tuple[Tensor, slice]]:
@@ -57,15 +60,15 @@ def merged_dims(x: Tensor, amax: Tensor) -> tuple[list[int], list[bool]]:
     ``x`` is dense; ``amax`` has no dimension, or as many with sizes of 1 where it is shared.
     """
     sizes: list[int] = []
-    kept: list[bool] = []
+    is_kept: list[bool] = []
     for d in memory_order(x):
         size = x.shape[d]
         if size == 1:
             continue
         keep = amax.dim() > 0 and amax.shape[d] != 1
-        if kept and kept[-1] == keep:
+        if is_kept and is_kept[-1] == keep:
             sizes[-1] *= size
         else:
             sizes.append(size)
-            kept.append(keep)
-    return sizes, kept
+            is_kept.append(keep)
+    return sizes, is_kept

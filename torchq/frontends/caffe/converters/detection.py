@@ -168,7 +168,8 @@ class Detections(nn.Module):
         Classes come in order, each with its best boxes first. A batch without detections gives one
         row of -1.
         """
-        options, count = self.options, priors.shape[2] // 4
+        options = self.options
+        count = priors.shape[2] // 4
         labels = [label for label in range(options.classes) if label != options.background]
         places = 1 if options.shared else options.classes
         corners, spread = priors[0].reshape(2, count, 1, 4)

@@ -37,7 +37,8 @@ _DEPTHWISE = ("DepthwiseConvolution", "ConvolutionDepthwise", "ConvolutionDW")
 
 @converter("Convolution", "Deconvolution", *_DEPTHWISE, about="convolution_param")
 def _convolution(layer: CaffeLayer) -> Value:
-    transposed, weight = layer.op_type == "Deconvolution", layer.blob(0, "weight")
+    transposed = layer.op_type == "Deconvolution"
+    weight = layer.blob(0, "weight")
     spatial = weight.tensor.dim() - 2
     if spatial not in CONVOLUTIONS or layer.attr("axis", 1) != 1:
         layer.refuse(f"its weight has {spatial} spatial dimensions; expected 1 to 3, and axis 1")
@@ -61,7 +62,9 @@ def _convolution(layer: CaffeLayer) -> Value:
 @converter("InnerProduct", about="inner_product_param")
 def _inner_product(layer: CaffeLayer) -> Value:
     out, with_bias = layer.attr("num_output", int), layer.attr("bias_term", True)
-    axis, weight, x = layer.axis(), layer.blob(0, "weight"), layer.inputs[0]
+    axis = layer.axis()
+    weight = layer.blob(0, "weight")
+    x = layer.inputs[0]
     if weight.tensor.numel() % max(out, 1):
         layer.refuse(f"its weight has the shape {tuple(weight.tensor.shape)} for {out} outputs")
     transposed = layer.attr("transpose", False)
@@ -153,7 +156,8 @@ def _prelu(layer: CaffeLayer) -> Value:
 
 @converter("Swish", about="swish_param")
 def _swish(layer: CaffeLayer) -> Value:
-    beta, x = layer.attr("beta", 1.0), layer.inputs[0]
+    beta = layer.attr("beta", 1.0)
+    x = layer.inputs[0]
     if beta == 1.0:
         return layer.module(nn.SiLU(), x)
     return layer.call(torch.mul, x, layer.call(torch.sigmoid, layer.call(torch.mul, x, beta)))

@@ -163,7 +163,9 @@ def _slice(layer: CaffeLayer) -> list[Value]:
 
 @converter("Flatten", about="flatten_param")
 def _flatten(layer: CaffeLayer) -> Value:
-    start, end, ndim = layer.attr("axis", 1), layer.attr("end_axis", -1), layer.ndims[0]
+    start = layer.attr("axis", 1)
+    end = layer.attr("end_axis", -1)
+    ndim = layer.ndims[0]
     if (start, end) == (1, -1):
         layer.result_ndim = 2
         return layer.module(nn.Flatten(), layer.inputs[0])

@@ -46,18 +46,21 @@ def _bias(node: SymbolContext, out: int, without: bool = False) -> Constant | No
 @converter("Convolution", "Convolution_v1", "Deconvolution")
 def _convolution(node: SymbolContext) -> Value:
     kernel, window = _window(node, ("stride", 1), ("pad", 0), ("dilate", 1))
-    weight, (stride, pad, dilation) = node.parameter(1, "weight"), window
+    weight = node.parameter(1, "weight")
+    stride, pad, dilation = window
     shape = tuple(weight.tensor.shape)
     if list(shape[2:]) != kernel:
         node.refuse(f"its weight has shape {shape}; expected kernel {kernel}")
-    groups, transposed = node.attr("num_group", 1), node.op_type == "Deconvolution"
+    groups = node.attr("num_group", 1)
+    transposed = node.op_type == "Deconvolution"
     extra = None
     if transposed:
         node.expect("target_shape", "()", "[]", "(0, 0)", "(0,0)", "[0,0]")
         extra = node.attr("adj", []) or [0] * len(stride)
         if any(e >= max(s, d) for e, s, d in zip(extra, stride, dilation, strict=True)):
             node.refuse(f"adj is {extra}; expected less than the stride {stride}")
-    out, filters = shape[1] * groups if transposed else shape[0], node.attr("num_filter", int)
+    out = shape[1] * groups if transposed else shape[0]
+    filters = node.attr("num_filter", int)
     if filters != out:
         node.refuse(f"its weight has {out} filters; expected num_filter, {filters}")
     bias = _bias(node, out, transposed)
@@ -71,7 +74,8 @@ def _fully_connected(node: SymbolContext) -> Value:
     weight, hidden = node.parameter(1, "weight"), node.attr("num_hidden", int)
     if weight.tensor.dim() != 2 or weight.tensor.shape[0] != hidden:
         node.refuse(f"its weight has shape {tuple(weight.tensor.shape)}; expected ({hidden}, any)")
-    x, bias = node.inputs[0], _bias(node, hidden)
+    x = node.inputs[0]
+    bias = _bias(node, hidden)
     if node.attr("flatten", True) and node.ndim(0) != 2:
         x = node.call(torch.flatten, x, 1)
     module = nn.Linear(weight.tensor.shape[1], hidden, bias is not None, device="meta")
@@ -116,7 +120,8 @@ def _upsampling(node: SymbolContext) -> Value:
         return node.module(nn.Upsample(scale_factor=scale, mode="nearest"), node.inputs[0])
     if kind != "bilinear":
         node.refuse(f"sample_type is {kind!r}; expected nearest or bilinear")
-    weight, pad = node.parameter(1, "weight"), -(-(scale - 1) // 2)
+    weight = node.parameter(1, "weight")
+    pad = -(-(scale - 1) // 2)
     window = ([scale] * 2, [pad] * 2, [1, 1])
     channels = weight.tensor.shape[0]
     return node.layer(convolution(node.builder, [weight], window, channels, [0, 0]))
@@ -133,7 +138,8 @@ def _bilinear_resize(node: SymbolContext) -> Value:
     node.expect("mode", "size")
     sides = ("height", "width")
     scales = [node.attr(f"scale_{side}", float | None) for side in sides]
-    size, align = [node.attr(side, 1) for side in sides], node.attr("align_corners", True)
+    size = [node.attr(side, 1) for side in sides]
+    align = node.attr("align_corners", True)
     return node.call(resize_bilinear, node.inputs[0], size, scales, align)
 
 
@@ -213,7 +219,8 @@ row("BlockGrad stop_gradient", torch.Tensor.detach)
 
 @converter("Activation")
 def _activation(node: SymbolContext) -> Value:
-    kind, known = node.attr("act_type", str), _ACTIVATIONS | {"softrelu": nn.Softplus}
+    kind = node.attr("act_type", str)
+    known = _ACTIVATIONS | {"softrelu": nn.Softplus}
     if kind not in known:
         node.refuse(f"act_type is {kind!r}; expected one of {', '.join(known)}")
     return node.module(known[kind](), node.inputs[0])
@@ -243,7 +250,9 @@ def _leaky_relu(node: SymbolContext) -> Value:
 
 @converter("softmax", "log_softmax")
 def _softmax(node: SymbolContext) -> Value:
-    axis, temperature, x = node.attr("axis", -1), node.attr("temperature", 1.0), node.inputs[0]
+    axis = node.attr("axis", -1)
+    temperature = node.attr("temperature", 1.0)
+    x = node.inputs[0]
     node.expect("use_length", "False", "0")
     node.expect("dtype", "float32")
     if temperature != 1.0:

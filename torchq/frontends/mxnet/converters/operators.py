@@ -116,7 +116,8 @@ row("batch_dot", batch_dot, transpose_a=False, transpose_b=False)
 
 @converter("sum", "sum_axis", "mean", "max", "max_axis", "min", "min_axis")
 def _reduce(node: SymbolContext) -> Value:
-    kind, axes = node.op_type.partition("_")[0], node.attr("axis", [])
+    kind = node.op_type.partition("_")[0]
+    axes = node.attr("axis", [])
     options = node.attr("keepdims", False), node.attr("exclude", False)
     return node.call(reduce, node.inputs[0], kind, axes, *options)
 

@@ -131,7 +131,8 @@ _OF_SIZES = (torch.int64, torch.int32, torch.float32, torch.float64)
 
 @converter("Cast", "CastLike", dtypes=None)
 def _cast(node: NodeContext) -> Value:
-    value, source = node.inputs[0], node.dtype(0)
+    value = node.inputs[0]
+    source = node.dtype(0)
     dtype = dtype_of(node.attr("to", int)) if node.op_type == "Cast" else node.dtype(1)
     unknown = source is None and node.builder.dtypes.get(node.input_names[0], 0) is None
     if dtype not in NUMBERS or unknown:
@@ -196,7 +197,8 @@ def _softmax(node: NodeContext) -> Value:
 
 @converter("Clip")
 def _clip(node: NodeContext) -> Value:
-    x, given = node.inputs[0], [node.input(index) is not None for index in (1, 2)]
+    x = node.inputs[0]
+    given = [node.input(index) is not None for index in (1, 2)]
     low = scalar_or_value(node, 1) if given[0] else -torch.inf
     high = scalar_or_value(node, 2) if given[1] else torch.inf
     if not isinstance(low, (int, float)) or not isinstance(high, (int, float)):

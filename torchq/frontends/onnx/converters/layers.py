@@ -51,7 +51,9 @@ def _window(node: NodeContext) -> _Window:
 
 def _padded(node: NodeContext, window: _Window) -> tuple[Value, list[int]]:
     """Return the input, padded where both sides differ, and the padding that is left to a layer."""
-    x, (*sizes, pads), padding = node.inputs[0], window, symmetric(window.pads)
+    x = node.inputs[0]
+    *sizes, pads = window
+    padding = symmetric(window.pads)
     if isinstance(pads, str):
         x = node.call(pad_same, x, *sizes, pads == "SAME_UPPER")
     elif padding is None:
@@ -124,7 +126,8 @@ def _transposed_window(node: NodeContext, window: _Window, extra: list[int]) -> 
 @converter("MaxPool", "AveragePool")
 def _pool(node: NodeContext) -> Value:
     node.attr("kernel_shape", list)
-    kind, window = "max" if node.op_type == "MaxPool" else "avg", _window(node)
+    kind = "max" if node.op_type == "MaxPool" else "avg"
+    window = _window(node)
     if node.dtype(0) is not None and not node.floating(0):
         node.refuse("a pooling of integers is not supported")
     sizes = (window.kernel, window.stride, window.dilation, window.pads)
@@ -157,7 +160,8 @@ def conv_transpose(
     extra: Sequence[int],
 ) -> Tensor:
     """Return a transposed convolution, cropped by ``pads``, and grown by ``extra`` behind."""
-    function, spatial = _TRANSPOSED[weight.dim() - 2], len(stride)
+    function = _TRANSPOSED[weight.dim() - 2]
+    spatial = len(stride)
     y = function(x, weight, bias, list(stride), 0, 0, groups, list(dilation))
     grown = [0] * spatial + list(extra)
     amounts = pad_amounts([more - less for more, less in zip(grown, pads, strict=True)])
@@ -199,7 +203,9 @@ def _matmul(node: NodeContext) -> Value:
 
 @converter("Gemm")
 def _gemm(node: NodeContext) -> Value:
-    x, weight, bias = node.inputs[0], node.inputs[1], node.input(2)
+    x = node.inputs[0]
+    weight = node.inputs[1]
+    bias = node.input(2)
     transposed = node.attr("transA", False), node.attr("transB", False)
     factors = node.attr("alpha", 1.0), node.attr("beta", 1.0)
     if isinstance(weight, Constant) and _is_linear(node, weight, 0 if transposed[1] else 1):
@@ -288,7 +294,8 @@ def layer_norm(
 @converter("GroupNormalization")
 def _group_norm(node: NodeContext) -> Value:
     groups, epsilon, shape = node.attr("num_groups", int), node.attr("epsilon", 1e-5), node.shape(0)
-    parts, channels = _constants(node, 1, 2), shape[1] if shape else None
+    parts = _constants(node, 1, 2)
+    channels = shape[1] if shape else None
     if parts is None or channels is None or parts[0].tensor.numel() != channels:
         return node.call(group_norm, *node.inputs, groups, epsilon)
     module = filled(node.builder, nn.GroupNorm(groups, channels, epsilon), *parts)

@@ -102,9 +102,12 @@ def non_zero(x: Tensor) -> Tensor:
 
 @converter("Gather", dtypes=None)
 def _gather(node: NodeContext) -> Value:
-    axis, value, places = node.attr("axis", 0), node.inputs[0], node.constant(1)
+    axis = node.attr("axis", 0)
+    value = node.inputs[0]
+    places = node.constant(1)
     if places is not None and places.dim() <= 1:
-        numbers, scalar = places.reshape(-1).tolist(), places.dim() == 0
+        numbers = places.reshape(-1).tolist()
+        scalar = places.dim() == 0
         source = node.builder.shaped.get(value)
         if isinstance(value, Ints):
             return node.sizes([value.items[int(number)] for number in numbers], scalar)
@@ -124,7 +127,8 @@ def _gather(node: NodeContext) -> Value:
 
 def _is_table(node: NodeContext, axis: int) -> bool:
     """Return True for a lookup in a matrix of weights by token numbers, an embedding."""
-    value, dtype = node.inputs[0], node.dtype(1)
+    value = node.inputs[0]
+    dtype = node.dtype(1)
     is_weight = isinstance(value, Constant) and value.tensor.dim() == 2 and bool(value.name)
     if not is_weight or axis != 0 or node.constant(1) is not None:
         return False
@@ -170,7 +174,8 @@ def _reshape(node: NodeContext) -> Value:
 
 @converter("Transpose", dtypes=None)
 def _transpose(node: NodeContext) -> Value:
-    order, value = node.attr("perm", list | None), node.inputs[0]
+    order = node.attr("perm", list | None)
+    value = node.inputs[0]
     if order is None:
         return node.call(permuted, value, None)
     result = node.call(torch.permute, value, order)
@@ -198,7 +203,9 @@ def flatten_at(x: Tensor, axis: int) -> Tensor:
 
 @converter("Squeeze", dtypes=None)
 def _squeeze(node: NodeContext) -> Value:
-    axes, value, shape = node.axes(), node.inputs[0], node.shape(0)
+    axes = node.axes()
+    value = node.inputs[0]
+    shape = node.shape(0)
     if isinstance(value, Ints):
         return node.sizes(value.items, scalar=len(value.items) == 1 and not value.scalar)
     if axes is None and shape is not None and None not in shape:
@@ -232,7 +239,9 @@ def _concat(node: NodeContext) -> Value:
 
 @converter("Split", dtypes=None)
 def _split(node: NodeContext) -> list[Value]:
-    axis, count, value = node.attr("axis", 0), len(node.output_names), node.inputs[0]
+    axis = node.attr("axis", 0)
+    count = len(node.output_names)
+    value = node.inputs[0]
     sizes: Any = node.attr("split", list | None) or node.ints_or_input(1)
     if isinstance(value, Ints) and isinstance(sizes, list):
         ends = list(accumulate(sizes, initial=0))
@@ -295,7 +304,8 @@ def _pad(node: NodeContext) -> Value:
 
 @converter("DepthToSpace", "SpaceToDepth")
 def _blocks(node: NodeContext) -> Value:
-    block, spreads = node.attr("blocksize", int), node.op_type == "DepthToSpace"
+    block = node.attr("blocksize", int)
+    spreads = node.op_type == "DepthToSpace"
     if node.attr("mode", "DCR") == "CRD":
         module = torch.nn.PixelShuffle(block) if spreads else torch.nn.PixelUnshuffle(block)
         return node.module(module, node.inputs[0])

@@ -65,7 +65,8 @@ def weighted(
     node: NodeContext, module: nn.Module, weight: Constant, x: Value, transposed: bool = False
 ) -> Value:
     """Call a layer, or its quantized twin with the file's ranges if it stores codes."""
-    builder, name = node.builder, module_name(node, weight)
+    builder = node.builder
+    name = module_name(node, weight)
     found = builder.weights.get(weight)
     if found is not None and transposed:
         found = found.permuted((1, 0))
@@ -96,7 +97,8 @@ def _parameters(
             return None
         zero_point = torch.zeros(scale.shape, dtype=torch.float32).to(dtype)
     is_narrow = any(value in node.builder.four_bits for value in node.inputs)
-    bits, block_size = 4 if is_narrow else 0, node.attr("block_size", 0)
+    bits = 4 if is_narrow else 0
+    block_size = node.attr("block_size", 0)
     return Quantization(scale.float(), zero_point, axis, bits, block_size)
 
 
@@ -124,7 +126,9 @@ def _quantize(node: NodeContext) -> Value:
 
 @converter("DequantizeLinear", dtypes=frozenset(_CODES))
 def _dequantize(node: NodeContext) -> Value:
-    axis, block_size, value = node.attr("axis", 1), node.attr("block_size", 0), node.inputs[0]
+    axis = node.attr("axis", 1)
+    block_size = node.attr("block_size", 0)
+    value = node.inputs[0]
     found = _parameters(node, 1, 2, axis, node.dtype(0))
     if isinstance(value, fx.Node) and found is not None and value in node.builder.codes:
         source, given = node.builder.codes[value]

@@ -19,7 +19,8 @@ _DEFAULTS = {"LSTM": ["Sigmoid", "Tanh", "Tanh"], "GRU": ["Sigmoid", "Tanh"], "R
 
 @converter("LSTM", "GRU", "RNN")
 def _recurrent(node: NodeContext) -> list[Value]:
-    kind, direction = node.op_type, node.attr("direction", "forward")
+    kind = node.op_type
+    direction = node.attr("direction", "forward")
     directions = 2 if direction == "bidirectional" else 1
     default = _DEFAULTS[kind] * directions
     activations = [name.lower() for name in node.attr("activations", default)]
@@ -49,7 +50,8 @@ def _recurrent(node: NodeContext) -> list[Value]:
 
 def _as_module(node: NodeContext, directions: int, activations: list[str]) -> nn.Module | None:
     """Return torch's layer with the weights of the node, None where torch has no such layer."""
-    kind, weights = node.op_type, [node.input(index) for index in (1, 2, 3)]
+    kind = node.op_type
+    weights = [node.input(index) for index in (1, 2, 3)]
     plain = [name.lower() for name in _DEFAULTS[kind]] * directions
     is_relu = kind == "RNN" and set(activations) == {"relu"}
     w, r, b = ((part.tensor if isinstance(part, Constant) else None) for part in weights)
@@ -164,7 +166,8 @@ def _lstm(weights: list[Any], functions: list[Any], _: bool) -> _Step:
     w, r, b, p = weights
     gate, cell, out = functions
     pi, po, pf = (0.0, 0.0, 0.0) if p is None else p.chunk(3)
-    both, bias = torch.cat([w, r], 1), None if b is None else b.chunk(2)[0] + b.chunk(2)[1]
+    both = torch.cat([w, r], 1)
+    bias = None if b is None else b.chunk(2)[0] + b.chunk(2)[1]
 
     def step(x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, ...]:
         i, o, f, g = F.linear(torch.cat([x, h], 1), both, bias).chunk(4, 1)

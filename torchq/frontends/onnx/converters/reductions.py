@@ -46,7 +46,9 @@ def reduce(x: Tensor, op_type: str, axes: Tensor | Sequence[int], keep: bool, no
 @converter(*_PARTS)
 def _reduce(node: NodeContext) -> Value:
     keep, none = node.attr("keepdims", True), node.attr("noop_with_empty_axes", False)
-    kind, value, shape = node.op_type, node.inputs[0], node.shape(0)
+    kind = node.op_type
+    value = node.inputs[0]
+    shape = node.shape(0)
     is_known = node.input(1) is None or node.constant(1) is not None
     axes: Any = (node.axes() or []) if is_known else node.inputs[1]
     if kind in ("ReduceMax", "ReduceMin") and 0 in (shape or ()):

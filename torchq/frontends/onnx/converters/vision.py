@@ -33,7 +33,8 @@ _OPTIONS |= {"cubic_a": "cubic_coeff_a", "extrapolation": "extrapolation_value"}
 def _resize(node: NodeContext) -> Value:
     defaults = ResizeOptions()._asdict().items()
     options = ResizeOptions(*(node.attr(_OPTIONS.get(name, name), own) for name, own in defaults))
-    scales, sizes = node.constant(2), None
+    scales = node.constant(2)
+    sizes = None
     factors: Any = scales.tolist() if scales is not None and scales.numel() else None
     if factors is None and node.input(3) is not None:
         sizes = node.ints_or_input(3)
@@ -129,7 +130,8 @@ def resize(
     ``roi`` holds (2 * axes,) normalised bounds, ``options`` the fields of :class:`ResizeOptions`.
     """
     settings = ResizeOptions(*options)
-    own, crops = [x.shape[axis] for axis in axes], roi is not None
+    own = [x.shape[axis] for axis in axes]
+    crops = roi is not None
     if sizes is not None:
         wanted = sizes.tolist() if isinstance(sizes, Tensor) else list(sizes)
         factors = [w / n for w, n in zip(wanted, own, strict=True)]
