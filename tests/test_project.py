@@ -16,8 +16,11 @@ import torchq
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
     "README.md",
+    "AGENTS.md",
     "CHANGELOG.md",
+    "CODE_OF_CONDUCT.md",
     "CONTRIBUTING.md",
+    "RELEASE.md",
     "SECURITY.md",
     "benchmarks/README.md",
     *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))),
@@ -77,6 +80,10 @@ def test_changelog_describes_this_version() -> None:
     assert re.search(
         rf"^## {re.escape(torchq.__version__)} - \d{{4}}-\d\d-\d\d$", read("CHANGELOG.md"), re.M
     )
+
+
+def test_the_citation_is_of_this_version() -> None:
+    assert f"version: {torchq.__version__}" in read("CITATION.cff").splitlines()
 
 
 def test_metadata_is_read_without_importing_torch() -> None:
