@@ -55,7 +55,7 @@ def run_convert(options: argparse.Namespace) -> int:
             f"got {options.file!r}; expected a name that ends in {', '.join(ENDINGS)}"
         )
     target = Path(options.to)
-    shapes = [_sizes(text) for text in options.shape]
+    shapes = [_sizes(shape_text) for shape_text in options.shape]
     model: Any = load_model(options.file, options.weights)
     example = _random_inputs(model, shapes)
     program = _export(model, example)
@@ -76,14 +76,14 @@ def _sizes(text: str) -> list[int]:
 def _random_inputs(model: Any, shapes: list[list[int]]) -> tuple[Tensor, ...]:
     """Return random inputs, of ``shapes`` or of those that the file states, open sizes 1."""
     names: Any = model.input_names
-    known: Any = model.input_shapes
+    input_shapes: Any = model.input_shapes
     if shapes and len(shapes) != len(names):
         raise ConfigError(
             f"--shape: got {len(shapes)}; expected one for each of {', '.join(names)}"
         )
     result = []
     for number, name in enumerate(names):
-        sizes = [size or 1 for size in known[number] or ()]
+        sizes = [size or 1 for size in input_shapes[number] or ()]
         if shapes:
             sizes = shapes[number]
         if not sizes:
@@ -107,11 +107,11 @@ def _export(model: nn.Module, example: tuple[Tensor, ...]) -> torch.export.Expor
 def run_quantize(args: argparse.Namespace) -> int:
     """Carry out the command step by step, announce each step, and return the exit code."""
     say: Callable[[object], None] = quiet if args.json else print
-    found = prepare(args, say=say, held_out=args.compare, check=lambda: _check(args))
+    prepared = prepare(args, say=say, held_out=args.compare, check=lambda: _check(args))
     metric = read_metric(args)
-    comparison = _compare(found, metric, args, say)
-    files = _write(found, args, say)
-    report = _report(found, metric, args, say)
+    comparison = _compare(prepared, metric, args, say)
+    files = _write(prepared, args, say)
+    report = _report(prepared, metric, args, say)
     if report is not None:
         files["report"] = report
     if args.json:
@@ -220,16 +220,16 @@ def _show(args: argparse.Namespace, text: object, data: Callable[[], Any]) -> No
 
 def run_doctor(args: argparse.Namespace) -> int:
     """Look for mistakes; 1 if there is an error."""
-    found = prepare(args, say=quiet, held_out=0, check=lambda: read_metric(args))
-    report = torchq.doctor(found.model, found.calibration, metric=read_metric(args))
+    prepared = prepare(args, say=quiet, held_out=0, check=lambda: read_metric(args))
+    report = torchq.doctor(prepared.model, prepared.calibration, metric=read_metric(args))
     _show(args, report, lambda: plain({"ok": report.ok, **dataclasses.asdict(report)}))
     return 0 if report.ok else 1
 
 
 def run_report(args: argparse.Namespace) -> int:
     """Write or print the report."""
-    found = prepare(args, say=quiet, held_out=args.num_batches, check=lambda: _check_out(args))
-    report = torchq.report(found.model, found.held_out, args.out, read_metric(args))
+    prepared = prepare(args, say=quiet, held_out=args.num_batches, check=lambda: _check_out(args))
+    report = torchq.report(prepared.model, prepared.held_out, args.out, read_metric(args))
     verdict = report.data["verdict"]
     written = f"{verdict['sentence']} {verdict['blame']}\nwrote {args.out}"
     _show(args, report if args.out is None else written, lambda: report.data)
@@ -258,14 +258,14 @@ def run_plan(args: argparse.Namespace) -> int:
     _check_plan(args)
     model = read_model(args)
     if not args.budget:
-        found = torchq.plan(model, named_config(args.recipe), target=args.target, **selection(args))
+        plan = torchq.plan(model, named_config(args.recipe), target=args.target, **selection(args))
         fields = ("name", "input", "weight", "reason")
         rows = [
             {k: None if (v := getattr(d, k)) is None else str(v) for k in fields}
-            for d in found.decisions
+            for d in plan.decisions
         ]
-        shown = found.table() if args.rows else found
-        _show(args, shown, lambda: {"decisions": rows, "config": found.recipe})
+        shown = plan.table() if args.rows else plan
+        _show(args, shown, lambda: {"decisions": rows, "config": plan.recipe})
         return 0
     batches, _ = read_batches(model, args)
     if args.fuse:
@@ -295,13 +295,13 @@ def _formats(args: argparse.Namespace) -> list[int | str]:
 
 
 def _budget(texts: list[str]) -> dict[str, float]:
-    found = {}
-    for text in texts:
-        kind, _, number = text.partition("=")
+    budget = {}
+    for entry in texts:
+        kind, _, number = entry.partition("=")
         try:
-            found[kind] = float(number)
+            budget[kind] = float(number)
         except ValueError:
             raise ConfigError(
-                f"--budget {text}: expected KIND=NUMBER, such as mean_bits=5"
+                f"--budget {entry}: expected KIND=NUMBER, such as mean_bits=5"
             ) from None
-    return found
+    return budget

@@ -54,8 +54,8 @@ def load_digits(seed: int = 0) -> tuple[Split, Split]:
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-    first, rest = order[:1200], order[1200:]
-    return Split(images[first], labels[first]), Split(images[rest], labels[rest])
+    first, test_rows = order[:1200], order[1200:]
+    return Split(images[first], labels[first]), Split(images[test_rows], labels[test_rows])
 
 
 class ConvBN(nn.Sequential):
@@ -164,12 +164,12 @@ def run_demo(args: argparse.Namespace) -> int:
     demo.report(net)
     rows = [demo.row("FP32, as trained", before), *demo.rows]
     head = ["model", "accuracy", "same class as FP32", "ONNX file", "ONNX = PyTorch"]
-    text = markdown_table([head, *(row.cells() for row in rows)])
-    (out / "table.md").write_text(text + "\n")
+    table = markdown_table([head, *(row.cells() for row in rows)])
+    (out / "table.md").write_text(table + "\n")
     (out / "results.json").write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
     names = ", ".join(sorted(p.name for p in out.iterdir()))
     seconds = time.perf_counter() - started
-    print(f"\n{text}\n\nwrote {names} to {out} in {seconds:.0f} s")
+    print(f"\n{table}\n\nwrote {names} to {out} in {seconds:.0f} s")
     print(_NEXT.format(report=out / "report.html"))
     return 0
 

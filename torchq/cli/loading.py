@@ -52,8 +52,10 @@ def check_paths(args: argparse.Namespace) -> None:
             if name == "export":
                 endings = (*endings, *writers_of(args))
             if not path.endswith(endings):
-                known = " or ".join(endings)
-                raise ConfigError(f"{option} {path}: expected a name that ends in {known}")
+                readable_endings = " or ".join(endings)
+                raise ConfigError(
+                    f"{option} {path}: expected a name that ends in {readable_endings}"
+                )
     check_different(written, read)
 
 
@@ -87,11 +89,11 @@ def check_different(
     written: Mapping[str, str | None], read: Mapping[str, str] | None = None
 ) -> None:
     """Raise an error where an option names the file of another one, also through links."""
-    seen = {os.path.realpath(path): option for option, path in (read or {}).items()}
+    option_of_path = {os.path.realpath(path): option for option, path in (read or {}).items()}
     for option, path in written.items():
         if path is None:
             continue
-        first = seen.setdefault(os.path.realpath(path), option)
+        first = option_of_path.setdefault(os.path.realpath(path), option)
         if first != option:
             raise ConfigError(f"{option} {path}: is the file of {first} too; expected another one")
 
@@ -127,13 +129,15 @@ def _weights_beside(name: str) -> str:
         pattern = f"{glob.escape(stem)}-[0-9]*.params"
         kind = "params"
     numbered = r"-\d+\.params|\.caffemodel"
-    found = [path for path in glob.glob(pattern) if re.fullmatch(numbered, path[len(stem) :])]
-    if not found:
+    weight_files = [
+        path for path in glob.glob(pattern) if re.fullmatch(numbered, path[len(stem) :])
+    ]
+    if not weight_files:
         raise ConfigError(
             f"{name}: got no .{kind} beside it; expected {Path(pattern).name}. "
             "Name the file with --weights"
         )
-    return max(found)
+    return max(weight_files)
 
 
 IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff")
@@ -215,7 +219,7 @@ def _torchvision(name: str) -> nn.Module:
     try:
         return models.get_model(name, weights=None)
     except ValueError:
-        close = [known for known in models.list_models() if known[:4] == name[:4]]
+        close = [candidate for candidate in models.list_models() if candidate[:4] == name[:4]]
         raise ConfigError(
             f"--model torchvision:{name}: no such model; "
             f"expected one like {', '.join(close[:6]) or 'resnet18'}"

@@ -48,14 +48,18 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print what is wrong and what may be meant, and exit with code 2."""
-        known = set(_OPTION.findall(self.format_help())) | set(self.children)
+        option_names = set(_OPTION.findall(self.format_help())) | set(self.children)
         for child in self.children.values():
-            known |= set(_OPTION.findall(child.format_help()))
+            option_names |= set(_OPTION.findall(child.format_help()))
         wrong = re.findall(r"invalid choice: '([^']+)'", message)
         wrong += re.findall(r"unrecognized arguments: (\S+)", message)
         choices = re.findall(r"choose from (.*)\)", message)
-        named = {name.strip(" '") for text in choices for name in text.split(",")}
-        close = [c for w in wrong for c in difflib.get_close_matches(w, sorted(known | named), n=2)]
+        named = {name.strip(" '") for choice_text in choices for name in choice_text.split(",")}
+        close = [
+            c
+            for w in wrong
+            for c in difflib.get_close_matches(w, sorted(option_names | named), n=2)
+        ]
         suggestion = f". Did you mean {' or '.join(close)}?" if close else ""
         self.exit(2, f"{self.prog}: error: {message}{suggestion}\nSee {self.prog} --help\n")
 
@@ -268,11 +272,11 @@ def build_parser() -> Parser:
     parser = Parser(prog="torchq", description=description, epilog=_EXAMPLES, **formatted)
     parser.add_argument("--version", action="version", version=f"torchq {torchq.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, (run, text, groups, example) in COMMANDS.items():
+    for name, (run, help_text, groups, example) in COMMANDS.items():
         child = commands.add_parser(
             name,
-            help=text,
-            description=f"{text[0].upper()}{text[1:]}.",
+            help=help_text,
+            description=f"{help_text[0].upper()}{help_text[1:]}.",
             epilog=f"example:\n  torchq {name} {example}",
             **formatted,
         )

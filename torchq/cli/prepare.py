@@ -133,34 +133,38 @@ def read_batches(
     labelled = getattr(args, "labels", False)
     source: Iterable[Any] = load_batches(args.data, images, labelled=labelled)
     with explained(f"--data {args.data}"):
-        found = list(islice(source, args.num_batches + held_out))
+        batches = list(islice(source, args.num_batches + held_out))
     # Of short data a quarter stays for the comparison.
-    kept = min(held_out, max(1, len(found) // 4)) if len(found) > 1 else 0
-    count = min(args.num_batches, len(found) - kept)
-    calibration, rest = _pieces(found[:count], fixed), _pieces(found[count:], fixed)
+    kept_back = min(held_out, max(1, len(batches) // 4)) if len(batches) > 1 else 0
+    count = min(args.num_batches, len(batches) - kept_back)
+    calibration, held_back = _pieces(batches[:count], fixed), _pieces(batches[count:], fixed)
     if not calibration:
-        wanted = "at least one" if fixed is None else f"at least {fixed} images, as the file fixes"
-        raise ConfigError(f"--data: got no batch; expected {wanted}")
-    return calibration, rest
+        expected_count = (
+            "at least one" if fixed is None else f"at least {fixed} images, as the file fixes"
+        )
+        raise ConfigError(f"--data: got no batch; expected {expected_count}")
+    return calibration, held_back
 
 
 def named_ranges(args: argparse.Namespace) -> tuple[str, str] | None:
     """Return the option and the file with the ranges of the tensors of an ONNX file, or None."""
-    given = ((option, getattr(args, option, None)) for option in _NAMED_RANGES)
-    return next(((option, path) for option, path in given if path is not None), None)
+    option_values = ((option, getattr(args, option, None)) for option in _NAMED_RANGES)
+    return next(((option, path) for option, path in option_values if path is not None), None)
 
 
 def _random_images(model: nn.Module, args: argparse.Namespace) -> Tensor:
     """Return random images of the size that an ONNX file takes, which show what reads a tensor."""
-    given = [f"--{name} too" for name in ("data", "calib") if getattr(args, name) is not None]
-    if given or not args.model.endswith(".onnx"):
+    other_sources = [
+        f"--{name} too" for name in ("data", "calib") if getattr(args, name) is not None
+    ]
+    if other_sources or not args.model.endswith(".onnx"):
         raise ConfigError(
-            f"{_source(args)}: got {', '.join(given) or f'the model {args.model}'}; expected "
-            "MODEL.onnx and no --data or --calib, since the ranges are those of that file"
+            f"{_source(args)}: got {', '.join(other_sources) or f'the model {args.model}'}; "
+            "expected MODEL.onnx and no --data or --calib, since the ranges are those of that file"
         )
     shapes: Any = model.input_shapes
-    known = len(shapes) == 1 and shapes[0] and all(shapes[0][1:])
-    size = shapes[0][1:] if known else (3, *_image_size(model, args))
+    has_sizes = len(shapes) == 1 and shapes[0] and all(shapes[0][1:])
+    size = shapes[0][1:] if has_sizes else (3, *_image_size(model, args))
     generator = torch.Generator().manual_seed(args.seed)
     return torch.randn(fixed_batch(model, args) or 1, *size, generator=generator)
 
@@ -175,14 +179,14 @@ def _pieces(batches: list[Any], size: int | None) -> list[Any]:
     """Return batches of exactly ``size`` images, of images alone or with labels."""
     if size is None:
         return batches
-    found: list[Any] = []
+    whole_batches: list[Any] = []
     for batch in batches:
         if isinstance(batch, Tensor):
-            found += [images for images in batch.split(size) if len(images) == size]
+            whole_batches += [images for images in batch.split(size) if len(images) == size]
         else:
             pairs = zip(*(tensor.split(size) for tensor in batch), strict=True)
-            found += [pair for pair in pairs if len(pair[0]) == size]
-    return found
+            whole_batches += [pair for pair in pairs if len(pair[0]) == size]
+    return whole_batches
 
 
 def fixed_batch(model: nn.Module, args: argparse.Namespace) -> int | None:
@@ -203,11 +207,11 @@ def _image_size(model: nn.Module, args: argparse.Namespace) -> tuple[int, int]:
             "images (N, 3, height, width). Pass package.module:loader, or call "
             "torchq.onnx.apply_calibration_cache or apply_encodings from Python"
         )
-    wanted = args.image_size or (_SIZE, _SIZE)
-    height, width = (fixed or side for fixed, side in zip(stated[2:], wanted, strict=True))
+    image_size = args.image_size or (_SIZE, _SIZE)
+    height, width = (fixed or side for fixed, side in zip(stated[2:], image_size, strict=True))
     if args.image_size not in (None, (height, width)):
         raise ConfigError(
-            f"--image-size {wanted[0]}x{wanted[1]}: {args.model} fixes {height}x{width}; "
+            f"--image-size {image_size[0]}x{image_size[1]}: {args.model} fixes {height}x{width}; "
             "leave the option out"
         )
     return height, width
@@ -238,7 +242,7 @@ def prepare(
     if ranges is None:
         require(args, "data")
     check()
-    calibration, rest = read_batches(model, args, held_out)
+    calibration, held_back = read_batches(model, args, held_out)
     fixed = fixed_batch(model, args)
     images = example_of(calibration[0])
     example = images[: fixed or 1].to(args.device)
@@ -252,18 +256,18 @@ def prepare(
     say(torchq.quantize_(model, config, target=args.target, example=one, **selection(args)))
     if getattr(args, "load", None):
         torchq.load(model, args.load)
-        return Prepared(model, example, fixed is not None, calibration, rest or calibration)
+        return Prepared(model, example, fixed is not None, calibration, held_back or calibration)
     if getattr(args, "export", None):
         torchq.onnx.preflight.check_formats(model, args.opset)
     if ranges is not None:
-        found = _NAMED_RANGES[ranges[0]](model, ranges[1], (example,))
-        say(f"took {len(found)} ranges from {ranges[1]}")
+        ranges_report = _NAMED_RANGES[ranges[0]](model, ranges[1], (example,))
+        say(f"took {len(ranges_report)} ranges from {ranges[1]}")
         return Prepared(model, example, fixed is not None, calibration, calibration)
     started = time.perf_counter()
     torchq.calibrate(model, calibration, method=args.calib, on_unseen=args.on_unseen)
     batches = "1 batch" if len(calibration) == 1 else f"{len(calibration)} batches"
     say(f"calibrated on {batches} in {time.perf_counter() - started:.1f} s")
-    return Prepared(model, example, fixed is not None, calibration, rest or calibration)
+    return Prepared(model, example, fixed is not None, calibration, held_back or calibration)
 
 
 @contextmanager

@@ -22,18 +22,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("script", help="the script to run")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     install()
     # Worker processes import the script again. They find the old names on the search path.
     sys.path.append(_SHIM)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), _SHIM]))
-    sys.argv = [given.script, *given.arguments]
-    if given.module:
+    sys.argv = [options.script, *options.arguments]
+    if options.module:
         sys.path.insert(0, os.getcwd())
-        runpy.run_module(given.script, run_name="__main__", alter_sys=True)
+        runpy.run_module(options.script, run_name="__main__", alter_sys=True)
     else:
-        sys.path.insert(0, str(Path(given.script).resolve().parent))
-        runpy.run_path(given.script, run_name="__main__")
+        sys.path.insert(0, str(Path(options.script).resolve().parent))
+        runpy.run_path(options.script, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ def stand_in() -> dict[str, ModuleType]:
     module = ModuleType("absl.logging", "Stand-in of torchq.compat for absl.logging.")
 
     def set_verbosity(level: int | str) -> None:
-        wanted = level.upper() if isinstance(level, str) else level
-        found = (std for name, (number, std) in _LEVELS.items() if wanted in (name, number))
-        log.setLevel(next(found, logging.INFO))
+        asked_level = level.upper() if isinstance(level, str) else level
+        levels = (std for name, (number, std) in _LEVELS.items() if asked_level in (name, number))
+        log.setLevel(next(levels, logging.INFO))
 
     def log_first_n(level: int, text: str, n: int, *args: Any) -> None:
         if level <= 0:
@@ -39,7 +39,9 @@ def stand_in() -> dict[str, ModuleType]:
     )
     package = ModuleType("absl", "Stand-in of torchq.compat for absl.")
     package.__dict__.update(logging=module, __path__=[], STANDS_FOR=__name__)
-    for made in (package, module):
+    for fake_module in (package, module):
         # For find_spec("absl").
-        made.__spec__ = ModuleSpec(made.__name__, None, is_package=made is package)
+        fake_module.__spec__ = ModuleSpec(
+            fake_module.__name__, None, is_package=fake_module is package
+        )
     return {"absl": package, "absl.logging": module}

@@ -149,7 +149,7 @@ def adaround_(
     """
     if steps < 1:
         raise ConfigError(f"adaround_: got steps={steps}; expected at least 1")
-    found = find_layers("adaround_", model, integer=True)
+    layers_and_skipped = find_layers("adaround_", model, integer=True)
     done: dict[str, AdaRoundBlock] = {}
     finished: list[str] = []
     with torch.no_grad(), evaluating(model):
@@ -166,7 +166,7 @@ def adaround_(
             finished.extend(one.layers)
             replay.finish(number, "quantized")
 
-        skipped = replay.treat(found, block, treat, finished, progress)
+        skipped = replay.treat(layers_and_skipped, block, treat, finished, progress)
     return AdaRoundReport(done, skipped, len(replay.batches))
 
 
@@ -211,11 +211,11 @@ def _kept(block: Block) -> AbstractContextManager[Callable[[], None]]:
 
 def _learnable_ranges(model: nn.Module, part: nn.Module) -> list[TensorQuantizer]:
     """Return the activation quantizers that only ``part`` uses and whose ranges can be learned."""
-    own = set(part.modules())
+    part_modules = set(part.modules())
     outside = {
         child
         for module in model.modules()
-        if module not in own
+        if module not in part_modules
         for child in module.children()
         if child is not part
     }
@@ -252,8 +252,8 @@ class SoftWeight:
         self._scale, self._bounds = scale, (quant_min, quant_max)
         codes = (weight / scale).clamp(quant_min, quant_max)
         self._floor = codes.floor()
-        rest = (codes - self._floor).clamp(_MARGIN, 1 - _MARGIN)
-        p = (rest - _GAMMA) / (_ZETA - _GAMMA)
+        fraction = (codes - self._floor).clamp(_MARGIN, 1 - _MARGIN)
+        p = (fraction - _GAMMA) / (_ZETA - _GAMMA)
         self.v = (p.log() - (1 - p).log()).requires_grad_()
 
     @classmethod

@@ -155,7 +155,7 @@ def gptq_(
         >>> list(torchq.ptq.gptq_(model, batches, progress=False).layers)
         ['0', '1']
     """
-    found = find_layers("gptq_", model)
+    layers_and_skipped = find_layers("gptq_", model)
     with torch.no_grad(), evaluating(model):
         replay = Replay("gptq_", model, batches, num_batches, forward)
         rounding = BlockRounding(replay)
@@ -164,7 +164,7 @@ def gptq_(
             rounding.treat(number, one)
             replay.finish(number, "quantized")
 
-        skipped = replay.treat(found, block, treat, rounding.done, progress)
+        skipped = replay.treat(layers_and_skipped, block, treat, rounding.done, progress)
     return GPTQReport(rounding.done, skipped, len(replay.batches))
 
 
@@ -200,14 +200,14 @@ class BlockRounding:
         self, number: int, names: list[str]
     ) -> tuple[dict[tuple[str, int], Tensor], set[str]]:
         """Return the targets of layers by batch, and the layers that are added to a shortcut."""
-        found: dict[tuple[str, int], Tensor] = {}
+        targets: dict[tuple[str, int], Tensor] = {}
         repairing: set[str] = set()
         for index in range(len(self.replay.batches)):
             got = self.replay.run(number, index, "float", names)
             for name, out in got.outputs.items():
-                found[name, index] = out + got.shortcuts[name] if name in got.shortcuts else out
+                targets[name, index] = out + got.shortcuts[name] if name in got.shortcuts else out
             repairing |= got.shortcuts.keys()
-        return found, repairing
+        return targets, repairing
 
 
 def _round_(
@@ -230,13 +230,15 @@ def _round_(
 
     bias = None if layer.bias is None else layer.bias.detach()
     before = error(grid_of(layer).nearest(w0.to(m.xx.dtype)), bias)
-    wanted = m.wanted(w0, max(_RIDGE, _RIDGE_OF_FEW * scarcity))
+    target_weight = m.wanted(w0, max(_RIDGE, _RIDGE_OF_FEW * scarcity))
     diagonals = m.xx.diagonal(dim1=1, dim2=2).clone()
     quantizer = weight_quantizer(layer)
     with undone_on_error(quantizer, written=own_tensors([quantizer])):
         damping = max(_DAMPING, scarcity - _FEW)
-        found = [damped_(matrix, damping, Elimination.of) for matrix in m.xx]
-        rounded, amax = round_with_best_ranges(layer, wanted, m.xx, [one for one, _ in found])
+        solved = [damped_(matrix, damping, Elimination.of) for matrix in m.xx]
+        rounded, amax = round_with_best_ranges(
+            layer, target_weight, m.xx, [one for one, _ in solved]
+        )
         quantizer.set_amax(amax)
         weight = weight_from_matrix(layer, rounded).to(layer.weight.dtype)
         check_on_grid("gptq_", name, layer, weight)
@@ -248,7 +250,9 @@ def _round_(
     forget_corrections(layer)  # They were fitted to the weight before.
     if bias is not None:
         layer.bias.copy_(bias)
-    return GPTQLayer(before, after, max(used for _, used in found), repairs_shortcut), wanted
+    return GPTQLayer(
+        before, after, max(damping_of_group for _, damping_of_group in solved), repairs_shortcut
+    ), target_weight
 
 
 class Moments:
@@ -355,8 +359,8 @@ def ridge_regression(weight: Tensor, xx: Tensor, tx: Tensor, ridge: float) -> Te
         factors, pivots = torch.linalg.lu_factor(xx)
     finally:
         xx.diagonal().copy_(diagonal)
-    wanted = tx + r * weight.to(tx.dtype)
-    return torch.linalg.lu_solve(factors, pivots, wanted.T).T.contiguous()
+    right_side = tx + r * weight.to(tx.dtype)
+    return torch.linalg.lu_solve(factors, pivots, right_side.T).T.contiguous()
 
 
 @dataclass(frozen=True)
@@ -521,8 +525,8 @@ def _refit(layer: Any, weight: Tensor, h: Tensor, amax: Tensor, q: Tensor) -> tu
     fitted = torch.where((fitted > 0) & fitted.isfinite(), fitted, amax)
     new = grid_of(layer, fitted)
     start = (codes.to(new.scale.dtype) * new.scale).to(q.dtype)
-    is_better, found = _better(_descend_groups(start, weight, h, new), q, weight, h)
-    return torch.where(is_better.view(amax.shape), fitted, amax), found
+    is_better, better_codes = _better(_descend_groups(start, weight, h, new), q, weight, h)
+    return torch.where(is_better.view(amax.shape), fitted, amax), better_codes
 
 
 def _weighted_search(

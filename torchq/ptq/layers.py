@@ -58,9 +58,9 @@ def find_layers(
     With ``integer`` the weights must have integer codes. No layer at all, or a fixed range of an
     activation that is not known, is an error that starts with ``where``.
     """
-    found = {n: (m, _obstacle(model, m, integer)) for n, m in weighted_modules(model)}
-    layers = {name: module for name, (module, reason) in found.items() if reason is None}
-    skipped = {name: reason for name, (_, reason) in found.items() if reason is not None}
+    obstacles = {n: (m, _obstacle(model, m, integer)) for n, m in weighted_modules(model)}
+    layers = {name: module for name, (module, reason) in obstacles.items() if reason is None}
+    skipped = {name: reason for name, (_, reason) in obstacles.items() if reason is not None}
     check_found(where, layers, skipped, "a model with quantized Linear or Conv layers")
     check_calibrated(where, model)
     return layers, skipped
@@ -150,10 +150,10 @@ def check_calibrated(where: str, model: nn.Module) -> None:
 
 def check_not_calibrated(where: str, model: nn.Module) -> None:
     """Raise an error for a calibrated model."""
-    known = [name for name, quantizer in quantizers(model).items() if quantizer.calibrated]
-    if known:
+    calibrated = [name for name, quantizer in quantizers(model).items() if quantizer.calibrated]
+    if calibrated:
         raise ConfigError(
-            f"{where}: got a calibrated model ({known[0]} has a range), whose ranges would be "
+            f"{where}: got a calibrated model ({calibrated[0]} has a range), whose ranges would be "
             "wrong afterwards; expected a call before torchq.calibrate"
         )
 
@@ -267,5 +267,5 @@ def report_text(
 ) -> str:
     """Return a table of what was treated, then of what was left alone with reasons, and a line."""
     empty = [""] * (len(header) - 2)
-    left = [(name, *empty, f"SKIPPED: {reason}") for name, reason in skipped.items()]
-    return table([tuple(header), *map(tuple, rows), *left], last)
+    skipped_rows = [(name, *empty, f"SKIPPED: {reason}") for name, reason in skipped.items()]
+    return table([tuple(header), *map(tuple, rows), *skipped_rows], last)

@@ -61,18 +61,20 @@ def find_blocks(
     two layers each, such as the encoder around the blocks of a transformer. A layer outside all
     others is a block of its own. ``patterns`` name the blocks in place of the structure.
     """
-    found: dict[str, nn.Module] = {}
+    modules_by_name: dict[str, nn.Module] = {}
     once = {n: m for n, m in layers.items() if len(calls.get(id(m), ())) == 1}
     if patterns is None:
-        _split(model, "", layers, calls, found, inside_chain=True)
+        _split(model, "", layers, calls, modules_by_name, inside_chain=True)
     else:
-        found = _chosen(model, layers, patterns)
-        found |= {n: m for n, m in once.items() if not _is_below(n, found)}
+        modules_by_name = _chosen(model, layers, patterns)
+        modules_by_name |= {n: m for n, m in once.items() if not _is_below(n, modules_by_name)}
     blocks = []
-    for name, module in found.items():
-        own = [(n, m) for n, m in once.items() if _is_below(n, [name])]
-        if own:
-            blocks.append(Block(name, module, dict(sorted(own, key=lambda i: calls[id(i[1])]))))
+    for name, module in modules_by_name.items():
+        block_layers = [(n, m) for n, m in once.items() if _is_below(n, [name])]
+        if block_layers:
+            blocks.append(
+                Block(name, module, dict(sorted(block_layers, key=lambda i: calls[id(i[1])])))
+            )
     blocks.sort(key=lambda block: calls[id(next(iter(block.layers.values())))])
     treated = {path for block in blocks for path in block.layers}
     skipped = {
@@ -100,7 +102,7 @@ def _chosen(
     """Return the outermost modules with layers that the patterns select."""
     single = isinstance(patterns, (str, type)) or callable(patterns)
     listed: Sequence[Pattern] = [patterns] if single else list(patterns)  # type: ignore
-    found: dict[str, nn.Module] = {}
+    chosen: dict[str, nn.Module] = {}
     for pattern in listed:
         check_pattern(pattern)
         hits = {
@@ -113,8 +115,8 @@ def _chosen(
                 f"block: got {pattern_text(pattern)}, which matches no module with layers to "
                 f"treat; expected a pattern such as {next(iter(layers), 'layer1.*')!r}"
             )
-        found |= hits
-    return {name: m for name, m in found.items() if not _is_below(name, found.keys() - {name})}
+        chosen |= hits
+    return {name: m for name, m in chosen.items() if not _is_below(name, chosen.keys() - {name})}
 
 
 def _split(
@@ -154,15 +156,15 @@ def _holds_list_of_blocks(module: nn.Module, name: str, layers: dict[str, Any]) 
 @contextmanager
 def replaced_forward(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
     """Call ``function`` in place of the forward of ``module``."""
-    own = vars(module).get("forward")
+    own_forward = vars(module).get("forward")
     vars(module)["forward"] = function
     try:
         yield
     finally:
-        if own is None:
+        if own_forward is None:
             del vars(module)["forward"]
         else:
-            vars(module)["forward"] = own
+            vars(module)["forward"] = own_forward
 
 
 class _AdditionWatch(TorchFunctionMode):
@@ -317,13 +319,13 @@ class Replay:
 
         with self._floating():
             flow = record(self.model, None, is_leaf, forward=lambda *_: self._call(0))
-        found: dict[int, list[int]] = {}
+        forgotten: dict[int, list[int]] = {}
         for call in flow.calls:
             number = numbers.get(id(call.module))
             readers = [numbers.get(id(r.module), len(blocks)) for r in flow.consumers(call)]
             if number is not None:
-                found.setdefault(max(readers, default=number + 1), []).append(number)
-        return found
+                forgotten.setdefault(max(readers, default=number + 1), []).append(number)
+        return forgotten
 
     def finish(self, number: int, kind: Kind) -> None:
         """Keep the outputs of block ``number`` for the blocks after it.
@@ -355,11 +357,11 @@ class Replay:
         All blocks before it are finished; ``kind`` chooses their outputs, and whether quantizers
         are on. The run ends once the first input or shortcut is there, if ``until`` says so.
         """
-        found = Captured()
+        captured = Captured()
         layers = {name: self._blocks[number].layers[name] for name in names}
 
         def note(what: str, name: str, tensor: Tensor) -> None:
-            getattr(found, what)[name] = tensor.detach().clone()
+            getattr(captured, what)[name] = tensor.detach().clone()
             if what == until:
                 raise _Stop
 
@@ -381,14 +383,14 @@ class Replay:
             suppress(_Stop),
         ):
             self._call(index)
-        return found
+        return captured
 
     def arguments(self, number: int, index: int) -> tuple[Any, dict[str, Any]]:
         """Return what block ``number`` of the quantized model is called with."""
-        found: list[Any] = []
+        arguments: list[Any] = []
 
         def enter(args: Any, kwargs: Any, _: None) -> None:
-            found.append(map_tensors((args, kwargs), _cloned))
+            arguments.append(map_tensors((args, kwargs), _cloned))
             raise _Stop
 
         watched = [(self._blocks[number].module, enter)]
@@ -398,7 +400,7 @@ class Replay:
             suppress(_Stop),
         ):
             self._call(index)
-        args, kwargs = found[0]
+        args, kwargs = arguments[0]
         return args, kwargs
 
     @contextmanager

@@ -133,19 +133,19 @@ def smooth_(
     if alpha != "auto" and not (isinstance(alpha, (int, float)) and 0 <= alpha <= 1):
         raise ConfigError(f"smooth_: got alpha={alpha!r}; expected 0 to 1, or 'auto'")
     check_not_calibrated("smooth_", model)
-    kept = kept_batches("smooth_", batches, num_batches)
+    kept_list = kept_batches("smooth_", batches, num_batches)
     with torch.no_grad(), evaluating(model), quantizing_only(quantizers(model).values()):
-        groups, skipped = _find_groups(model, kept[0])
+        groups, skipped = _find_groups(model, kept_list[0])
         check_found("smooth_", groups, skipped, "quantized Linear layers behind a norm")
-        seen = _observe_inputs(model, groups, kept, forward, progress)
+        input_ranges = _observe_inputs(model, groups, kept_list, forward, progress)
 
         def change() -> list[SmoothedGroup]:
-            return [_smooth(group, seen[group.names[0]], alpha) for group in groups]
+            return [_smooth(group, input_ranges[group.names[0]], alpha) for group in groups]
 
         layers = [module for group in groups for module in (*group.layers, group.norm)]
         most, outputs = largest_change(_TOLERANCE, layers), partial(float_outputs, model)
         smoothed, error = change_checked(
-            change, layers, partial(outputs, kept[0], forward), most, "smooth_", _REMEDY
+            change, layers, partial(outputs, kept_list[0], forward), most, "smooth_", _REMEDY
         )
     return SmoothReport(tuple(smoothed), skipped, error)
 
@@ -235,7 +235,7 @@ def _observe_inputs(
     progress: bool,
 ) -> dict[str, _Inputs]:
     """Run the float model and return what the first layer of each group reads."""
-    found: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    moments_by_layer: dict[str, list[tuple[Tensor, Tensor]]] = {}
     each = max(1, _ROWS // len(batches))
 
     def note(name: str, args: Any, kwargs: Any, _: None) -> None:
@@ -243,14 +243,14 @@ def _observe_inputs(
         rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
         largest = torch.cat([rows.abs(), rows.new_zeros(1, rows.shape[1])]).amax(0)
         samples = rows[:: max(1, len(rows) // each)][:each].clone()
-        found.setdefault(name, []).append((largest, samples))
+        moments_by_layer.setdefault(name, []).append((largest, samples))
 
     watched = [(group.layers[0], partial(note, group.names[0])) for group in groups]
     with watching(watched, before=True):
         for batch in progress_bar(batches, description="smooth_", enabled=progress):
             call_model(model, batch, forward=forward, device=device_of(model))
     result = {}
-    for name, parts in found.items():
+    for name, parts in moments_by_layer.items():
         largest, samples = torch.stack([p[0] for p in parts]), torch.cat([p[1] for p in parts])
         result[name] = _Inputs(largest.amax(0), samples)
         check_finite(f"smooth_: {name}", len(samples), result[name].largest)
@@ -268,14 +268,14 @@ def _smooth(group: _Group, inputs: _Inputs, asked: float | str) -> SmoothedGroup
         return _channel_factors(inputs.largest, columns, exponent)
 
     alpha = _best_alpha(group, inputs.samples, factors) if isinstance(asked, str) else asked
-    found = factors(alpha)
+    best_factors = factors(alpha)
     if alpha is not None:
         for layer in group.layers:
-            scale_(layer, found, inputs=True)
+            scale_(layer, best_factors, inputs=True)
         for parameter in (group.norm.weight, getattr(group.norm, "bias", None)):
             if parameter is not None:
-                parameter.div_(found.to(parameter.dtype))
-    before, after = spread(inputs.largest), spread(inputs.largest / found)
+                parameter.div_(best_factors.to(parameter.dtype))
+    before, after = spread(inputs.largest), spread(inputs.largest / best_factors)
     return SmoothedGroup(group.names, group.source, alpha, before, after)
 
 
@@ -311,7 +311,9 @@ def _error(layer: Any, x: Tensor, factors: Tensor) -> float:
     """Return the squared error of the output of one layer with some factors."""
     weight = layer.weight.detach().float()
     pair = (layer.input_quantizer, layer.weight_quantizer)
-    known = [q for q in pair if isinstance(q, TensorQuantizer)]
-    with quantizing_only(known, known):  # Before calibration they take the range of each call.
-        found = pair[0](x / factors) @ pair[1](weight * factors).t()
-    return float((found - x @ weight.t()).square().sum())
+    pair_quantizers = [q for q in pair if isinstance(q, TensorQuantizer)]
+    with quantizing_only(
+        pair_quantizers, pair_quantizers
+    ):  # Before calibration they take the range of each call.
+        output = pair[0](x / factors) @ pair[1](weight * factors).t()
+    return float((output - x @ weight.t()).square().sum())

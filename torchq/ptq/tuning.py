@@ -92,13 +92,13 @@ class TunedConfig:
     source: str = field(default="config", compare=False)
 
     def __post_init__(self) -> None:
-        given = [("method", self.method, methods()), ("algorithm", self.algorithm, ALGORITHMS)]
-        given += [("before", name, PREPARATIONS) for name in self.before]
-        for argument, value, known in given:
-            if value is not None and value not in known:
+        choices = [("method", self.method, methods()), ("algorithm", self.algorithm, ALGORITHMS)]
+        choices += [("before", name, PREPARATIONS) for name in self.before]
+        for argument, value, allowed in choices:
+            if value is not None and value not in allowed:
                 raise ConfigError(
                     f"TunedConfig: got {argument}={short_repr(value)}; expected None or one of "
-                    f"{', '.join(known)}"
+                    f"{', '.join(allowed)}"
                 )
 
     def apply_(
@@ -139,8 +139,8 @@ class TunedConfig:
         unseen = "" if on_unseen == "error" else f", on_unseen={on_unseen!r}"
         lines = [f"torchq.quantize_(model, {self.source}{target}, example=batches[0])"]
         for name in self.before:
-            given = "batches[0]" if name == "equalize_" else "batches"
-            lines.append(f"torchq.ptq.{name}(model, {given})")
+            argument = "batches[0]" if name == "equalize_" else "batches"
+            lines.append(f"torchq.ptq.{name}(model, {argument})")
         lines.append(f"torchq.calibrate(model, batches{method}{unseen})")
         if self.algorithm is not None:
             lines.append(f"torchq.ptq.{self.algorithm}(model, batches)")
@@ -200,9 +200,9 @@ class TuneResult:
         rows = [("tried", "metric", "bits of a weight", "seconds", "because")]
         rows.append(("float", f"{self.float_metric:.4g}", "32", "", ""))
         for trial in self.table:
-            found = trial.error or f"{trial.metric:.4g}"
+            outcome = trial.error or f"{trial.metric:.4g}"
             bits = "" if math.isnan(trial.mean_bits) else f"{trial.mean_bits:.3g}"
-            rows.append((trial.change, found, bits, f"{trial.seconds:.1f}", trial.reason))
+            rows.append((trial.change, outcome, bits, f"{trial.seconds:.1f}", trial.reason))
         verdict = "keeps the metric" if self.kept else "does NOT keep the metric"
         seconds = sum(trial.seconds for trial in self.table)
         text = f"{self.metric:.4g} of {self.float_metric:.4g} {verdict}: "
@@ -215,8 +215,8 @@ def _bits(descriptor: QuantDescriptor) -> int:
 
 
 def _descriptors(config: QuantConfig, slot: str) -> list[QuantDescriptor]:
-    found = (getattr(rule, slot) for rule in config.rules)
-    return [descriptor for descriptor in found if descriptor is not None]
+    descriptors = (getattr(rule, slot) for rule in config.rules)
+    return [descriptor for descriptor in descriptors if descriptor is not None]
 
 
 #: From the best settings so far and the search to settings with one change, or to the same ones
@@ -242,9 +242,9 @@ def _algorithm(
     best: TunedConfig, search: _Search, name: str, least: int = 1, most: int = _FLOAT_BITS
 ) -> TunedConfig:
     """Return settings with an algorithm, for narrowest weights and inputs of some widths."""
-    found = [_bits(d) for slot in ("weight", "input") for d in _descriptors(best.config, slot)]
+    widths = [_bits(d) for slot in ("weight", "input") for d in _descriptors(best.config, slot)]
     return (
-        replace(best, algorithm=name) if least <= min(found, default=_FLOAT_BITS) <= most else best
+        replace(best, algorithm=name) if least <= min(widths, default=_FLOAT_BITS) <= most else best
     )
 
 
@@ -286,8 +286,8 @@ def _mixture(best: TunedConfig, search: _Search, part: float) -> TunedConfig:
     config = mixed_precision(
         search.model, search.batches, budget=budget, formats=formats, progress=False
     )
-    text = f'{budget=}, formats=[{narrow.settings.source}, "{wide}"]'
-    source = f"torchq.mixed_precision(model, batches, {text})"
+    arguments = f'{budget=}, formats=[{narrow.settings.source}, "{wide}"]'
+    source = f"torchq.mixed_precision(model, batches, {arguments})"
     return replace(narrow.settings, config=config, source=source)
 
 
@@ -376,17 +376,17 @@ def tune(
         torchq.quantize_(model, torchq.recipes.int8(), example=batches[0])
         torchq.calibrate(model, batches)
     """
-    kept = kept_batches("tune", batches)
+    kept_list = kept_batches("tune", batches)
     if not 0 <= max_drop < math.inf:
         raise ConfigError(f"tune: got max_drop={max_drop}; expected a number >= 0")
     quantized = next(iter(quantizers(model)), None)
     if quantized is not None:
         raise ConfigError(f"tune: got a quantized model ({quantized}); expected a float one")
-    measure = _found_metric(metric, model, kept)
+    measure = _found_metric(metric, model, kept_list)
     float_metric = metric_of(measure, copy_module(model).eval())
     if not math.isfinite(float_metric):
         raise ConfigError(f"tune: the metric of the float model is {float_metric}; expected finite")
-    search = _Search(model, kept, measure, float_metric - max_drop)
+    search = _Search(model, kept_list, measure, float_metric - max_drop)
     deadline = math.inf if time_limit is None else time.monotonic() + time_limit
     candidates = search.candidates(_start(recipe, target))
     for trial in progress_bar(candidates, description="tune", enabled=progress, unit="trial"):
@@ -429,10 +429,10 @@ def _result(search: _Search, float_metric: float) -> TuneResult:
             f"expected at least {search.wanted:.4g}. Allow a larger max_drop or more bits",
             stacklevel=3,
         )
-    found, report = search.model_of(trial.settings)
+    model, report = search.model_of(trial.settings)
     code = trial.settings.code("disable" if report.unseen else "error")
     figures = float_metric, trial.metric, trial.mean_bits
-    return TuneResult(found, trial.settings, code, *figures, search.kept, tuple(search.table))
+    return TuneResult(model, trial.settings, code, *figures, search.kept, tuple(search.table))
 
 
 def metric_of(metric: Metric, model: nn.Module) -> float:
@@ -449,17 +449,17 @@ def metric_of(metric: Metric, model: nn.Module) -> float:
 
 def _mean_weight_bits(model: nn.Module) -> float:
     """Return the mean width of the weights of quantized layers, and of others of their kinds."""
-    found: list[tuple[int, int]] = []
+    ranked: list[tuple[int, int]] = []
     for module in model.modules():
         if isinstance(module, QuantModule):
             for quantizer, weight in module.quantized_weights():
                 on = quantizer.quantizing
                 bits = quantizer.descriptor.format.bits if on else _FLOAT_BITS
-                found.append((bits, weight.numel()))
+                ranked.append((bits, weight.numel()))
         elif isinstance(module, _LAYERS):
-            found.append((_FLOAT_BITS, module.weight.numel()))
-    total = sum(count for _, count in found)
-    return sum(bits * count for bits, count in found) / total if total else math.nan
+            ranked.append((_FLOAT_BITS, module.weight.numel()))
+    total = sum(count for _, count in ranked)
+    return sum(bits * count for bits, count in ranked) / total if total else math.nan
 
 
 class _Search:
@@ -508,17 +508,17 @@ class _Search:
     def try_out(self, trial: TuneTrial) -> None:
         """Quantize and measure one candidate, and add its row to the table."""
         started = time.monotonic()
-        found = math.nan
+        metric = math.nan
         bits = math.nan
         error = ""
         try:
             model, _ = self.model_of(trial.settings)
-            found, bits = metric_of(self.metric, model), _mean_weight_bits(model)
+            metric, bits = metric_of(self.metric, model), _mean_weight_bits(model)
         except TorchqError as reason:
             error = str(reason)
         seconds = time.monotonic() - started
-        trial = replace(trial, metric=found, mean_bits=bits, seconds=seconds, error=error)
+        trial = replace(trial, metric=metric, mean_bits=bits, seconds=seconds, error=error)
         self.table.append(trial)
         log.debug("tune: %s: %s", trial.change, trial.error or trial.metric)
-        if math.isfinite(found) and (self.best is None or found > self.best.metric):
+        if math.isfinite(metric) and (self.best is None or metric > self.best.metric):
             self.best = trial

@@ -91,13 +91,15 @@ class MaxCalibrator(_Calibrator):
         granularity = PerTensor() if axis is None else PerAxis(tuple(axis))
         x = x.detach()
         amax = reduce_groups(x if x.is_floating_point() else x.float(), granularity).float()
-        known = self._calib_amax
-        if known is not None and known.shape != amax.shape:
+        amax_before = self._calib_amax
+        if amax_before is not None and amax_before.shape != amax.shape:
             raise CalibrationError(
                 f"MaxCalibrator: amax shape changed: got {tuple(amax.shape)}; "
-                f"expected {tuple(known.shape)} as before"
+                f"expected {tuple(amax_before.shape)} as before"
             )
-        self._calib_amax = amax if known is None else torch.maximum(known.to(amax.device), amax)
+        self._calib_amax = (
+            amax if amax_before is None else torch.maximum(amax_before.to(amax.device), amax)
+        )
         if self._track_amax:
             self._amaxs.append(amax.cpu().numpy().copy())
 
@@ -248,10 +250,10 @@ class HistogramCalibrator(_Calibrator):
 
     def __repr__(self) -> str:
         edges = self._calib_bin_edges
-        seen = "nothing"
+        range_text = "nothing"
         if edges is not None:
-            seen = f"[0, {float(edges[-1]):.4g}] in {len(edges) - 1} bins"
-        return f"{super().__repr__()[:-1]} collected {seen})"
+            range_text = f"[0, {float(edges[-1]):.4g}] in {len(edges) - 1} bins"
+        return f"{super().__repr__()[:-1]} collected {range_text})"
 
 
 def _compute_amax_entropy(

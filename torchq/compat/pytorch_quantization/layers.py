@@ -22,10 +22,10 @@ class _ConstructorOfConvNd(_utils.QuantMixin):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args[:11], **kwargs)
-        given = [*args[11:13], None, None]
+        extra_arguments = [*args[11:13], None, None]
         self.init_quantizer(
-            quant_desc_input or given[0] or self.default_quant_desc_input,
-            quant_desc_weight or given[1] or self.default_quant_desc_weight,
+            quant_desc_input or extra_arguments[0] or self.default_quant_desc_input,
+            quant_desc_weight or extra_arguments[1] or self.default_quant_desc_weight,
         )
 
     _quant = LegacyLayer._quant  # noqa: SLF001

@@ -118,9 +118,11 @@ class QuantMixin(_InputMixin):
 
 def pop_quant_desc_in_kwargs(quant_cls: Any, input_only: bool = False, **kwargs: Any) -> Any:
     """Return the descriptors in ``kwargs``, by default those of ``quant_cls``."""
-    known = ["quant_desc_input"] + ["quant_desc_weight"] * (not input_only)
-    if unused := sorted(set(kwargs) - set(known)):
-        raise LegacyTypeError(f"Unused keys: got {unused}; expected {' or '.join(known)}")
+    descriptor_names = ["quant_desc_input"] + ["quant_desc_weight"] * (not input_only)
+    if unused := sorted(set(kwargs) - set(descriptor_names)):
+        raise LegacyTypeError(
+            f"Unused keys: got {unused}; expected {' or '.join(descriptor_names)}"
+        )
     input_descriptor = kwargs.get("quant_desc_input", quant_cls.default_quant_desc_input)
     if input_only:
         return input_descriptor
@@ -134,11 +136,11 @@ class LegacyLayer(QuantModule):
     """Base of legacy layers, between a mixin and a class of :mod:`torchq.nn` in the bases."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        known = inspect.signature(self.float_class.__init__).parameters
-        own = {key: kwargs.pop(key) for key in list(kwargs) if key in known}
+        parameters = inspect.signature(self.float_class.__init__).parameters
+        float_arguments = {key: kwargs.pop(key) for key in list(kwargs) if key in parameters}
         input_only = not self.weight_slots
         descriptors = pop_quant_desc_in_kwargs(type(self), input_only=input_only, **kwargs)
-        super(QuantModule, self).__init__(*args, **own)
+        super(QuantModule, self).__init__(*args, **float_arguments)
         arguments = (descriptors,) if input_only else descriptors
         self.init_quantizer(*arguments)  # type: ignore[operator]
 

@@ -213,22 +213,22 @@ class TensorQuantizer(core.TensorQuantizer):
                 f"Use del quantizer.{name} to forget it"
             )
         with torch.inference_mode(False), torch.no_grad():
-            known = getattr(self, name, None)
+            tensor = getattr(self, name, None)
             new = torch.as_tensor(value).detach().to(dtype=torch.float32, copy=True)
             if bool((new < 0).any()) and name == "_amax":
                 raise ConfigError(
                     f"amax: got {value}; expected no negative values. Take the absolute maximum"
                 )
-            if known is None:
+            if tensor is None:
                 self.register_buffer(name, new)
-            elif known.shape != new.shape:
+            elif tensor.shape != new.shape:
                 raise CalibrationError(
                     f"{name[1:]}: Changing shape when setting it is not allowed: "
-                    f"got {tuple(new.shape)}; expected {tuple(known.shape)}. "
+                    f"got {tuple(new.shape)}; expected {tuple(tensor.shape)}. "
                     f"Use del quantizer.{name} first"
                 )
             else:
-                known.copy_(new)
+                tensor.copy_(new)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Scripts assign the private range of a quantizer that has none yet. It must become a
@@ -258,12 +258,12 @@ class TensorQuantizer(core.TensorQuantizer):
         self._adopt(amax.detach().to(dtype=torch.float32, copy=True))
 
     def _adopt(self, new: Tensor, end: str = "amax") -> None:
-        known = self.amax
-        if known is not None and known.shape == new.shape:
-            known.copy_(new)
+        amax = self.amax
+        if amax is not None and amax.shape == new.shape:
+            amax.copy_(new)
         else:
             self._buffers.pop("_amax", None)
-            self.register_buffer("_amax", new if known is None else new.to(known.device))
+            self.register_buffer("_amax", new if amax is None else new.to(amax.device))
 
     def forget_amax(self) -> None:
         """Remove the range; from now on each call uses the range of its own data."""
@@ -443,8 +443,8 @@ class TensorQuantizer(core.TensorQuantizer):
                 "TensorQuantizer: the scale is not known; expected a calibrated amax. "
                 "Run load_calib_amax()"
             )
-        known = self.range_for(torch.empty(0, device="cpu") if x is None else x)
-        return self._placed(known.map(live_range).qparams(self.descriptor.format))
+        range_now = self.range_for(torch.empty(0, device="cpu") if x is None else x)
+        return self._placed(range_now.map(live_range).qparams(self.descriptor.format))
 
     def set_qparams(self, scale: Any, zero_point: Any = None) -> None:
         """Raise an error: the arithmetic of pytorch-quantization starts from amax."""

@@ -65,9 +65,9 @@ def pool(
         return sums
     inside = torch.ones((1, 1, *x.shape[2:]), dtype=x.dtype, device=x.device)
     if include_pad:
-        own = pad_amounts(pads)
-        inside = F.pad(inside, own, value=1.0)
-        reached = [extra - side for extra, side in zip(reached, own, strict=True)]
+        padding = pad_amounts(pads)
+        inside = F.pad(inside, padding, value=1.0)
+        reached = [extra - side for extra, side in zip(reached, padding, strict=True)]
     return sums / _sums(F.pad(inside, reached), kernel, window)
 
 
@@ -221,15 +221,15 @@ def _suppress(
     else:
         first, second = boxes[..., :2], boxes[..., 2:]
         corners = torch.cat([torch.minimum(first, second), torch.maximum(first, second)], -1)
-    found = []
+    detections = []
     for batch in range(scores.shape[0]):
         for kind in range(scores.shape[1]):
-            own = scores[batch, kind]
-            order = torch.sort(own, descending=True, stable=True).indices
+            class_scores = scores[batch, kind]
+            order = torch.sort(class_scores, descending=True, stable=True).indices
             if score_limit is not None:
-                order = order[own[order] > score_limit]
-            found += [[batch, kind, i] for i in _keep(corners[batch], order, most, iou_limit)]
-    return torch.tensor(found, dtype=torch.int64, device=boxes.device).reshape(-1, 3)
+                order = order[class_scores[order] > score_limit]
+            detections += [[batch, kind, i] for i in _keep(corners[batch], order, most, iou_limit)]
+    return torch.tensor(detections, dtype=torch.int64, device=boxes.device).reshape(-1, 3)
 
 
 def _fake_suppression(boxes: Tensor, scores: Tensor, *_: object) -> Tensor:
@@ -262,14 +262,14 @@ def _written_suppression(inputs: Sequence[Tensor], center_form: bool) -> Tensor:
 
 
 def _keep(corners: Tensor, order: Tensor, most: int, overlap: float) -> list[int]:
-    kept: list[int] = []
-    while len(order) and len(kept) < most:
+    kept_indices: list[int] = []
+    while len(order) and len(kept_indices) < most:
         best = int(order[0])
-        kept.append(best)
-        rest = order[1:]
+        kept_indices.append(best)
+        remaining = order[1:]
         # Boxes without an area overlap nothing: their share is NaN, which is not greater.
-        order = rest[~(_iou(corners[rest], corners[best]) > overlap)]
-    return kept
+        order = remaining[~(_iou(corners[remaining], corners[best]) > overlap)]
+    return kept_indices
 
 
 def kept_boxes(boxes: Tensor, scores: Tensor, overlap: float, score_limit: float) -> Tensor:
@@ -278,8 +278,8 @@ def kept_boxes(boxes: Tensor, scores: Tensor, overlap: float, score_limit: float
     boxes = torch.cat([low, torch.maximum(low, high)], -1).detach()
     scores = scores.detach()
     kinds, places = scores.shape[1:]
-    found = non_max_suppression(boxes, scores, places, overlap, score_limit, False)
-    flat = (found[:, 0] * kinds + found[:, 1]) * places + found[:, 2]
+    detections = non_max_suppression(boxes, scores, places, overlap, score_limit, False)
+    flat = (detections[:, 0] * kinds + detections[:, 1]) * places + detections[:, 2]
     return torch.zeros_like(scores).reshape(-1).scatter(0, flat, 1.0).reshape(scores.shape) > 0
 
 
@@ -295,5 +295,5 @@ def ranked(
 
 def lookup(x: Tensor, places: Tensor, axis: int) -> Tensor:
     """Return entries of ``x`` along ``axis``, which is not negative, in the shape of ``places``."""
-    found = x.index_select(axis, places.reshape(-1))
-    return found.reshape((*x.shape[:axis], *places.shape, *x.shape[axis + 1 :]))
+    selected = x.index_select(axis, places.reshape(-1))
+    return selected.reshape((*x.shape[:axis], *places.shape, *x.shape[axis + 1 :]))

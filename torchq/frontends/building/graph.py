@@ -166,22 +166,28 @@ class GraphBuilder:
 
     def input(self, name: str) -> fx.Node:
         """Return a new argument of ``forward``, named after an input of the file."""
-        taken = {"self", *(str(n.target) for n in self.graph.nodes if n.op == "placeholder")}
-        return self.graph.placeholder(_first_free(identifier(name), 2, lambda n: n not in taken))
+        used_names = {"self", *(str(n.target) for n in self.graph.nodes if n.op == "placeholder")}
+        return self.graph.placeholder(
+            _first_free(identifier(name), 2, lambda n: n not in used_names)
+        )
 
     def parameter(
         self, value: Constant, key: str = "", tensor: Tensor | None = None
     ) -> nn.Parameter:
         """Return a parameter with the values of a constant, the same one for the same name."""
         tensor = (value.tensor if tensor is None else tensor).contiguous()
-        made = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
-        return self.parameters.setdefault(f"{value.name}\0{key}", made) if value.name else made
+        parameter = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+        return (
+            self.parameters.setdefault(f"{value.name}\0{key}", parameter)
+            if value.name
+            else parameter
+        )
 
     def stored(self, value: Constant) -> fx.Node:
         """Return a node that gives a constant: a parameter of the result, or a buffer."""
-        known = self._tensors.get(id(value.tensor))
-        if known is not None:
-            return known
+        stored_name = self._tensors.get(id(value.tensor))
+        if stored_name is not None:
+            return stored_name
         # A slash separates parts of what belongs to one node, whose path a module may take later.
         name = value.name.replace(".", "_") if "/" in value.name else value.name
         path = free_path(self.root, name.replace("/", "_") or "constant")
@@ -401,8 +407,8 @@ class FileNode(Attributes):
         return Constant(result)
 
     def _as_arguments(self, arguments: Any) -> Any:
-        known = (Constant, Ints)
-        return _nested(arguments, lambda v: self.tensor(v) if isinstance(v, known) else v)
+        constant_types = (Constant, Ints)
+        return _nested(arguments, lambda v: self.tensor(v) if isinstance(v, constant_types) else v)
 
 
 def _nested(arguments: Any, function: Callable[[Any], Any]) -> Any:
@@ -415,6 +421,6 @@ def _nested(arguments: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def _has_nodes(arguments: Any) -> bool:
-    found: list[Any] = []
-    _nested(arguments, found.append)
-    return any(isinstance(value, (fx.Node, Ints)) for value in found)
+    nodes: list[Any] = []
+    _nested(arguments, nodes.append)
+    return any(isinstance(value, (fx.Node, Ints)) for value in nodes)

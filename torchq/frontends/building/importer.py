@@ -66,9 +66,9 @@ class NetworkImporter:
         """Refuse nodes that have no converter, all at once."""
         unknown = collections.Counter(kind for kind in kinds if kind not in self.converters)
         if unknown:
-            found = ", ".join(f"{kind} ({count})" for kind, count in sorted(unknown.items()))
+            counts = ", ".join(f"{kind} ({count})" for kind, count in sorted(unknown.items()))
             raise FrontendError(
-                f"{self.where}: got {self.kinds} that cannot be converted: {found}. Register a "
+                f"{self.where}: got {self.kinds} that cannot be converted: {counts}. Register a "
                 f"converter with torchq.frontends.{self.format}.converter, or cut the network"
             )
 
@@ -89,6 +89,8 @@ class NetworkImporter:
     ) -> fx.GraphModule:
         """Return the result: inputs come with their shapes, if known, and outputs with names."""
         end = FileNode(self.builder, "output", "output", {}, [])
-        found = [end.tensor(self.value(output, name)) for output, name in outputs]
+        output_nodes = [end.tensor(self.value(output, name)) for output, name in outputs]
         names, shapes = [name for name, _ in inputs], [shape for _, shape in inputs]
-        return self.builder.finish(found, title, names, [name for _, name in outputs], shapes)
+        return self.builder.finish(
+            output_nodes, title, names, [name for _, name in outputs], shapes
+        )

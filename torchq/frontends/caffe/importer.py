@@ -118,12 +118,12 @@ class _Importer(NetworkImporter):
 
     def _outputs(self) -> list[tuple[Output, str]]:
         """Return the values that no layer reads but one that is dropped."""
-        found = [
+        candidates = [
             ((number, place), name)
             for number, layer in self._kept.items()
             for place, name in enumerate(layer.tops)
             if (number, place) not in self._read
         ]
-        if not found:
+        if not candidates:
             raise FrontendError(f"{self.where}: got no output; expected a layer that gives one")
-        return found
+        return candidates

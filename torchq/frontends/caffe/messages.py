@@ -218,10 +218,10 @@ def read_weights(source: Any, where: str) -> dict[str, list[Tensor]]:
 def _layer(
     data: memoryview, name_field: int, blob_field: int, where: str
 ) -> tuple[str, list[Tensor]]:
-    found = [(n, value) for n, value in fields(data, where) if not isinstance(value, int)]
-    names = [bytes(value).decode("utf-8", "replace") for n, value in found if n == name_field]
+    submessages = [(n, value) for n, value in fields(data, where) if not isinstance(value, int)]
+    names = [bytes(value).decode("utf-8", "replace") for n, value in submessages if n == name_field]
     name = ["", *names][-1]
-    blobs = [value for n, value in found if n == blob_field]
+    blobs = [value for n, value in submessages if n == blob_field]
     return name, [_blob(blob, f"{where}: layer {name!r}") for blob in blobs]
 
 

@@ -125,7 +125,7 @@ class _Reader:
 
 def _type_of(message: Message, old: bool) -> str:
     """Return the type of a layer; those of version 1 are written in capitals."""
-    text = message.text("type")
+    type_name = message.text("type")
     if not old:
-        return text
-    return _V1_TYPES.get(text, "".join(part.title() for part in text.split("_")))
+        return type_name
+    return _V1_TYPES.get(type_name, "".join(part.title() for part in type_name.split("_")))

@@ -55,16 +55,16 @@ class Settings(Attributes):
     def numbers(self, name: str) -> list[float]:
         """Return the numbers of a field that may be repeated."""
         self.seen.add(name)
-        found = self._message.values.get(name, [])
-        if any(isinstance(value, (str, Message, bool)) for value in found):
-            self.refuse(f"{name} is {found!r}; expected numbers")
-        return [value for value in found if isinstance(value, (int, float))]
+        entries = self._message.values.get(name, [])
+        if any(isinstance(value, (str, Message, bool)) for value in entries):
+            self.refuse(f"{name} is {entries!r}; expected numbers")
+        return [value for value in entries if isinstance(value, (int, float))]
 
     def choice(self, name: str, *names: str, first: int = 0) -> str:
         """Return one of the names of an enumeration."""
         self.seen.add(name)
-        found = self._message.scalars(name)
-        value = found[-1] if found else names[0]
+        numbers = self._message.scalars(name)
+        value = numbers[-1] if numbers else names[0]
         if isinstance(value, float) and value - first in range(len(names)):
             value = names[int(value) - first]
         if value not in names:
@@ -128,8 +128,8 @@ class CaffeLayer(FileNode):
 
     def vector(self, index: int, what: str, count: int | None = None) -> Constant:
         """Return a weight of the layer without the leading dimensions that old files give it."""
-        found = self.blob(index, what, count)
-        return Constant(found.tensor.reshape(-1), found.name, trainable=True)
+        blob = self.blob(index, what, count)
+        return Constant(blob.tensor.reshape(-1), blob.name, trainable=True)
 
     def axis(self) -> Any:
         """Return the axis, counted from the end where it is negative and the size is known."""

@@ -77,8 +77,8 @@ def adopt_(model: nn.Module, other: nn.Module | torch.export.ExportedProgram) ->
             f"modules; expected scales per tensor or channel. Quantize these otherwise there:\n"
             f"{bullets(refused)}"
         )
-    kept = [*model.parameters(), *model.buffers()]
-    with unchanged_on_error(model), undone_on_error(model, written=kept):
+    held_tensors = [*model.parameters(), *model.buffers()]
+    with unchanged_on_error(model), undone_on_error(model, written=held_tensors):
         return _carry_out(model, graph, {p: f for p, f in layers.items() if isinstance(f, Layer)})
 
 
@@ -89,10 +89,10 @@ def _maker_of(other: nn.Module) -> Maker:
                 return maker
         elif isinstance(other, nn.Module) and next(modules_of(other, maker.package), None):
             return maker
-    known = ", ".join(maker.name for maker in MAKERS)
+    maker_names = ", ".join(maker.name for maker in MAKERS)
     raise ConfigError(
         f"adopt_: got a {type(other).__name__} in which nothing is quantized by a known library; "
-        f"expected a model of {known}, as the library's own functions return it"
+        f"expected a model of {maker_names}, as the library's own functions return it"
     )
 
 
@@ -101,9 +101,9 @@ def _carry_out(model: nn.Module, other: nn.Module, layers: Mapping[str, Layer]) 
     rules = _rules(model, layers)
     _copy_values(model, other, layers)
     plan = quantize_(model, QuantConfig(rules, name="adopted"), progress=False)
-    known = dict(model.named_modules(remove_duplicate=False))
+    modules = dict(model.named_modules(remove_duplicate=False))
     for path, layer in layers.items():
-        module = known[path]
+        module = modules[path]
         assert isinstance(module, QuantModule)
         for slot in module.slots():
             quantizer = getattr(module, f"{slot}_quantizer")
@@ -117,11 +117,11 @@ def _carry_out(model: nn.Module, other: nn.Module, layers: Mapping[str, Layer]) 
 
 def _rules(model: nn.Module, layers: Mapping[str, Layer]) -> tuple[Rule, ...]:
     """Return a rule for each layer, which must be one that torchq quantizes."""
-    known = dict(model.named_modules(remove_duplicate=False))
+    modules = dict(model.named_modules(remove_duplicate=False))
     rules: list[Rule] = []
     wrong: list[str] = []
     for path, layer in layers.items():
-        module = known.get(path)
+        module = modules.get(path)
         cls = None if module is None else quantized_class(type(module))
         if cls is None or set(layer.grids) - set(cls.slots()):
             got = "no module" if module is None else f"a {type(module).__name__}"
@@ -145,13 +145,15 @@ def _rules(model: nn.Module, layers: Mapping[str, Layer]) -> tuple[Rule, ...]:
 
 def _copy_values(model: nn.Module, other: nn.Module, layers: Mapping[str, Layer]) -> None:
     """Give the model the parameters and buffers that the maker computes with."""
-    given = {
+    maker_tensors = {
         f"{p}.{n}".lstrip("."): v for p, layer in layers.items() for n, v in layer.values.items()
     }
-    state = {**other.state_dict(), **given}
-    own = model.state_dict()
-    missing = sorted(n for n in own if n not in state) + sorted(n for n in given if n not in own)
-    wrong = [n for n in own if n in state and state[n].shape != own[n].shape]
+    state = {**other.state_dict(), **maker_tensors}
+    model_state = model.state_dict()
+    missing = sorted(n for n in model_state if n not in state) + sorted(
+        n for n in maker_tensors if n not in model_state
+    )
+    wrong = [n for n in model_state if n in state and state[n].shape != model_state[n].shape]
     if missing or wrong:
         raise ConfigError(
             f"adopt_: the networks differ: {', '.join((missing + wrong)[:6])} stand in one alone "
@@ -159,7 +161,7 @@ def _copy_values(model: nn.Module, other: nn.Module, layers: Mapping[str, Layer]
             "BatchNorm folded by torchq.fuse_ where its maker folds it"
         )
     with torch.no_grad():
-        for name, tensor in own.items():
+        for name, tensor in model_state.items():
             tensor.copy_(state[name])
 
 

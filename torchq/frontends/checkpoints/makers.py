@@ -61,9 +61,11 @@ def axis_of(scale: Tensor) -> int | None:
 def modules_of(other: nn.Module, package: str) -> Iterator[tuple[str, nn.Module, set[str]]]:
     """Yield each module of a package with its path and the names of its classes there."""
     for path, module in other.named_modules():
-        own = [c for c in type(module).__mro__ if f"{c.__module__}.".startswith(f"{package}.")]
-        if own:
-            yield path, module, {cls.__name__ for cls in own}
+        package_classes = [
+            c for c in type(module).__mro__ if f"{c.__module__}.".startswith(f"{package}.")
+        ]
+        if package_classes:
+            yield path, module, {cls.__name__ for cls in package_classes}
 
 
 # --- NVIDIA ModelOpt: layers with children ``input_quantizer``, ``weight_quantizer``, by ranges ---

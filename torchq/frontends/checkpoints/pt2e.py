@@ -29,14 +29,14 @@ def read_pt2e(other: fx.GraphModule, model: nn.Module) -> Layers:
         if not pairs or isinstance(layers.get(path), str):
             continue
         try:
-            found = _layer(other, node, pairs, model.get_submodule(path))
+            layer = _layer(other, node, pairs, model.get_submodule(path))
             if path in layers:
                 raise RefusedError("a second quantized operator of this module")
         except (RefusedError, AttributeError, IndexError) as error:
             if not _is_idle(node, pairs, held):
                 layers[path or str(node.name)] = f"{node.name}: {error}"
         else:
-            layers[path] = found
+            layers[path] = layer
             held.add(node)
     for path, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and path not in normalised:
@@ -142,8 +142,8 @@ def _value(other: fx.GraphModule, node: fx.Node) -> Tensor:
     """Return a stored tensor, computed from stored ones where a pair stands behind it."""
     if node.op == "get_attr":
         owner, _, name = str(node.target).rpartition(".")
-        found: Tensor = getattr(other.get_submodule(owner), name)
-        return found.detach()
+        tensor: Tensor = getattr(other.get_submodule(owner), name)
+        return tensor.detach()
     if not str(node.target).startswith(PACKAGE):
         raise RefusedError(f"a weight that {node.name} computes")
     arguments: list[Any] = [_value(other, a) if isinstance(a, fx.Node) else a for a in node.args]

@@ -82,7 +82,7 @@ class _Importer(NetworkImporter):
 
     def _begin(self) -> list[tuple[str, list[int] | None]]:
         """Make parameters of the variables that the file has; return inputs with their shapes."""
-        found = []
+        outputs = []
         labels = self._labels()
         for number, node in enumerate(self._symbol.nodes):
             if not node.is_variable:
@@ -92,8 +92,8 @@ class _Importer(NetworkImporter):
                 self.values[number, 0] = Constant(tensor, node.name, trainable=True)
             elif number not in labels and self._read[number]:
                 self.input((number, 0), node.name)
-                found.append((node.name, _stated_shape(node)))
-        return found
+                outputs.append((node.name, _stated_shape(node)))
+        return outputs
 
     def _labels(self) -> set[int]:
         """Return the variables that only training reads."""
@@ -120,7 +120,7 @@ class _Importer(NetworkImporter):
 
 def _stated_shape(node: SymbolNode) -> list[int] | None:
     """Return the shape that a variable states; 0 stands for a size that is not known."""
-    text = node.attributes.get("__shape__", "")
-    if not re.fullmatch(r"[(\[][\d, L]+[)\]]", text):
+    shape_text = node.attributes.get("__shape__", "")
+    if not re.fullmatch(r"[(\[][\d, L]+[)\]]", shape_text):
         return None
-    return [int(size) for size in re.findall(r"\d+", text)]
+    return [int(size) for size in re.findall(r"\d+", shape_text)]

@@ -23,10 +23,10 @@ def _whole(text: str) -> int:
 
 def _whole_numbers(text: str) -> list[int | None]:
     """Return the items of ``(3, 3)``, ``[3,3]``, ``(2,)``, ``(3L, 3L)``, ``(None, 2)`` or ``3``."""
-    items = [item.strip() for item in text.strip("()[]").split(",") if item.strip()]
-    if not all(re.fullmatch(r"None|-?\d{1,18}L?", item) for item in items):
+    entries = [item.strip() for item in text.strip("()[]").split(",") if item.strip()]
+    if not all(re.fullmatch(r"None|-?\d{1,18}L?", item) for item in entries):
         raise ValueError(text)
-    return [None if item == "None" else int(item.rstrip("L")) for item in items]
+    return [None if item == "None" else int(item.rstrip("L")) for item in entries]
 
 
 #: How the text of an attribute is read by its type, and what errors expect.
@@ -70,20 +70,20 @@ class SymbolContext(FileNode):
     def read(self, name: str, kind: type) -> Any:
         """Return an attribute in a type; ``"None"`` counts as left out."""
         self.seen.add(name)
-        text = str(self.attributes.get(name, "None")).strip()
-        if text == "None":
+        written = str(self.attributes.get(name, "None")).strip()
+        if written == "None":
             return None
         reader, expected = _READERS.get(kind, (str, "text"))
         try:
-            return reader(text)
+            return reader(written)
         except (KeyError, ValueError):
-            self.refuse(f"{name} is {text!r}; expected {expected}")
+            self.refuse(f"{name} is {written!r}; expected {expected}")
 
     def expect(self, name: str, *accepted: str) -> None:
         """Refuse an attribute unless it is left out or has one of the accepted texts."""
-        text = self.attr(name)
-        if text is not None and text not in accepted:
-            self.refuse(f"{name} is {text!r}; expected {' or '.join(accepted)}")
+        written = self.attr(name)
+        if written is not None and written not in accepted:
+            self.refuse(f"{name} is {written!r}; expected {' or '.join(accepted)}")
 
     def ndim(self, index: int) -> int | None:
         """Return the number of dimensions of an input, None if it is not known."""
@@ -106,9 +106,9 @@ class SymbolContext(FileNode):
     def layer(self, module: nn.Module, x: Value = None) -> Value:
         """Call a layer on the first input, under the name of the owner of its weight."""
         weight = getattr(self.input(1), "name", "")
-        found = re.fullmatch(r"(.+)_(weight|gamma)", weight)
+        match = re.fullmatch(r"(.+)_(weight|gamma)", weight)
         x = self.inputs[0] if x is None else x
-        return self.module(module, x, name=found[1] if found else self.name)
+        return self.module(module, x, name=match[1] if match else self.name)
 
 
 #: From the name of an operator to its converter.

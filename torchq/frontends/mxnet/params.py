@@ -65,9 +65,9 @@ class _Reader:
         raise FrontendError(f"{self._where} {text}")
 
     def _take(self, size: int) -> memoryview:
-        left = len(self._data) - self._at
-        if size > left:
-            self._fail(f"is cut off: got {left} bytes at {self._at}; expected {size}")
+        bytes_left = len(self._data) - self._at
+        if size > bytes_left:
+            self._fail(f"is cut off: got {bytes_left} bytes at {self._at}; expected {size}")
         self._at += size
         return self._data[self._at - size : self._at]
 

@@ -120,21 +120,21 @@ _IMAGES = frozenset(
 
 def infer_ndims(symbol: Symbol, params: Mapping[str, Tensor]) -> dict[Output, int]:
     """Return the number of dimensions of each output of a node that is known."""
-    known: dict[Output, int] = {}
+    ranks: dict[Output, int] = {}
     for number, node in enumerate(symbol.nodes):
         stated = _length(node.attributes.get("__shape__", ""))
         if node.is_variable and node.name in params:
-            known[number, 0] = params[node.name].dim()
+            ranks[number, 0] = params[node.name].dim()
         elif node.is_variable and stated:
-            known[number, 0] = stated
+            ranks[number, 0] = stated
     operators = [(n, node) for n, node in enumerate(symbol.nodes) if not node.is_variable]
     for _ in range(4):  # each round carries numbers through the whole network, in both directions
-        before = len(known)
+        before = len(ranks)
         for number, node in (*operators, *reversed(operators)):
-            _spread(known, number, node)
-        if len(known) == before:
+            _spread(ranks, number, node)
+        if len(ranks) == before:
             break
-    return known
+    return ranks
 
 
 def _length(text: str) -> int:
@@ -149,14 +149,14 @@ def _spread(known: dict[Output, int], number: int, node: SymbolNode) -> None:
     equal = [result, *(inputs if _KEEPS_ALL.fullmatch(node.op.lower()) else inputs[:1])]
     if _CHANGES.fullmatch(node.op.lower()):
         equal = []
-    found = next((known[output] for output in equal if output in known), None)
-    if node.op in _WINDOWED and found is None:
+    rank = next((known[output] for output in equal if output in known), None)
+    if node.op in _WINDOWED and rank is None:
         spatial = _length(node.attributes.get("kernel", ""))
-        found = spatial + 2 if spatial else None
+        rank = spatial + 2 if spatial else None
     elif node.op in _IMAGES:
-        found = 4
-    for output in equal if found is not None else ():
-        known.setdefault(output, found)  # type: ignore[arg-type]
+        rank = 4
+    for output in equal if rank is not None else ():
+        known.setdefault(output, rank)  # type: ignore[arg-type]
     size = _size_of_result(known, node)
     if size is not None:
         known.setdefault(result, size)
@@ -171,8 +171,8 @@ def _size_of_result(known: dict[Output, int], node: SymbolNode) -> int | None:
         flat = node.attributes.get("flatten", "True") in ("True", "true", "1")
         return 2 if flat else first
     if node.op in ("Reshape", "reshape"):
-        text = node.attributes.get("shape", "")
-        codes = [item.strip(" L") for item in text.strip("()[] ").split(",") if item.strip()]
+        shape_text = node.attributes.get("shape", "")
+        codes = [item.strip(" L") for item in shape_text.strip("()[] ").split(",") if item.strip()]
         return len(codes) if codes and not {"-2", "-3", "-4"} & set(codes) else None
     if node.op == "expand_dims":
         return None if first is None else first + 1

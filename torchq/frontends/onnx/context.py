@@ -79,8 +79,8 @@ class GraphBuilder(graph.GraphBuilder):
     def inside(self) -> GraphBuilder:
         """Return a builder for a sub-graph, which knows only the constants of this one."""
         inner = GraphBuilder(self.where, self._convert)
-        known = self.values.items()
-        inner.values = {n: v for n, v in known if v is None or isinstance(v, Constant)}
+        named_values = self.values.items()
+        inner.values = {n: v for n, v in named_values if v is None or isinstance(v, Constant)}
         for name in ("parameters", "shapes", "dtypes", "readers", "weights", "four_bits"):
             setattr(inner, name, getattr(self, name))
         return inner
@@ -137,19 +137,19 @@ class NodeContext(FileNode):
 
     def ints_or_input(self, index: int) -> Any:
         """Return an input of sizes as a list, or as it is where the network computes the tensor."""
-        found = self.ints(index)
-        return self.input(index) if found is None else found
+        numbers = self.ints(index)
+        return self.input(index) if numbers is None else numbers
 
     def number(self, index: int) -> Any:
         """Return an input of one number as a number where it is known, else as it is."""
-        known = self.constant(index)
-        return self.input(index) if known is None else known.reshape(-1)[0].item()
+        constant = self.constant(index)
+        return self.input(index) if constant is None else constant.reshape(-1)[0].item()
 
     def axes(self, index: int = 1) -> list[int] | None:
         """Return axes: an attribute in old versions, an input in newer ones; None if left out."""
-        given = self.attr("axes", list | None)
-        if given is not None or self.input(index) is None:
-            return given
+        axes = self.attr("axes", list | None)
+        if axes is not None or self.input(index) is None:
+            return axes
         return [int(axis) for axis in self.known(index, "axes").reshape(-1).tolist()]
 
     def shape(self, index: int) -> list[int | None] | None:
@@ -187,8 +187,8 @@ class NodeContext(FileNode):
     ) -> Value:
         """Return integers as a value (see :class:`Ints`): a constant where all are known."""
         if dtype is None:
-            given = (value.dtype for value in self.inputs if isinstance(value, Ints))
-            dtype = next(given, torch.int64)
+            dtypes = (value.dtype for value in self.inputs if isinstance(value, Ints))
+            dtype = next(dtypes, torch.int64)
         if all(isinstance(item, int) for item in items):
             return Constant(stack_ints(items, scalar, dtype))  # type: ignore[arg-type]
         return Ints(tuple(items), scalar, dtype)

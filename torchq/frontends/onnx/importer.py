@@ -94,14 +94,18 @@ class Importer:
         self.convert_nodes(builder, graph)
         node = NodeContext(builder, "output", "output", 1, {}, [], [], [])
         outputs = []
-        for info in graph.output:
-            self._expect_tensor(info, "output")
-            if builder.values[info.name] is None:
-                raise FrontendError(f"{self.where}: its node leaves out the output {info.name!r}")
-            outputs.append(node.tensor(builder.values[info.name]))
-        names, found = ([info.name for info in infos] for infos in (inputs, graph.output))
+        for value_info in graph.output:
+            self._expect_tensor(value_info, "output")
+            if builder.values[value_info.name] is None:
+                raise FrontendError(
+                    f"{self.where}: its node leaves out the output {value_info.name!r}"
+                )
+            outputs.append(node.tensor(builder.values[value_info.name]))
+        names, output_names = (
+            [value_info.name for value_info in infos] for infos in (inputs, graph.output)
+        )
         shapes = [builder.shapes.get(name) for name in names]
-        return builder.finish(outputs, graph.name or "OnnxModel", names, found, shapes)
+        return builder.finish(outputs, graph.name or "OnnxModel", names, output_names, shapes)
 
     def _expect_tensor(self, info: Any, what: str) -> None:
         if not info.type.HasField("tensor_type"):
@@ -171,8 +175,8 @@ class Importer:
             if output:
                 builder.values[output] = value
                 if isinstance(value, fx.Node):
-                    known = value.meta.get("onnx_tensors", ())
-                    value.meta["onnx_tensors"] = (*known, output)
+                    origins = value.meta.get("onnx_tensors", ())
+                    value.meta["onnx_tensors"] = (*origins, output)
         for output in proto.output[len(results) :]:
             if output:
                 context.refuse(f"its output {output!r} is not supported")
@@ -268,9 +272,11 @@ def _without_functions(model: Any, where: str, operators: Iterable[tuple[str, st
                 schemas[domain, op_type] = schema
     for node in model.graph.node if schemas else ():
         schema = schemas.get((domain_of(node), node.op_type))
-        given = {attribute.name for attribute in node.attribute}
+        attribute_names = {attribute.name for attribute in node.attribute}
         for name, attribute in schema.attributes.items() if schema else ():
-            if name not in given and attribute.default_value.type:  # the inliner reads no defaults
+            if (
+                name not in attribute_names and attribute.default_value.type
+            ):  # the inliner reads no defaults
                 node.attribute.append(attribute.default_value)
     inliner = import_optional("onnx.inliner", "from_onnx")
     try:
@@ -297,11 +303,11 @@ def with_sizes(x: Tensor, name: str, sizes: Sequence[int | None]) -> Tensor:
         if tracing:  # sizes are no numbers there
             warnings.simplefilter("ignore", torch.jit.TracerWarning)
         pairs = zip(sizes, x.shape, strict=False)
-        wrong = any(size is not None and bool(size != own) for size, own in pairs)
+        wrong = any(size is not None and bool(size != actual) for size, actual in pairs)
     if wrong or x.dim() != len(sizes):
-        wanted = ", ".join("any" if size is None else str(size) for size in sizes)
+        expected_sizes = ", ".join("any" if size is None else str(size) for size in sizes)
         raise InputError(
-            f"{name}: got the shape {tuple(x.shape)}; expected ({wanted}), which the ONNX file "
-            "fixes. from_onnx(path, free_batch=True) frees the first size"
+            f"{name}: got the shape {tuple(x.shape)}; expected ({expected_sizes}), which "
+            "the ONNX file fixes. from_onnx(path, free_batch=True) frees the first size"
         )
     return x

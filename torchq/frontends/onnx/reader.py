@@ -102,14 +102,14 @@ def tensor_of(proto: Any, folder: Path | None, where: str) -> Tensor:
         data = data or bytes(number & 255 for number in proto.int32_data)
         return _four_bits(data, dtype, shape, where)
     raw = is_outside or proto.HasField("raw_data")
-    rest = len(data) % dtype.itemsize
+    odd_bytes = len(data) % dtype.itemsize
     fields = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data")
     typed = max(len(getattr(proto, field)) for field in fields)
     stored = len(data) // dtype.itemsize if raw else typed
-    if stored != count or rest:
+    if stored != count or odd_bytes:
+        remainder = f" and a rest of {odd_bytes} bytes" if odd_bytes else ""
         raise FrontendError(
-            f"{where} holds {stored} elements"
-            f"{f' and a rest of {rest} bytes' if rest else ''}; expected {count} for shape {shape}"
+            f"{where} holds {stored} elements{remainder}; expected {count} for shape {shape}"
         )
     if raw:
         return _from_bytes(data, dtype, shape)

@@ -25,17 +25,17 @@ def infer_types(model: Any, where: str) -> tuple[dict[str, Sizes], dict[str, tor
         light = onnx.shape_inference.infer_shapes(light)
     except Exception as error:  # the binding raises several kinds; the rest may still be converted
         log.debug("%s: shapes are not known: %s", where, error)
-    inner = [info for graph in graphs(light.graph, where) for info in graph.value_info]
+    inner = [value_info for graph in graphs(light.graph, where) for value_info in graph.value_info]
     infos = [*light.graph.input, *inner, *light.graph.output]
-    known = {i.name: i.type.tensor_type for i in infos if i.type.HasField("tensor_type")}
+    types = {i.name: i.type.tensor_type for i in infos if i.type.HasField("tensor_type")}
     shapes: dict[str, Sizes] = {}
-    for name, kind in known.items():
+    for name, kind in types.items():
         if kind.HasField("shape"):
             sizes = kind.shape.dim
             shapes[name] = [
                 d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in sizes
             ]
-    return shapes, {name: dtype_of(kind.elem_type) for name, kind in known.items()}
+    return shapes, {name: dtype_of(kind.elem_type) for name, kind in types.items()}
 
 
 def _light_copy(model: Any) -> Any:
@@ -49,8 +49,10 @@ def _light_copy(model: Any) -> Any:
         if math.prod(tensor.dims) <= _SMALL and tensor.data_location != 1:
             light.graph.initializer.append(tensor)
         elif tensor.name not in declared:
-            info = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
-            light.graph.input.append(info)
+            value_info = onnx.helper.make_tensor_value_info(
+                tensor.name, tensor.data_type, tensor.dims
+            )
+            light.graph.input.append(value_info)
     for output in light.graph.output:
         if output.type.HasField("tensor_type"):
             output.type.tensor_type.ClearField("shape")
@@ -101,13 +103,13 @@ def free_batch_(model: Any, where: str) -> None:
 def _constants(graph: Any) -> dict[str, list[int]]:
     """Return the whole numbers that are stored in the file, by name."""
     onnx = import_optional("onnx", "from_onnx")
-    found = {tensor.name: tensor for tensor in graph.initializer}
+    initializers = {tensor.name: tensor for tensor in graph.initializer}
     for node in graph.node:
         if node.op_type == "Constant" and node.attribute[0].name == "value":
-            found[node.output[0]] = node.attribute[0].t
+            initializers[node.output[0]] = node.attribute[0].t
     small = {
         name: tensor
-        for name, tensor in found.items()
+        for name, tensor in initializers.items()
         if tensor.data_type == onnx.TensorProto.INT64
         and tensor.data_location != onnx.TensorProto.EXTERNAL
         and len(tensor.dims) == 1
@@ -137,18 +139,21 @@ def _free_reshape(
 def _place_of_batch(source: Sizes, target: list[int]) -> int | None:
     """Return where a Reshape has the batch of its input if it copies the sizes before it."""
     axis = source.index(_BATCH) if _BATCH in source else len(target)
-    before = [own == 0 or own == size for own, size in zip(target, source[:axis], strict=False)]
+    before = [
+        kept_size == 0 or kept_size == size
+        for kept_size, size in zip(target, source[:axis], strict=False)
+    ]
     return axis if len(target) > axis and all(before) else None
 
 
 def _fixed(graph: Any, shapes: dict[str, Sizes]) -> set[str]:
     """Return the tensors that do not depend on the inputs whose batch was freed."""
-    found = {""} | {tensor.name for tensor in graph.initializer}
-    found |= {v.name for v in graph.input if _BATCH not in shapes.get(v.name, [_BATCH])}
+    without_batch = {""} | {tensor.name for tensor in graph.initializer}
+    without_batch |= {v.name for v in graph.input if _BATCH not in shapes.get(v.name, [_BATCH])}
     for node in graph.node:
-        if all(name in found for name in node.input):
-            found.update(node.output)
-    return found
+        if all(name in without_batch for name in node.input):
+            without_batch.update(node.output)
+    return without_batch
 
 
 def _keeps_batch(

@@ -182,13 +182,13 @@ class Detections(nn.Module):
         confidence, order = ranked(confidence, compared)
         index = order.unsqueeze(-1).expand(-1, -1, -1, 4)
         boxes = decoded.expand(-1, len(labels), -1, -1).gather(2, index)
-        kept = self._kept(boxes, confidence)
-        image = torch.arange(kept.shape[0]).to(scores).view(-1, 1, 1).expand(kept.shape)
-        label = torch.tensor(labels).to(scores).view(1, -1, 1).expand(kept.shape)
+        is_kept = self._kept(boxes, confidence)
+        image = torch.arange(is_kept.shape[0]).to(scores).view(-1, 1, 1).expand(is_kept.shape)
+        label = torch.tensor(labels).to(scores).view(1, -1, 1).expand(is_kept.shape)
         rows = torch.cat([torch.stack([image, label, confidence], -1), boxes], -1).reshape(-1, 7)
         # The last row stands for no detection.
         rows = torch.cat([rows, torch.full_like(rows[:1], -1.0)])
-        found = torch.cat([kept.reshape(-1), ~kept.any().reshape(1)])
+        found = torch.cat([is_kept.reshape(-1), ~is_kept.any().reshape(1)])
         return rows[torch.nonzero(found).squeeze(1)].unsqueeze(0).unsqueeze(0)
 
     def _kept(self, boxes: Tensor, scores: Tensor) -> Tensor:
@@ -198,12 +198,12 @@ class Detections(nn.Module):
             boxes.flatten(0, 1), scores.flatten(0, 1).unsqueeze(1), options.overlap,
             options.confidence,
         )  # fmt: skip
-        kept = flat.reshape(scores.shape).flatten(1)
+        is_kept = flat.reshape(scores.shape).flatten(1)
         if options.kept > -1:
-            most = min(options.kept, kept.shape[1])
-            _, best = ranked(torch.where(kept, scores.flatten(1), -torch.inf), most)
-            kept = kept & (torch.zeros_like(scores).flatten(1).scatter(1, best, 1.0) > 0)
-        return kept.reshape(scores.shape)
+            most = min(options.kept, is_kept.shape[1])
+            _, best = ranked(torch.where(is_kept, scores.flatten(1), -torch.inf), most)
+            is_kept = is_kept & (torch.zeros_like(scores).flatten(1).scatter(1, best, 1.0) > 0)
+        return is_kept.reshape(scores.shape)
 
 
 def _decode(x: Tensor, prior: Tensor, spread: Tensor, options: DetectionOptions) -> Tensor:

@@ -25,11 +25,11 @@ def sizes(
         if spatial != 2:
             layer.refuse(f"got {named[0]} for {spatial} dimensions; expected {repeated}")
         return [layer.attr(name, int if default is None else default) for name in named]
-    found = layer.attr(repeated, [] if default is None else [default])
-    found = found * spatial if len(found) == 1 else found
-    if len(found) != spatial:
-        layer.refuse(f"{repeated} is {found}; expected {spatial} sizes")
-    return found
+    sizes = layer.attr(repeated, [] if default is None else [default])
+    sizes = sizes * spatial if len(sizes) == 1 else sizes
+    if len(sizes) != spatial:
+        layer.refuse(f"{repeated} is {sizes}; expected {spatial} sizes")
+    return sizes
 
 
 _DEPTHWISE = ("DepthwiseConvolution", "ConvolutionDepthwise", "ConvolutionDW")

@@ -211,8 +211,8 @@ def reshape(x: Tensor, shape: Sequence[int], axis: int, count: int) -> Tensor:
     sizes = list(x.shape)
     start = axis if axis >= 0 else len(sizes) + axis + 1
     end = len(sizes) if count == -1 else start + count
-    own = sizes[start:end]
-    chosen = [own[i] if size == 0 else size for i, size in enumerate(shape)]
+    replaced_sizes = sizes[start:end]
+    chosen = [replaced_sizes[i] if size == 0 else size for i, size in enumerate(shape)]
     return x.reshape([*sizes[:start], *chosen, *sizes[end:]])
 
 

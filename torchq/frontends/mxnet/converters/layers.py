@@ -220,10 +220,10 @@ row("BlockGrad stop_gradient", torch.Tensor.detach)
 @converter("Activation")
 def _activation(node: SymbolContext) -> Value:
     kind = node.attr("act_type", str)
-    known = _ACTIVATIONS | {"softrelu": nn.Softplus}
-    if kind not in known:
-        node.refuse(f"act_type is {kind!r}; expected one of {', '.join(known)}")
-    return node.module(known[kind](), node.inputs[0])
+    activations = _ACTIVATIONS | {"softrelu": nn.Softplus}
+    if kind not in activations:
+        node.refuse(f"act_type is {kind!r}; expected one of {', '.join(activations)}")
+    return node.module(activations[kind](), node.inputs[0])
 
 
 @converter("LeakyReLU")
@@ -300,8 +300,8 @@ def _passed_on(node: SymbolContext) -> Value:
 def global_pool(x: Tensor, kind: str) -> Tensor:
     """Return the maximum, mean or sum of each channel; its dimensions are kept as 1."""
     names = {"max": "amax", "avg": "mean"}
-    found: Tensor = getattr(torch, names.get(kind, kind))(x, list(range(2, x.dim())), keepdim=True)
-    return found
+    pooled: Tensor = getattr(torch, names.get(kind, kind))(x, list(range(2, x.dim())), keepdim=True)
+    return pooled
 
 
 def resize_bilinear(
@@ -309,7 +309,7 @@ def resize_bilinear(
 ) -> Tensor:
     """Return images of a height and width, or scaled, rounded down."""
     pairs = zip(size, scales, x.shape[2:], strict=True)
-    size = [new if scale is None else int(scale * own) for new, scale, own in pairs]
+    size = [new if scale is None else int(scale * old) for new, scale, old in pairs]
     return F.interpolate(x, size, mode="bilinear", align_corners=align_corners)
 
 

@@ -26,8 +26,8 @@ _COMPARISONS |= {"lesser": "lt", "lesser_equal": "le"}
 
 def compare(kind: str, a: Tensor, b: Tensor | float) -> Tensor:
     """Return 1 where a comparison holds, else 0, in the element type of ``a``."""
-    found: Tensor = getattr(torch, _COMPARISONS[kind])(a, b)
-    return found.to(a.dtype)
+    is_true: Tensor = getattr(torch, _COMPARISONS[kind])(a, b)
+    return is_true.to(a.dtype)
 
 
 def add_all(*tensors: Tensor) -> Tensor:
@@ -292,8 +292,8 @@ def _arange(node: SymbolContext) -> Value:
     if not each or not 0 <= (last - first) / each * repeat <= _LARGEST:
         node.refuse(f"got a range from {first} to {last}; expected at most {_LARGEST} elements")
     dtype = node.attr("dtype", torch.float32)
-    found = node.call(torch.arange, first, last, each, dtype=dtype)
-    return found if repeat == 1 else node.call(torch.repeat_interleave, found, repeat)
+    sequence = node.call(torch.arange, first, last, each, dtype=dtype)
+    return sequence if repeat == 1 else node.call(torch.repeat_interleave, sequence, repeat)
 
 
 def reshape(x: Tensor, codes: Sequence[int], reverse: bool) -> Tensor:
@@ -303,21 +303,25 @@ def reshape(x: Tensor, codes: Sequence[int], reverse: bool) -> Tensor:
     merges two, -4 splits one into the two sizes that follow, one of which may be -1.
     """
     step = -1 if reverse else 1
-    rest, given = list(x.shape)[::step], list(codes)[::step]
+    remaining_sizes, remaining_codes = list(x.shape)[::step], list(codes)[::step]
     result: list[int] = []
-    while given:
-        code = given.pop(0)
+    while remaining_codes:
+        code = remaining_codes.pop(0)
         if code == -2:
-            result, rest = result + rest, []
+            result, remaining_sizes = result + remaining_sizes, []
         elif code == -3:
-            result.append(rest.pop(0) * rest.pop(0))
+            result.append(remaining_sizes.pop(0) * remaining_sizes.pop(0))
         elif code == -4:
-            size, left, right = rest.pop(0), given.pop(0), given.pop(0)
+            size, left, right = (
+                remaining_sizes.pop(0),
+                remaining_codes.pop(0),
+                remaining_codes.pop(0),
+            )
             left = size // right if left == -1 else left
             result += [left, size // left if right == -1 else right]
         else:
-            own = rest.pop(0) if rest else 0
-            result.append(own if code == 0 else code)
+            next_size = remaining_sizes.pop(0) if remaining_sizes else 0
+            result.append(next_size if code == 0 else code)
     return x.reshape(result[::step])
 
 
@@ -340,7 +344,9 @@ def slice_like(x: Tensor, like: Tensor, axes: Sequence[int]) -> Tensor:
 
 def broadcast_to(x: Tensor, shape: Sequence[int]) -> Tensor:
     """Return ``x`` broadcast to ``shape``, where 0 keeps a size."""
-    return x.expand([own if size == 0 else size for own, size in zip(x.shape, shape, strict=True)])
+    return x.expand(
+        [old_size if size == 0 else size for old_size, size in zip(x.shape, shape, strict=True)]
+    )
 
 
 def rows(indices: Tensor, count: int) -> Tensor:

@@ -47,8 +47,8 @@ def _branch(outer: GraphBuilder, graph: Any, names: Sequence[str]) -> fx.GraphMo
         node.meta["onnx_name"] = name
     end = NodeContext(inner, "output", "output", 1, {}, [], [], [])
     outputs = [end.tensor(value) for value in inner.convert_nodes(graph)]
-    found = [output.name for output in graph.output]
-    return inner.finish(outputs, graph.name or "Branch", names, found, [None] * len(names))
+    output_names = [output.name for output in graph.output]
+    return inner.finish(outputs, graph.name or "Branch", names, output_names, [None] * len(names))
 
 
 class Conditional(nn.Module):

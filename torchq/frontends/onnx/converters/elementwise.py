@@ -99,9 +99,9 @@ _VARIADIC: dict[str, Callable[..., Any]] = {
 
 @converter(*_VARIADIC)
 def _variadic(node: NodeContext) -> Value:
-    first, *rest = node.inputs
-    total = reduce(lambda a, b: node.call(_VARIADIC[node.op_type], a, b), rest, first)
-    is_mean = node.op_type == "Mean" and rest
+    first, *others = node.inputs
+    total = reduce(lambda a, b: node.call(_VARIADIC[node.op_type], a, b), others, first)
+    is_mean = node.op_type == "Mean" and others
     return node.call(torch.div, total, len(node.inputs)) if is_mean else total
 
 
@@ -198,9 +198,9 @@ def _softmax(node: NodeContext) -> Value:
 @converter("Clip")
 def _clip(node: NodeContext) -> Value:
     x = node.inputs[0]
-    given = [node.input(index) is not None for index in (1, 2)]
-    low = scalar_or_value(node, 1) if given[0] else -torch.inf
-    high = scalar_or_value(node, 2) if given[1] else torch.inf
+    has_bound = [node.input(index) is not None for index in (1, 2)]
+    low = scalar_or_value(node, 1) if has_bound[0] else -torch.inf
+    high = scalar_or_value(node, 2) if has_bound[1] else torch.inf
     if not isinstance(low, (int, float)) or not isinstance(high, (int, float)):
         return node.call(clip, x, node.input(1), node.input(2))
     if low == 0 and high in (6, torch.inf) and node.floating(0):

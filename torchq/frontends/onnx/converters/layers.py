@@ -70,9 +70,9 @@ def pad_same(
 
 def _constants(node: NodeContext, *indices: int) -> list[Constant] | None:
     """Return the inputs that are there if all of them are known, else None."""
-    found = [node.input(index) for index in indices]
-    constants = [value for value in found if isinstance(value, Constant)]
-    return constants if len(constants) == len(found) - found.count(None) else None
+    inputs = [node.input(index) for index in indices]
+    constants = [value for value in inputs if isinstance(value, Constant)]
+    return constants if len(constants) == len(inputs) - inputs.count(None) else None
 
 
 @converter("Conv")
@@ -104,19 +104,19 @@ def _conv_transpose(node: NodeContext) -> Value:
 
 def _transposed_window(node: NodeContext, window: _Window, extra: list[int]) -> _Window:
     """Return the window with the pads that follow from the output shape, or from ``auto_pad``."""
-    wanted, shape = node.attr("output_shape", list | None), node.shape(0)
-    if not isinstance(window.pads, str) and not wanted:
+    output_shape, shape = node.attr("output_shape", list | None), node.shape(0)
+    if not isinstance(window.pads, str) and not output_shape:
         return window
-    if wanted is not None and (shape is None or None in shape[2:]):
+    if output_shape is not None and (shape is None or None in shape[2:]):
         node.refuse("its output shape is given, and its input shape is not known")
     before, behind = [], []
     parts = zip(window.kernel, window.stride, window.dilation, extra, strict=True)
     for axis, (k, s, d, e) in enumerate(parts):
         total = d * (k - 1) + 1 + e - s
-        if wanted is None:  # the output size is the input size times the stride
+        if output_shape is None:  # the output size is the input size times the stride
             total = max(0, total)
         else:
-            total += s * int((shape or [])[2 + axis] or 0) - wanted[-len(extra) :][axis]
+            total += s * int((shape or [])[2 + axis] or 0) - output_shape[-len(extra) :][axis]
         half = total // 2
         before.append(half if window.pads == "SAME_UPPER" else total - half)
         behind.append(total - before[-1])
@@ -210,19 +210,19 @@ def _gemm(node: NodeContext) -> Value:
     factors = node.attr("alpha", 1.0), node.attr("beta", 1.0)
     if isinstance(weight, Constant) and _is_linear(node, weight, 0 if transposed[1] else 1):
         x = node.call(torch.t, x) if transposed[0] else x
-        own = bias if isinstance(bias, Constant) else None
-        return _linear(node, x, weight, not transposed[1], own, factors)
+        constant_bias = bias if isinstance(bias, Constant) else None
+        return _linear(node, x, weight, not transposed[1], constant_bias, factors)
     return node.call(gemm, x, weight, bias, *factors, *transposed)
 
 
 def _is_linear(node: NodeContext, weight: Constant, axis: int) -> bool:
     """Return True for a product that a linear layer computes; ``axis`` is that of its outputs."""
     bias = node.input(2)
-    known = weight.tensor.is_floating_point() and (bias is None or isinstance(bias, Constant))
+    is_constant = weight.tensor.is_floating_point() and (bias is None or isinstance(bias, Constant))
     if node.attr("alpha", 1.0) != 1.0 and weight in node.builder.weights:
         return False  # the codes of the file would have another scale
-    *rest, last = (1, *bias.tensor.shape) if isinstance(bias, Constant) else (1, 1)
-    return known and last in (1, weight.tensor.shape[axis]) and set(rest) <= {1}
+    *leading, last = (1, *bias.tensor.shape) if isinstance(bias, Constant) else (1, 1)
+    return is_constant and last in (1, weight.tensor.shape[axis]) and set(leading) <= {1}
 
 
 def gemm(
@@ -273,8 +273,8 @@ def _layer_norm(node: NodeContext) -> Value | list[Value]:
     several = len([name for name in node.output_names if name]) > 1
     is_plain = tail is not None and None not in tail and not several
     if parts is None or not is_plain or list(parts[0].tensor.shape) != tail:
-        found = node.call_parts(3, layer_norm, *node.inputs[:2], node.input(2), axis, epsilon)
-        return found if several else found[0]
+        normalized = node.call_parts(3, layer_norm, *node.inputs[:2], node.input(2), axis, epsilon)
+        return normalized if several else normalized[0]
     module = filled(node.builder, nn.LayerNorm(tail, epsilon, bias=len(parts) > 1), *parts)
     return node.module(module, node.inputs[0], name=module_name(node, parts[0]))
 

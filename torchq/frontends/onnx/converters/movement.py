@@ -39,10 +39,10 @@ def _shape(node: NodeContext) -> Value:
     if shape is not None:
         places = range(len(shape))[start:end]
         return node.sizes([node.size(0, axis) for axis in places], dtype=torch.int64)
-    found = node.call(shape_of, node.inputs[0], start, end)
+    sizes = node.call(shape_of, node.inputs[0], start, end)
     if (start, end) == (0, None):
-        node.builder.shaped[found] = node.tensor(node.inputs[0])
-    return found
+        node.builder.shaped[sizes] = node.tensor(node.inputs[0])
+    return sizes
 
 
 def shape_of(x: Tensor, start: int, end: int | None) -> Tensor:
@@ -181,9 +181,9 @@ def _transpose(node: NodeContext) -> Value:
     result = node.call(torch.permute, value, order)
     if isinstance(value, Constant) and isinstance(result, Constant):
         result = Constant(result.tensor, "", value.name or value.origin)
-        found = node.builder.weights.get(value)
-        if found is not None:
-            node.builder.weights[result] = found.permuted(order)
+        weight = node.builder.weights.get(value)
+        if weight is not None:
+            node.builder.weights[result] = weight.permuted(order)
     return result
 
 
@@ -257,10 +257,10 @@ def _split(node: NodeContext) -> list[Value]:
 @converter("Slice", dtypes=None)
 def _slice(node: NodeContext) -> Value:
     value = node.inputs[0]
-    given: list[Any] = [node.ints_or_input(index) for index in range(1, 5)]
-    starts, ends, axes, steps = given
-    if not all(isinstance(part, list | None) for part in given):
-        return node.call(slice_axes, value, *given)
+    arguments: list[Any] = [node.ints_or_input(index) for index in range(1, 5)]
+    starts, ends, axes, steps = arguments
+    if not all(isinstance(part, list | None) for part in arguments):
+        return node.call(slice_axes, value, *arguments)
     count = len(starts)
     axes, steps = axes or list(range(count)), steps or [1] * count
     numbers = all(isinstance(item, int) for item in (*starts, *ends, *axes, *steps))
@@ -347,8 +347,10 @@ def expand(x: Tensor, shape: Tensor | Sequence[int]) -> Tensor:
     """Return ``x`` broadcast with ``shape``, in both directions."""
     sizes = _numbers(shape)
     count = max(x.dim(), len(sizes))
-    own, sizes = ([1] * (count - len(part)) + list(part) for part in (x.shape, sizes))
-    result = [a if isinstance(b, int) and b == 1 else b for a, b in zip(own, sizes, strict=True)]
+    own_sizes, sizes = ([1] * (count - len(part)) + list(part) for part in (x.shape, sizes))
+    result = [
+        a if isinstance(b, int) and b == 1 else b for a, b in zip(own_sizes, sizes, strict=True)
+    ]
     check_size(result, "expand")
     return x.expand(result)
 

@@ -57,8 +57,8 @@ def _descriptor_of(found: Quantization, places: dict[str, Any]) -> QuantDescript
 
 def module_name(node: NodeContext, weight: Constant) -> str:
     """Return where to put a module: the owner of its weight where names tell, else the node."""
-    found = re.fullmatch(r"(.+?)[./](weight|weight_quantizer[./].*)", weight.name or weight.origin)
-    return found[1] if found else node.name
+    match = re.fullmatch(r"(.+?)[./](weight|weight_quantizer[./].*)", weight.name or weight.origin)
+    return match[1] if match else node.name
 
 
 def weighted(
@@ -67,19 +67,21 @@ def weighted(
     """Call a layer, or its quantized twin with the file's ranges if it stores codes."""
     builder = node.builder
     name = module_name(node, weight)
-    found = builder.weights.get(weight)
-    if found is not None and transposed:
-        found = found.permuted((1, 0))
-    own = None if found is None else quantizer_of(found, weight.tensor.dim())
-    if own is None:
+    quantized_weight = builder.weights.get(weight)
+    if quantized_weight is not None and transposed:
+        quantized_weight = quantized_weight.permuted((1, 0))
+    weight_quantizer = (
+        None if quantized_weight is None else quantizer_of(quantized_weight, weight.tensor.dim())
+    )
+    if weight_quantizer is None:
         result = node.module(module, x, name=name)
         if isinstance(result, fx.Node):
             result.meta["onnx_weight"] = weight.name
         return result
     source, of_input = builder.quantizers.get(x, (x, None)) if isinstance(x, fx.Node) else (x, None)
-    given = None if of_input is None else of_input.descriptor
-    convert_(module, input=given, weight=own.descriptor)
-    module.weight_quantizer = own
+    input_descriptor = None if of_input is None else of_input.descriptor
+    convert_(module, input=input_descriptor, weight=weight_quantizer.descriptor)
+    module.weight_quantizer = weight_quantizer
     if of_input is not None:
         module.input_quantizer = of_input
     return node.module(module, source, name=name)
@@ -103,11 +105,11 @@ def _parameters(
 
 
 def _code_type(node: NodeContext) -> torch.dtype:
-    known = node.dtype(2) if node.input(2) is not None else None
-    given = dtype_of(node.attr("output_dtype", 0))
-    if node.attr("output_dtype", 0) and given is None:
+    point_dtype = node.dtype(2) if node.input(2) is not None else None
+    output_dtype = dtype_of(node.attr("output_dtype", 0))
+    if node.attr("output_dtype", 0) and output_dtype is None:
         node.refuse("torch has no type for its codes")
-    return known or given or torch.uint8
+    return point_dtype or output_dtype or torch.uint8
 
 
 @converter("QuantizeLinear", dtypes=frozenset(_CODES))
@@ -118,9 +120,9 @@ def _quantize(node: NodeContext) -> Value:
     result = node.call(
         quantize_linear, node.inputs[0], node.inputs[1], node.input(2), axis, block_size, dtype
     )
-    found = _parameters(node, 1, 2, axis, dtype)
-    if isinstance(result, fx.Node) and found is not None and not block_size:
-        node.builder.codes[result] = (node.inputs[0], found)
+    parameters = _parameters(node, 1, 2, axis, dtype)
+    if isinstance(result, fx.Node) and parameters is not None and not block_size:
+        node.builder.codes[result] = (node.inputs[0], parameters)
     return result
 
 
@@ -129,27 +131,27 @@ def _dequantize(node: NodeContext) -> Value:
     axis = node.attr("axis", 1)
     block_size = node.attr("block_size", 0)
     value = node.inputs[0]
-    found = _parameters(node, 1, 2, axis, node.dtype(0))
-    if isinstance(value, fx.Node) and found is not None and value in node.builder.codes:
-        source, given = node.builder.codes[value]
-        if given.equals(found) and node.dtype(1) in (torch.float32, None):
-            quantized = _fake_quantized(node, source, found, value)
+    parameters = _parameters(node, 1, 2, axis, node.dtype(0))
+    if isinstance(value, fx.Node) and parameters is not None and value in node.builder.codes:
+        source, code_parameters = node.builder.codes[value]
+        if code_parameters.equals(parameters) and node.dtype(1) in (torch.float32, None):
+            quantized = _fake_quantized(node, source, parameters, value)
             if quantized is not None:
                 return quantized
     result = node.call(dequantize_linear, value, node.inputs[1], node.input(2), axis, block_size)
-    if isinstance(result, Constant) and found is not None and isinstance(value, Constant):
+    if isinstance(result, Constant) and parameters is not None and isinstance(value, Constant):
         origin = re.sub(r"(_quantized|_q|\.quantized|/codes)$", "", value.name)
         result = Constant(result.tensor, "", origin)
         if value.tensor.dtype is not torch.int32:
-            node.builder.weights[result] = found
+            node.builder.weights[result] = parameters
     return result
 
 
 def _fake_quantized(node: NodeContext, source: Value, found: Quantization, codes: fx.Node) -> Value:
     """Return the call of one quantizer for all readers of codes, None where no format has them."""
-    known = node.builder.dequantized.get(codes)
-    if known is not None:
-        return known
+    dequantized = node.builder.dequantized.get(codes)
+    if dequantized is not None:
+        return dequantized
     shape = node.shape(0)
     quantizer = quantizer_of(found, None if shape is None else len(shape))
     if quantizer is None:

@@ -86,10 +86,10 @@ def _reordered(weight: Tensor, kind: str) -> Tensor:
 def _call_module(
     node: NodeContext, module: nn.Module, x: Value, states: list[Value], directions: int
 ) -> list[Value]:
-    known = next((state for state in states if state is not None), None)
+    first_state = next((state for state in states if state is not None), None)
     arguments: list[Any] = [x]
-    if known is not None:
-        filled = [node.call(torch.zeros_like, known) if s is None else s for s in states]
+    if first_state is not None:
+        filled = [node.call(torch.zeros_like, first_state) if s is None else s for s in states]
         arguments.append(tuple(filled) if len(states) > 1 else filled[0])
     result = node.module(module, *arguments)
     y, last = node.call(getitem, result, 0), node.call(getitem, result, 1)
@@ -133,9 +133,9 @@ def run_layer(
     each = len(activations) // directions
     found = []
     for d in range(directions):
-        own = [None if part is None else part[d] for part in weights]
+        direction_weights = [None if part is None else part[d] for part in weights]
         functions = [_ACTIVATIONS[name] for name in activations[d * each : (d + 1) * each]]
-        step = _STEPS[kind](own, functions, linear_before_reset)
+        step = _STEPS[kind](direction_weights, functions, linear_before_reset)
         state = tuple(start[d] for start in starts)
         found.append(_run(step, x, state, lengths, reverse or d == 1))
     y = torch.stack([parts[0] for parts in found], 1)

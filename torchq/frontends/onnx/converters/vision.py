@@ -32,7 +32,9 @@ _OPTIONS |= {"cubic_a": "cubic_coeff_a", "extrapolation": "extrapolation_value"}
 @converter("Resize")
 def _resize(node: NodeContext) -> Value:
     defaults = ResizeOptions()._asdict().items()
-    options = ResizeOptions(*(node.attr(_OPTIONS.get(name, name), own) for name, own in defaults))
+    options = ResizeOptions(
+        *(node.attr(_OPTIONS.get(name, name), default) for name, default in defaults)
+    )
     scales = node.constant(2)
     sizes = None
     factors: Any = scales.tolist() if scales is not None and scales.numel() else None
@@ -42,8 +44,10 @@ def _resize(node: NodeContext) -> Value:
         factors = node.input(2)
     axes = node.attr("axes", list | None)
     if axes is None:
-        given = factors or sizes
-        axes = list(range(len(given) if isinstance(given, list) else node.ndim(0)))
+        factors_or_sizes = factors or sizes
+        axes = list(
+            range(len(factors_or_sizes) if isinstance(factors_or_sizes, list) else node.ndim(0))
+        )
     policy = node.attr("keep_aspect_ratio_policy", "stretch")
     simple = _as_upsample(node, factors, sizes, axes, options) if policy == "stretch" else None
     if simple is not None:
@@ -61,15 +65,15 @@ def _as_upsample(
         return None
     if isinstance(factors, list):
         full = dict.fromkeys(range(4), 1.0) | dict(zip([a % 4 for a in axes], factors, strict=True))
-        *rest, height, width = full.values()
-        if rest != [1, 1] or not all(f >= 1 and float(f).is_integer() for f in (height, width)):
+        *leading, height, width = full.values()
+        if leading != [1, 1] or not all(f >= 1 and float(f).is_integer() for f in (height, width)):
             return None
         module = nn.Upsample(scale_factor=(height, width), mode=mode[0], align_corners=mode[1])
         return node.module(module, node.inputs[0])
     if not isinstance(sizes, list) or axes not in ([0, 1, 2, 3], [2, 3]):
         return None
     pairs = zip(sizes[:-2], shape, strict=False)
-    if any(isinstance(size, int) and size != own for size, own in pairs):
+    if any(isinstance(size, int) and size != old_size for size, old_size in pairs):
         return None
     return node.call(F.interpolate, node.inputs[0], sizes[-2:], None, *mode)
 
@@ -130,23 +134,27 @@ def resize(
     ``roi`` holds (2 * axes,) normalised bounds, ``options`` the fields of :class:`ResizeOptions`.
     """
     settings = ResizeOptions(*options)
-    own = [x.shape[axis] for axis in axes]
+    sizes_before = [x.shape[axis] for axis in axes]
     crops = roi is not None
     if sizes is not None:
-        wanted = sizes.tolist() if isinstance(sizes, Tensor) else list(sizes)
-        factors = [w / n for w, n in zip(wanted, own, strict=True)]
+        new_sizes = sizes.tolist() if isinstance(sizes, Tensor) else list(sizes)
+        factors = [w / n for w, n in zip(new_sizes, sizes_before, strict=True)]
         if policy != "stretch":
-            factors = [(min if policy == "not_larger" else max)(factors)] * len(own)
-            wanted = [math.floor(f * n + 0.5) for f, n in zip(factors, own, strict=True)]
+            factors = [(min if policy == "not_larger" else max)(factors)] * len(sizes_before)
+            new_sizes = [
+                math.floor(f * n + 0.5) for f, n in zip(factors, sizes_before, strict=True)
+            ]
     else:
         assert scales is not None
         factors = scales.tolist() if isinstance(scales, Tensor) else list(scales)
-        wanted = [math.floor(n * factor) for n, factor in zip(own, factors, strict=True)]
+        new_sizes = [
+            math.floor(n * factor) for n, factor in zip(sizes_before, factors, strict=True)
+        ]
     bounds = [0.0] * len(axes) + [1.0] * len(axes) if roi is None else roi.tolist()
     for place, axis in enumerate(axes):
-        if wanted[place] != own[place] or factors[place] != 1.0 or crops:
+        if new_sizes[place] != sizes_before[place] or factors[place] != 1.0 or crops:
             span = bounds[place], bounds[len(axes) + place]
-            x = _resize_axis(x, axis, wanted[place], factors[place], span, settings)
+            x = _resize_axis(x, axis, new_sizes[place], factors[place], span, settings)
     return x
 
 
