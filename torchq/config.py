@@ -210,7 +210,8 @@ class QuantConfig:
             ConfigError: not a mapping, an unknown key, another version, or an invalid rule.
         """
         data = check_fields(data, "config", known=["version", "name", "rules"])
-        version, rules = data.get("version"), data.get("rules")
+        version = data.get("version")
+        rules = data.get("rules")
         if type(version) is not int or version != _VERSION or not isinstance(rules, list):
             raise ConfigError(
                 f"config: got version {short_repr(version)} and keys {sorted(data)}; "

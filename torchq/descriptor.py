@@ -367,7 +367,8 @@ def check_rules(d: Any) -> None:
 
 def _mistakes(d: Any) -> dict[str, bool]:
     """Return what may be wrong with fields -> it is."""
-    is_float, is_auto = not isinstance(d.num_bits, int), not isinstance(d.unsigned, bool)
+    is_float = not isinstance(d.num_bits, int)
+    is_auto = not isinstance(d.unsigned, bool)
     block, scales = d.block_size, d.scale_format
     return {
         f"block_size: got {short_repr(block)}; expected at least 1 and at most {_MAX_BLOCK}": (

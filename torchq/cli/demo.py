@@ -54,7 +54,8 @@ def load_digits(seed: int = 0) -> tuple[Split, Split]:
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-    first, test_rows = order[:1200], order[1200:]
+    first = order[:1200]
+    test_rows = order[1200:]
     return Split(images[first], labels[first]), Split(images[test_rows], labels[test_rows])
 
 
@@ -257,7 +258,8 @@ class _Demo:
         return torch.cat([model(images).argmax(1) for images, _ in self.test.batches(200)])
 
     def row(self, name: str, found: Tensor) -> Row:
-        right, same = (found == self.test.labels), (found == self.wanted)
+        right = found == self.test.labels
+        same = found == self.wanted
         return Row(name, right.float().mean().item(), same.float().mean().item())
 
     def export(self, name: str, model: nn.Module, file: str) -> None:

@@ -45,7 +45,8 @@ def check_paths(args: argparse.Namespace) -> None:
             read[option := _FLAGS.get(name, f"--{name}")] = path
             _check_readable(option, path)
     for name in _WRITTEN:
-        path, endings = getattr(args, name, None), _WRITTEN_ENDINGS.get(name, ("",))
+        path = getattr(args, name, None)
+        endings = _WRITTEN_ENDINGS.get(name, ("",))
         if path is not None and args.command != "demo":  # which makes its folder
             written[option := _FLAGS.get(name, f"--{name}")] = path
             check_folder(option, path)

@@ -126,7 +126,8 @@ def read_batches(
     size = args.image_size or (_SIZE, _SIZE)
     fixed = None
     if is_network_file(args.model) and Path(args.data).is_dir():
-        size, fixed = _image_size(model, args), fixed_batch(model, args)
+        size = _image_size(model, args)
+        fixed = fixed_batch(model, args)
     # A multiple of the batch that a file fixes, so that no fewer images are read than else.
     count = args.batch_size if fixed is None else -(-args.batch_size // fixed) * fixed
     images = Images(count, size, args.mean, args.std, args.seed)
@@ -137,7 +138,8 @@ def read_batches(
     # Of short data a quarter stays for the comparison.
     kept_back = min(held_out, max(1, len(batches) // 4)) if len(batches) > 1 else 0
     count = min(args.num_batches, len(batches) - kept_back)
-    calibration, held_back = _pieces(batches[:count], fixed), _pieces(batches[count:], fixed)
+    calibration = _pieces(batches[:count], fixed)
+    held_back = _pieces(batches[count:], fixed)
     if not calibration:
         expected_count = (
             "at least one" if fixed is None else f"at least {fixed} images, as the file fixes"
@@ -238,7 +240,8 @@ def prepare(
     if args.model is None:
         require(args, "model", "data")
     model = read_model(args)
-    config, ranges = named_config(args.recipe), named_ranges(args)
+    config = named_config(args.recipe)
+    ranges = named_ranges(args)
     if ranges is None:
         require(args, "data")
     check()

@@ -202,7 +202,8 @@ def affine_bounds(
 ) -> tuple[Tensor, Tensor]:
     """Return the smallest and largest code less the zero point, 0 where ``dead``; no gradient."""
     point = zero_point.detach()
-    low, high = format.quant_min - point, format.quant_max - point
+    low = format.quant_min - point
+    high = format.quant_max - point
     if dead is None:
         return low, high
     return torch.where(dead, 0.0, low), torch.where(dead, 0.0, high)

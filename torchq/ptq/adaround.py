@@ -249,7 +249,8 @@ class SoftWeight:
     """A weight ``scale * clip(floor(weight / scale) + h(v), qmin, qmax)``; v is learned."""
 
     def __init__(self, weight: Tensor, scale: Tensor, quant_min: float, quant_max: float) -> None:
-        self._scale, self._bounds = scale, (quant_min, quant_max)
+        self._scale = scale
+        self._bounds = (quant_min, quant_max)
         codes = (weight / scale).clamp(quant_min, quant_max)
         self._floor = codes.floor()
         fraction = (codes - self._floor).clamp(_MARGIN, 1 - _MARGIN)
@@ -263,7 +264,8 @@ class SoftWeight:
         It rounds to the weight and lies as near to what was wanted, perhaps several values of the
         grid away, as it can.
         """
-        grid, weight = grid_of(layer), layer.weight.detach()
+        grid = grid_of(layer)
+        weight = layer.weight.detach()
         scale, divisor = (weight_from_matrix(layer, t) for t in (grid.scale, grid.divisor))
         weight, target = (t.to(scale.dtype) for t in (weight, weight_from_matrix(layer, wanted)))
         start = weight + (target - weight).clamp(-0.45 * scale, 0.45 * scale)

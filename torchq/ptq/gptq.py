@@ -288,7 +288,8 @@ class Moments:
     def finish(self, *, centred: bool) -> None:
         """Turn sums into means; if ``centred``, those of products about the means."""
         vars(self).update({n: total.div_(max(self.count, 1)) for n, total in self._sums.items()})
-        self._sums, self.centred = {}, centred
+        self._sums = {}
+        self.centred = centred
         if centred:
             self.xx -= self.x.unsqueeze(2) * self.x.unsqueeze(1)
             self.tx -= self.t.unsqueeze(2) * self.x.unsqueeze(1)
@@ -467,7 +468,8 @@ def round_with_best_ranges(
     if one_each:
         q, amax = _best_of_candidates(layer, weight, h, solved, largest, fractions)
     else:
-        amax, q = _weighted_search(layer, weight, h, largest, fractions), weight.clone()
+        amax = _weighted_search(layer, weight, h, largest, fractions)
+        q = weight.clone()
         round_groups_(q, solved, grid_of(layer, amax))
     # No row shall be worse than rounded to nearest.
     grid = grid_of(layer, amax)

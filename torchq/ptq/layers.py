@@ -170,7 +170,8 @@ class Grid:
 
     def nearest(self, values: Tensor, columns: slice | int = slice(None)) -> Tensor:
         """Return ``values`` of some columns rounded to the nearest grid value, in their dtype."""
-        scale, divisor = self.scale[..., columns], self.divisor[..., columns]
+        scale = self.scale[..., columns]
+        divisor = self.divisor[..., columns]
         codes = self.format.snap_(values.to(scale.dtype) / divisor)
         return (codes * scale).to(values.dtype)
 
@@ -185,10 +186,12 @@ def grid_of(layer: Any, amax: Tensor | None = None) -> Grid:
 
     ``amax`` is a range in place of that of its weight quantizer, of the same shape.
     """
-    quantizer, weight = weight_quantizer(layer), layer.weight.detach()
+    quantizer = weight_quantizer(layer)
+    weight = layer.weight.detach()
     d = quantizer.descriptor
     if amax is None:
-        amax, scale = quantizer.range_for(weight).high, quantizer.qparams(weight).scale
+        amax = quantizer.range_for(weight).high
+        scale = quantizer.qparams(weight).scale
     else:
         amax = amax.to(compute_dtype(weight.dtype))
         scale = scale_from_amax(amax, d.format, d.block_scale_format)

@@ -302,7 +302,9 @@ class Replay:
 
     def use_blocks(self, blocks: Sequence[Block]) -> None:
         """Make ``blocks`` the blocks of the model, in running order; none is finished."""
-        self._blocks, self._forgotten = blocks, self._last_readers(blocks)
+        last_readers = self._last_readers(blocks)
+        self._blocks = blocks
+        self._forgotten = last_readers
 
     def _last_readers(self, blocks: Sequence[Block]) -> dict[int, list[int]]:
         """Return block -> blocks whose outputs nothing reads once it is finished.

@@ -143,7 +143,8 @@ def smooth_(
             return [_smooth(group, input_ranges[group.names[0]], alpha) for group in groups]
 
         layers = [module for group in groups for module in (*group.layers, group.norm)]
-        most, outputs = largest_change(_TOLERANCE, layers), partial(float_outputs, model)
+        most = largest_change(_TOLERANCE, layers)
+        outputs = partial(float_outputs, model)
         smoothed, error = change_checked(
             change, layers, partial(outputs, kept_list[0], forward), most, "smooth_", _REMEDY
         )
@@ -251,7 +252,8 @@ def _observe_inputs(
             call_model(model, batch, forward=forward, device=device_of(model))
     result = {}
     for name, parts in moments_by_layer.items():
-        largest, samples = torch.stack([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+        largest = torch.stack([p[0] for p in parts])
+        samples = torch.cat([p[1] for p in parts])
         result[name] = _Inputs(largest.amax(0), samples)
         check_finite(f"smooth_: {name}", len(samples), result[name].largest)
     return result
@@ -275,7 +277,8 @@ def _smooth(group: _Group, inputs: _Inputs, asked: float | str) -> SmoothedGroup
         for parameter in (group.norm.weight, getattr(group.norm, "bias", None)):
             if parameter is not None:
                 parameter.div_(best_factors.to(parameter.dtype))
-    before, after = spread(inputs.largest), spread(inputs.largest / best_factors)
+    before = spread(inputs.largest)
+    after = spread(inputs.largest / best_factors)
     return SmoothedGroup(group.names, group.source, alpha, before, after)
 
 

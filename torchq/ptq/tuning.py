@@ -513,7 +513,8 @@ class _Search:
         error = ""
         try:
             model, _ = self.model_of(trial.settings)
-            metric, bits = metric_of(self.metric, model), _mean_weight_bits(model)
+            metric = metric_of(self.metric, model)
+            bits = _mean_weight_bits(model)
         except TorchqError as reason:
             error = str(reason)
         seconds = time.monotonic() - started

@@ -293,7 +293,8 @@ def _compute_amax_mse(
     centers = ((edges[1:] + edges[:-1]) / 2).float()
     candidates = _candidates(counts.numel(), start_bin, stride).to(centers.device)
     occupied = counts > 0
-    weights, values = counts[occupied].double(), centers[occupied].unsqueeze(0)
+    weights = counts[occupied].double()
+    values = centers[occupied].unsqueeze(0)
     errors = []
     for part in candidates.split(max(1, _ELEMENTS // weights.numel())):
         amax = centers[part].unsqueeze(1)

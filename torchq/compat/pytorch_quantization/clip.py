@@ -37,7 +37,8 @@ class ClipFunction(torch.autograd.Function):
                 "clip: learned bounds can only be scalar: got shapes "
                 f"{tuple(minimum.shape)} and {tuple(maximum.shape)}; expected one element each"
             )
-        is_above, is_below = input > minimum, input < maximum
+        is_above = input > minimum
+        is_below = input < maximum
         _, needs_minimum, needs_maximum = ctx.needs_input_grad
         return (
             grads[0] * (is_above & is_below),

@@ -69,7 +69,8 @@ class QuantLSTM(_Recurrent, nn.LSTM):
         if not batched:
             input = input.unsqueeze(1 - time)
             hx = None if hx is None else (hx[0].unsqueeze(1), hx[1].unsqueeze(1))
-        steps, rows = input.shape[time], input.shape[1 - time]
+        steps = input.shape[time]
+        rows = input.shape[1 - time]
         flat, state = self._layers(torch.cat(input.unbind(time)), [rows] * steps, hx)
         output = torch.stack(flat.split(rows), time)
         if batched:

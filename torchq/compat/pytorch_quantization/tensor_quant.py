@@ -209,7 +209,8 @@ class FakeAffineTensorQuantFunction(torch.autograd.Function):
         inputs: Tensor, min_range: Tensor | float, max_range: Tensor | float, num_bits: int = 8
     ) -> Tensor:
         """Return dequantized values in the dtype of ``inputs``."""
-        minimum, maximum = _range(inputs, min_range), _range(inputs, max_range)
+        minimum = _range(inputs, min_range)
+        maximum = _range(inputs, max_range)
         scale = (maximum - minimum) / (2.0**num_bits - 1)
         scale = torch.where(scale == 0, 1.0, scale)
         quant_min = -(2.0 ** (num_bits - 1))

@@ -51,7 +51,8 @@ def pool(
     window = list(stride), 0, list(dilation)
     reached: list[int] = []
     for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True)):
-        before, size = pads[axis], x.shape[2 + axis]
+        before = pads[axis]
+        size = x.shape[2 + axis]
         room = size + before + pads[len(kernel) + axis] - d * (k - 1) - 1
         last = room // s if convention == "valid" else -(-room // s)
         if convention == "ceil" and last * s >= size + before:
@@ -175,7 +176,8 @@ _LIBRARY.define(
 
 def _iou(boxes: Tensor, one: Tensor) -> Tensor:
     """Return the overlap of boxes (y1, x1, y2, x2) with one box, over their union."""
-    low, high = torch.maximum(boxes[:, :2], one[:2]), torch.minimum(boxes[:, 2:], one[2:])
+    low = torch.maximum(boxes[:, :2], one[:2])
+    high = torch.minimum(boxes[:, 2:], one[2:])
     common = (high - low).clamp(min=0).prod(1)
     areas = (boxes[:, 2:] - boxes[:, :2]).prod(1)
     return common / (areas + (one[2:] - one[:2]).prod() - common)
@@ -219,7 +221,8 @@ def _suppress(
         half = boxes[..., 2:].flip(-1) / 2
         corners = torch.cat([middle - half, middle + half], -1)
     else:
-        first, second = boxes[..., :2], boxes[..., 2:]
+        first = boxes[..., :2]
+        second = boxes[..., 2:]
         corners = torch.cat([torch.minimum(first, second), torch.maximum(first, second)], -1)
     detections = []
     for batch in range(scores.shape[0]):
@@ -274,7 +277,8 @@ def _keep(corners: Tensor, order: Tensor, most: int, overlap: float) -> list[int
 
 def kept_boxes(boxes: Tensor, scores: Tensor, overlap: float, score_limit: float) -> Tensor:
     """Return which boxes a class keeps, as ``scores``; wrong corners count as an area of 0."""
-    low, high = boxes[..., :2], boxes[..., 2:]
+    low = boxes[..., :2]
+    high = boxes[..., 2:]
     boxes = torch.cat([low, torch.maximum(low, high)], -1).detach()
     scores = scores.detach()
     kinds, places = scores.shape[1:]

@@ -252,7 +252,8 @@ class Attributes(abc.ABC):
     noun: ClassVar[str] = "attributes"  # in errors
 
     def __init__(self, given: dict[str, Any]) -> None:
-        self.attributes, self.seen = given, set[str]()
+        self.attributes = given
+        self.seen = set[str]()
 
     def check_all_read(self) -> None:
         """Refuse attributes that the converter did not read, which may change the result."""

@@ -50,7 +50,8 @@ class NetworkImporter:
     converters: ClassVar[Converters]
 
     def __init__(self, where: str) -> None:
-        self.where, self.builder = where, GraphBuilder(where)
+        self.where = where
+        self.builder = GraphBuilder(where)
         self.values: dict[Output, Value] = {}
 
     def context(self, number: int) -> FileNode:
@@ -90,7 +91,8 @@ class NetworkImporter:
         """Return the result: inputs come with their shapes, if known, and outputs with names."""
         end = FileNode(self.builder, "output", "output", {}, [])
         output_nodes = [end.tensor(self.value(output, name)) for output, name in outputs]
-        names, shapes = [name for name, _ in inputs], [shape for _, shape in inputs]
+        names = [name for name, _ in inputs]
+        shapes = [shape for _, shape in inputs]
         return self.builder.finish(
             output_nodes, title, names, [name for _, name in outputs], shapes
         )

@@ -65,7 +65,8 @@ def batch_norm(
     """Return a BatchNorm with the weight, bias, mean and variance of a file."""
     weight, bias, mean, variance = stored
     module = filled(builder, BATCH_NORMS[ndim](mean.tensor.numel(), eps, momentum), weight, bias)
-    module.running_mean, module.running_var = mean.tensor.clone(), variance.tensor.clone()
+    module.running_mean = mean.tensor.clone()
+    module.running_var = variance.tensor.clone()
     return module
 
 
@@ -73,7 +74,8 @@ def symmetric(pads: Sequence[int] | str) -> list[int] | None:
     """Return the pads of each side where both sides have the same, else None."""
     if isinstance(pads, str):
         return None
-    before, behind = list(pads[: len(pads) // 2]), list(pads[len(pads) // 2 :])
+    before = list(pads[: len(pads) // 2])
+    behind = list(pads[len(pads) // 2 :])
     return before if before == behind and min(before, default=0) >= 0 else None
 
 
@@ -88,7 +90,8 @@ def pooling(
     include_pad: bool,
 ) -> Value:
     """Call a pooling: torch's own where it has the windows of ``pool`` for inputs of any size."""
-    padding, table = symmetric(pads), POOLS.get(kind)
+    padding = symmetric(pads)
+    table = POOLS.get(kind)
     parts = list(zip(kernel, stride, padding or (), strict=False))
     same = padding is not None and all(2 * p <= k for k, _, p in parts)
     same = same and (kind == "max" or set(dilation) <= {1})

@@ -97,7 +97,8 @@ class _Importer(NetworkImporter):
 
     def convert(self, number: int, kind: str) -> None:
         """Write what a layer computes, together with the Scale layer that alone reads it."""
-        context, after = self.context(number), self._sole_reader(number)
+        context = self.context(number)
+        after = self._sole_reader(number)
         if after is not None and self._network.layers[after].type == "Scale":
             scale = self._network.layers[after]
             blobs = self._weights.get(scale.name, [])
@@ -108,7 +109,8 @@ class _Importer(NetworkImporter):
             self._note((after, 0), self.values[number, 0], context)
 
     def _note(self, output: Output, value: Value, context: CaffeLayer) -> None:
-        self.values[output], self._ndims[output] = value, context.result_ndim
+        self.values[output] = value
+        self._ndims[output] = context.result_ndim
 
     def _sole_reader(self, number: int) -> int | None:
         """Return the only layer that reads the first output of a layer, None if there are more."""

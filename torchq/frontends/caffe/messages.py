@@ -65,7 +65,9 @@ class _Parser:
     """A text, and the token of it that comes next."""
 
     def __init__(self, text: str, where: str) -> None:
-        self._where, self._text, self._at = where, text, 0
+        self._where = where
+        self._text = text
+        self._at = 0
         self._kind = self._token = ""
         self._next()
 
@@ -81,7 +83,8 @@ class _Parser:
         found = _TOKEN.match(self._text, self._at)
         if found is None:
             self._fail(f"got {self._text[self._at : self._at + 20]!r}")
-        self._kind, self._at = str(found.lastgroup), found.end()
+        self._kind = str(found.lastgroup)
+        self._at = found.end()
         self._token = found[self._kind]
         return token
 

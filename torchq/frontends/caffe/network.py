@@ -61,7 +61,8 @@ def read_network(source: Any, where: str) -> Network:
 
 def _runs_in_test(layer: Message) -> bool:
     """Return True if a layer belongs to the phase of testing."""
-    included, excluded = layer.messages("include"), layer.messages("exclude")
+    included = layer.messages("include")
+    excluded = layer.messages("exclude")
     if included:
         return any(rule.text("phase", "TEST") == "TEST" for rule in included)
     return not any(rule.text("phase", "TRAIN") == "TEST" for rule in excluded)

@@ -44,7 +44,9 @@ class _Reader:
     """A position in the bytes of a file."""
 
     def __init__(self, data: bytes, where: str) -> None:
-        self._data, self._at, self._where = memoryview(data), 0, where
+        self._data = memoryview(data)
+        self._at = 0
+        self._where = where
 
     def arrays(self) -> dict[str, Tensor]:
         """Return the arrays of the file by name."""

@@ -56,7 +56,8 @@ def _node(entry: Any, number: int, where: str) -> SymbolNode:
     where = f"{where}: node {number}"
     if not isinstance(entry, dict):
         raise FrontendError(f"{where}: got {short_repr(entry)}; expected a JSON object")
-    op, name = entry.get("op"), entry.get("name")
+    op = entry.get("op")
+    name = entry.get("name")
     if not isinstance(op, str) or not isinstance(name, str):
         raise FrontendError(f"{where}: got {short_repr(entry)}; expected 'op' and 'name' as text")
     if entry.get("subgraphs"):

@@ -70,7 +70,9 @@ class Importer:
     """Converts one model."""
 
     def __init__(self, model: Any, folder: Path | None, where: str, free_batch: bool) -> None:
-        self.model, self.folder, self.where = prepare(model, where), folder, where
+        self.model = prepare(model, where)
+        self.folder = folder
+        self.where = where
         self.versions = opset_versions(self.model)
         if free_batch:
             free_batch_(self.model, where)
@@ -185,7 +187,8 @@ class Importer:
 def _check_dtypes(node: NodeContext, accepted: frozenset[torch.dtype]) -> None:
     """Refuse element types that torch cannot compute with."""
     for name in (*node.input_names, *node.output_names):
-        value, dtype = node.builder.values.get(name), node.builder.dtypes.get(name)
+        value = node.builder.values.get(name)
+        dtype = node.builder.dtypes.get(name)
         if isinstance(value, Constant):
             dtype = value.tensor.dtype
         if name in node.builder.dtypes and dtype is None:

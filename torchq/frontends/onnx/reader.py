@@ -152,7 +152,8 @@ def _external(proto: Any, size: int, folder: Path | None, where: str) -> bytes:
             )
         if not path.is_file():
             raise FileNotFoundError(f"{entries['location']!r} is no file")
-        offset, length = int(entries.get("offset", 0)), int(entries.get("length", size))
+        offset = int(entries.get("offset", 0))
+        length = int(entries.get("length", size))
         available = path.stat().st_size
         if offset < 0 or length != size or offset + length > available:
             expected = f"{size} bytes from {offset}; {path.name} has {available}"

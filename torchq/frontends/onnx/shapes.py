@@ -124,7 +124,8 @@ def _free_reshape(
     """Let a Reshape copy the batch from its input, if it repeats it; return True if it did."""
     if node.op_type != "Reshape":
         return False
-    source, target = shapes.get(node.input[0], []), constants.get(node.input[1], [])
+    source = shapes.get(node.input[0], [])
+    target = constants.get(node.input[1], [])
     axis = _place_of_batch(source, target)
     if axis is None or target[axis] != batch:
         return False

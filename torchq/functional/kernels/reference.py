@@ -105,7 +105,8 @@ def affine_gradients(
     of :func:`fake_quantize_between`, and ``grad`` is the gradient of its result.
     """
     v = torch.div(x.to(scale.dtype), scale)
-    below, above = v < low, v > high
+    below = v < low
+    above = v > high
     inside = ~(below | above) & (v == v)
     upstream = grad.to(scale.dtype)
     slope = clamped_codes(x, scale, low, high, format) - torch.where(inside, v, 0.0)

@@ -15,7 +15,8 @@ from torchq.frontends.caffe.node import CaffeLayer, converter
 
 def _ratios(layer: CaffeLayer) -> list[float]:
     """Return the ratios of boxes that are no squares, each once, with their inverses if asked."""
-    flip, result = layer.attr("flip", True), list[float]()
+    flip = layer.attr("flip", True)
+    result = list[float]()
     for ratio in layer.settings.numbers("aspect_ratio"):
         if any(abs(ratio - other) < 1e-6 for other in (1.0, *result)):
             continue
@@ -30,7 +31,8 @@ def _prior_box(layer: CaffeLayer) -> Value:
     variances = variances or [0.1]
     if not small or (large and len(large) != len(small)) or len(variances) not in (1, 4):
         layer.refuse(f"got min_size {small}, max_size {large}, variance {variances}")
-    both, distance = layer.attr("img_size", 0), layer.attr("step", 0.0)
+    both = layer.attr("img_size", 0)
+    distance = layer.attr("step", 0.0)
     options = PriorOptions(
         min_sizes=tuple(small),
         max_sizes=tuple(large),
@@ -118,9 +120,11 @@ class PriorBoxes(nn.Module):
         """Return (1, 2, boxes * 4)."""
         options = self.options
         rows, columns = features[2:]
-        width, height = options.image[0] or image[3], options.image[1] or image[2]
+        width = options.image[0] or image[3]
+        height = options.image[1] or image[2]
         across, down = options.steps
-        distance_x, distance_y = across or width / columns, down or height / rows
+        distance_x = across or width / columns
+        distance_y = down or height / rows
         kind: dict[str, Any] = {"dtype": dtype, "device": device}
         x = (torch.arange(columns).to(**kind) + options.offset) * distance_x
         y = (torch.arange(rows).to(**kind) + options.offset) * distance_y

@@ -45,7 +45,8 @@ def _convolution(layer: CaffeLayer) -> Value:
     kernel = sizes(layer, spatial, "kernel_size", "kernel")
     steps = (("stride", 1), ("pad", 0), ("dilation", 1))
     stride, pad, dilation = (sizes(layer, spatial, name, default=n) for name, n in steps)
-    out, with_bias = layer.attr("num_output", int), layer.attr("bias_term", True)
+    out = layer.attr("num_output", int)
+    with_bias = layer.attr("bias_term", True)
     groups = layer.attr("group", 1)
     groups = out if layer.op_type in _DEPTHWISE else groups
     first, second = weight.tensor.shape[:2]
@@ -61,7 +62,8 @@ def _convolution(layer: CaffeLayer) -> Value:
 
 @converter("InnerProduct", about="inner_product_param")
 def _inner_product(layer: CaffeLayer) -> Value:
-    out, with_bias = layer.attr("num_output", int), layer.attr("bias_term", True)
+    out = layer.attr("num_output", int)
+    with_bias = layer.attr("bias_term", True)
     axis = layer.axis()
     weight = layer.blob(0, "weight")
     x = layer.inputs[0]
@@ -129,7 +131,8 @@ def _pooling(layer: CaffeLayer) -> Value:
             layer.attr(field, [])
         return layer.module(GLOBAL_POOLS[kind][2](1), layer.inputs[0])
     kernel = sizes(layer, 2, "kernel_size", "kernel")
-    stride, pad = sizes(layer, 2, "stride", default=1), sizes(layer, 2, "pad", default=0)
+    stride = sizes(layer, 2, "stride", default=1)
+    pad = sizes(layer, 2, "pad", default=0)
     up = layer.settings.choice("round_mode", "CEIL", "FLOOR") == "CEIL"
     up = layer.attr("ceil_mode", up)
     if any(p >= k for k, p in zip(kernel, pad, strict=True)):

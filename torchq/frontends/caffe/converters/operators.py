@@ -19,7 +19,8 @@ _ELTWISE: dict[str, Callable[..., Tensor]] = {
 
 @converter("Eltwise", about="eltwise_param")
 def _eltwise(layer: CaffeLayer) -> Value:
-    given, factors = layer.settings.has("operation"), layer.settings.numbers("coeff")
+    given = layer.settings.has("operation")
+    factors = layer.settings.numbers("coeff")
     kind = layer.settings.choice("operation", "PROD", "SUM", "MAX") if given else "SUM"
     layer.attr("stable_prod_grad", True)
     if kind == "SUM" and any(factor != 1 for factor in factors):
@@ -31,7 +32,9 @@ def _eltwise(layer: CaffeLayer) -> Value:
 
 @converter("Scale", about="scale_param")
 def _scale(layer: CaffeLayer) -> Value:
-    axis, with_bias, given = layer.attr("axis", 1), layer.attr("bias_term", False), layer.input(1)
+    axis = layer.attr("axis", 1)
+    with_bias = layer.attr("bias_term", False)
+    given = layer.input(1)
     layer.attr("num_axes", 1)
     scale = layer.blob(0, "weight") if given is None else given
     bias = layer.blob(1 if given is None else 0, "bias") if with_bias else None
@@ -47,8 +50,10 @@ def _axpy(layer: CaffeLayer) -> Value:
 
 @converter("LRN", about="lrn_param")
 def _local_response(layer: CaffeLayer) -> Value:
-    size, alpha = layer.attr("local_size", 5), layer.attr("alpha", 1.0)
-    beta, k = layer.attr("beta", 0.75), layer.attr("k", 1.0)
+    size = layer.attr("local_size", 5)
+    alpha = layer.attr("alpha", 1.0)
+    beta = layer.attr("beta", 0.75)
+    k = layer.attr("k", 1.0)
     region = layer.settings.choice("norm_region", "ACROSS_CHANNELS", "WITHIN_CHANNEL")
     if size % 2 == 0:
         layer.refuse(f"local_size is {size}; expected an odd number")
@@ -155,7 +160,8 @@ def _concat(layer: CaffeLayer) -> Value:
 @converter("Slice", about="slice_param")
 def _slice(layer: CaffeLayer) -> list[Value]:
     axis = layer.attr("axis", layer.attr("slice_dim", 1))
-    points, count = layer.attr("slice_point", []), len(layer.layer.tops)
+    points = layer.attr("slice_point", [])
+    count = len(layer.layer.tops)
     if points and len(points) != count - 1:
         layer.refuse(f"got {len(points)} slice points for {count} outputs")
     return layer.call_parts(count, torch.tensor_split, layer.inputs[0], points or count, axis)
@@ -176,7 +182,8 @@ def _flatten(layer: CaffeLayer) -> Value:
 @converter("Reshape", about="reshape_param")
 def _reshape(layer: CaffeLayer) -> Value:
     shape = layer.settings.settings("shape").attr("dim", [])
-    axis, count = layer.attr("axis", 0), layer.attr("num_axes", -1)
+    axis = layer.attr("axis", 0)
+    count = layer.attr("num_axes", -1)
     layer.result_ndim = len(shape) if (axis, count) == (0, -1) else None
     return layer.call(reshape, layer.inputs[0], shape, axis, count)
 

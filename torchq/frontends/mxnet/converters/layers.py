@@ -71,7 +71,8 @@ def _convolution(node: SymbolContext) -> Value:
 
 @converter("FullyConnected")
 def _fully_connected(node: SymbolContext) -> Value:
-    weight, hidden = node.parameter(1, "weight"), node.attr("num_hidden", int)
+    weight = node.parameter(1, "weight")
+    hidden = node.attr("num_hidden", int)
     if weight.tensor.dim() != 2 or weight.tensor.shape[0] != hidden:
         node.refuse(f"its weight has shape {tuple(weight.tensor.shape)}; expected ({hidden}, any)")
     x = node.inputs[0]
@@ -95,8 +96,10 @@ def _embedding(node: SymbolContext) -> Value:
 
 @converter("Pooling", "Pooling_v1")
 def _pooling(node: SymbolContext) -> Value:
-    kind, convention = node.attr("pool_type", "max"), node.attr("pooling_convention", "valid")
-    include, is_global = node.attr("count_include_pad", True), node.attr("global_pool", False)
+    kind = node.attr("pool_type", "max")
+    convention = node.attr("pooling_convention", "valid")
+    include = node.attr("count_include_pad", True)
+    is_global = node.attr("global_pool", False)
     if kind not in ("max", "avg", "sum") or convention not in ("valid", "full"):
         node.refuse(f"got a pooling of type {kind!r} and convention {convention!r}")
     if is_global:
@@ -112,7 +115,8 @@ def _pooling(node: SymbolContext) -> Value:
 
 @converter("UpSampling")
 def _upsampling(node: SymbolContext) -> Value:
-    scale, kind = node.attr("scale", int), node.attr("sample_type", "nearest")
+    scale = node.attr("scale", int)
+    kind = node.attr("sample_type", "nearest")
     node.attr("multi_input_mode"), node.attr("num_filter")
     if kind == "nearest":
         if len(node.inputs) != 1:
@@ -145,7 +149,8 @@ def _bilinear_resize(node: SymbolContext) -> Value:
 
 @converter("Crop")
 def _crop(node: SymbolContext) -> Value:
-    like, size = node.input(1), node.attr("h_w", [0, 0])
+    like = node.input(1)
+    size = node.attr("h_w", [0, 0])
     options = node.attr("offset", [0, 0]), node.attr("center_crop", False)
     if isinstance(like, Constant) or (like is None and 0 in size):
         node.refuse("got no size to crop to")
@@ -154,8 +159,10 @@ def _crop(node: SymbolContext) -> Value:
 
 @converter("BatchNorm", "BatchNorm_v1", "_contrib_SyncBatchNorm")
 def _batch_norm(node: SymbolContext) -> Value:
-    eps, momentum = node.attr("eps", 1e-3), node.attr("momentum", 0.9)
-    axis, fixed = node.attr("axis", 1), node.attr("fix_gamma", True)
+    eps = node.attr("eps", 1e-3)
+    momentum = node.attr("momentum", 0.9)
+    axis = node.attr("axis", 1)
+    fixed = node.attr("fix_gamma", True)
     for name in ("use_global_stats", "key", "ndev", "min_calib_range", "max_calib_range"):
         node.attr(name)  # inference always uses the global statistics
     if node.outputs > 1:
@@ -180,8 +187,10 @@ def _batch_norm(node: SymbolContext) -> Value:
 
 @converter("InstanceNorm")
 def _instance_norm(node: SymbolContext) -> Value:
-    eps, ndim = node.attr("eps", 1e-3), node.ndim(0)
-    gamma, beta = node.parameter(1, "gamma"), node.parameter(2, "beta")
+    eps = node.attr("eps", 1e-3)
+    ndim = node.ndim(0)
+    gamma = node.parameter(1, "gamma")
+    beta = node.parameter(2, "beta")
     if ndim is None or ndim not in INSTANCE_NORMS:
         states = (None, None, gamma, beta, True, 0.0)
         return node.call(F.instance_norm, node.inputs[0], *states, eps)
@@ -191,9 +200,11 @@ def _instance_norm(node: SymbolContext) -> Value:
 
 @converter("LayerNorm")
 def _layer_norm(node: SymbolContext) -> Value:
-    eps, axis = node.attr("eps", 1e-5), node.attr("axis", -1)
+    eps = node.attr("eps", 1e-5)
+    axis = node.attr("axis", -1)
     node.expect("output_mean_var", "False", "0")
-    gamma, beta = node.parameter(1, "gamma"), node.parameter(2, "beta")
+    gamma = node.parameter(1, "gamma")
+    beta = node.parameter(2, "beta")
     if axis not in (-1, (node.ndim(0) or 0) - 1):
         node.refuse(f"axis is {axis}; expected the last one")
     return node.layer(filled(node.builder, nn.LayerNorm(gamma.tensor.numel(), eps), gamma, beta))
@@ -228,7 +239,8 @@ def _activation(node: SymbolContext) -> Value:
 
 @converter("LeakyReLU")
 def _leaky_relu(node: SymbolContext) -> Value:
-    kind, slope = node.attr("act_type", "leaky"), node.attr("slope", 0.25)
+    kind = node.attr("act_type", "leaky")
+    slope = node.attr("slope", 0.25)
     bounds = node.attr("lower_bound", 0.125), node.attr("upper_bound", 0.334)
     if kind == "prelu":
         gamma = node.parameter(1, "slope")
@@ -285,7 +297,8 @@ LOSSES = ("SoftmaxOutput", "Softmax") + tuple(
 def _softmax_output(node: SymbolContext) -> Value:
     for name in ("ignore_label", "use_ignore"):
         node.attr(name)  # they change the gradient, not the result
-    channels, last = node.attr("multi_output", False), node.attr("preserve_shape", False)
+    channels = node.attr("multi_output", False)
+    last = node.attr("preserve_shape", False)
     if channels or last or node.ndim(0) == 2:
         return node.module(nn.Softmax(-1 if last and not channels else 1), node.inputs[0])
     return node.call(operators.softmax_rows, node.inputs[0])
@@ -320,5 +333,6 @@ def crop(
     height, width = like.shape[2:] if like is not None else size
     top, left = offset
     if center:
-        top, left = (x.shape[2] - height) // 2, (x.shape[3] - width) // 2
+        top = (x.shape[2] - height) // 2
+        left = (x.shape[3] - width) // 2
     return x[:, :, top : top + height, left : left + width]

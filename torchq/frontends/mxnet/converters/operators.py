@@ -159,7 +159,8 @@ _SCALARS = {name: functions for names, functions in _SCALAR.items() for name in 
 
 @converter(*_SCALARS)
 def _with_scalar(node: SymbolContext) -> Value:
-    (function, before), x = _SCALARS[node.op_type], node.inputs[0]
+    function, before = _SCALARS[node.op_type]
+    x = node.inputs[0]
     x = x if before is None else node.call(before, x)
     return node.call(function, x, node.attr("scalar", float))
 
@@ -171,13 +172,15 @@ def _exponential(node: SymbolContext) -> Value:
 
 @converter("_maximum_scalar", "_MaximumScalar", "_minimum_scalar", "_MinimumScalar")
 def _bound(node: SymbolContext) -> Value:
-    limit, is_lowest = node.attr("scalar", float), node.op_type.lower().startswith("_max")
+    limit = node.attr("scalar", float)
+    is_lowest = node.op_type.lower().startswith("_max")
     return node.call(torch.clamp, node.inputs[0], *((limit, None) if is_lowest else (None, limit)))
 
 
 @converter("clip")
 def _clip(node: SymbolContext) -> Value:
-    low, high = node.attr("a_min", float), node.attr("a_max", float)
+    low = node.attr("a_min", float)
+    high = node.attr("a_max", float)
     if (low, high) == (0, 6):
         return node.module(nn.ReLU6(), node.inputs[0])
     return node.call(torch.clamp, node.inputs[0], low, high)
@@ -190,7 +193,8 @@ def _cast(node: SymbolContext) -> Value:
 
 @converter("Pad", "pad")
 def _pad(node: SymbolContext) -> Value:
-    mode, widths = node.attr("mode", str), node.attr("pad_width", list)
+    mode = node.attr("mode", str)
+    widths = node.attr("pad_width", list)
     value = [node.attr("constant_value", 0.0)] if mode == "constant" else []
     if mode not in ("constant", "edge", "reflect") or widths[:4] != [0] * 4 or len(widths) % 2:
         node.refuse(f"mode is {mode!r} and pad_width {widths}; expected pads of images alone")
@@ -210,7 +214,8 @@ _LARGEST = 2**26
 
 @converter("Reshape", "reshape")
 def _reshape(node: SymbolContext) -> Value:
-    codes, reverse = node.attr("shape", list), node.attr("reverse", False)
+    codes = node.attr("shape", list)
+    reverse = node.attr("reverse", False)
     node.expect("target_shape", "()", "(0, 0)", "(0,0)")
     if codes == [0, -1] and not reverse:
         return node.call(torch.flatten, node.inputs[0], 1)
@@ -232,14 +237,17 @@ def _concat(node: SymbolContext) -> Value:
 
 @converter("SliceChannel", "split")
 def _split(node: SymbolContext) -> list[Value]:
-    axis, count = node.attr("axis", 1), node.attr("num_outputs", int)
+    axis = node.attr("axis", 1)
+    count = node.attr("num_outputs", int)
     return _parts(node, axis, count, count)
 
 
 @converter("_split_v2")
 def _split_at(node: SymbolContext) -> list[Value]:
-    sections, indices = node.attr("sections", 0), node.attr("indices", [])
-    count, where = sections or len(indices), sections or indices[1:]  # the first one is 0
+    sections = node.attr("sections", 0)
+    indices = node.attr("indices", [])
+    count = sections or len(indices)
+    where = sections or indices[1:]  # the first one is 0
     return _parts(node, node.attr("axis", 0), count, where)
 
 
@@ -253,7 +261,9 @@ def _parts(node: SymbolContext, axis: int, count: int, where: int | list[int]) -
 
 @converter("slice", "crop")
 def _slice(node: SymbolContext) -> Value:
-    begin, end, stride = node.attr("begin", list), node.attr("end", list), node.attr("step", [])
+    begin = node.attr("begin", list)
+    end = node.attr("end", list)
+    stride = node.attr("step", [])
     if len(begin) != len(end):
         node.refuse(f"begin is {begin} and end {end}; expected equally many")
     return node.call(slice_each, node.inputs[0], begin, end, stride)
@@ -261,7 +271,9 @@ def _slice(node: SymbolContext) -> Value:
 
 @converter("slice_axis")
 def _slice_axis(node: SymbolContext) -> Value:
-    axis, begin, end = node.attr("axis", int), node.attr("begin", int), node.attr("end", int | None)
+    axis = node.attr("axis", int)
+    begin = node.attr("begin", int)
+    end = node.attr("end", int | None)
     return node.call(slice_axis, node.inputs[0], axis, begin, end, 1)
 
 
@@ -275,7 +287,8 @@ def _take(node: SymbolContext) -> Value:
 
 @converter("_zeros", "_ones", "_full")
 def _filled(node: SymbolContext) -> Value:
-    shape, dtype = node.attr("shape", list), node.attr("dtype", torch.float32)
+    shape = node.attr("shape", list)
+    dtype = node.attr("dtype", torch.float32)
     if not 0 < math.prod(shape) <= _LARGEST:
         node.refuse(f"its shape is {shape}; expected at most {_LARGEST} elements")
     value = {"_zeros": 0.0, "_ones": 1.0}.get(node.op_type)
@@ -285,8 +298,10 @@ def _filled(node: SymbolContext) -> Value:
 
 @converter("_arange")
 def _arange(node: SymbolContext) -> Value:
-    start, stop = node.attr("start", 0.0), node.attr("stop", float | None)
-    each, repeat = node.attr("step", 1.0), node.attr("repeat", 1)
+    start = node.attr("start", 0.0)
+    stop = node.attr("stop", float | None)
+    each = node.attr("step", 1.0)
+    repeat = node.attr("repeat", 1)
     node.expect("infer_range", "False", "0")
     first, last = (0.0, start) if stop is None else (start, stop)
     if not each or not 0 <= (last - first) / each * repeat <= _LARGEST:
@@ -303,7 +318,8 @@ def reshape(x: Tensor, codes: Sequence[int], reverse: bool) -> Tensor:
     merges two, -4 splits one into the two sizes that follow, one of which may be -1.
     """
     step = -1 if reverse else 1
-    remaining_sizes, remaining_codes = list(x.shape)[::step], list(codes)[::step]
+    remaining_sizes = list(x.shape)[::step]
+    remaining_codes = list(codes)[::step]
     result: list[int] = []
     while remaining_codes:
         code = remaining_codes.pop(0)
@@ -312,11 +328,9 @@ def reshape(x: Tensor, codes: Sequence[int], reverse: bool) -> Tensor:
         elif code == -3:
             result.append(remaining_sizes.pop(0) * remaining_sizes.pop(0))
         elif code == -4:
-            size, left, right = (
-                remaining_sizes.pop(0),
-                remaining_codes.pop(0),
-                remaining_codes.pop(0),
-            )
+            size = remaining_sizes.pop(0)
+            left = remaining_codes.pop(0)
+            right = remaining_codes.pop(0)
             left = size // right if left == -1 else left
             result += [left, size // left if right == -1 else right]
         else:

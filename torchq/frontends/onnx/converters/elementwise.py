@@ -163,7 +163,8 @@ def _selu(node: NodeContext) -> Value:
 
 @converter("HardSigmoid")
 def _hard_sigmoid(node: NodeContext) -> Value:
-    alpha, beta = node.attr("alpha", 0.2), node.attr("beta", 0.5)
+    alpha = node.attr("alpha", 0.2)
+    beta = node.attr("beta", 0.5)
     if abs(alpha - 1 / 6) < 1e-6 and beta == 0.5:
         return node.module(nn.Hardsigmoid(), node.inputs[0])
     return node.call(hard_sigmoid, node.inputs[0], alpha, beta)
@@ -171,7 +172,8 @@ def _hard_sigmoid(node: NodeContext) -> Value:
 
 @converter("PRelu")
 def _prelu(node: NodeContext) -> Value:
-    slope, shape = node.constant(1), node.shape(0)
+    slope = node.constant(1)
+    shape = node.shape(0)
     if slope is not None and shape is not None and len(shape) >= 2:
         channels = shape[1]
         leading = slope.dim() == len(shape) - 1

@@ -40,8 +40,10 @@ def _window(node: NodeContext) -> _Window:
     spatial = len(kernel)
     if spatial not in CONVOLUTIONS:
         node.refuse(f"got a kernel of {spatial} dimensions; expected 1 to 3")
-    stride, dilation = node.attr("strides", [1] * spatial), node.attr("dilations", [1] * spatial)
-    pads, auto = node.attr("pads", [0] * (2 * spatial)), node.attr("auto_pad", "NOTSET")
+    stride = node.attr("strides", [1] * spatial)
+    dilation = node.attr("dilations", [1] * spatial)
+    pads = node.attr("pads", [0] * (2 * spatial))
+    auto = node.attr("auto_pad", "NOTSET")
     if [len(stride), len(dilation), len(pads)] != [spatial, spatial, 2 * spatial]:
         node.refuse(f"strides, dilations or pads do not fit a kernel of {spatial} dimensions")
     if auto in ("SAME_UPPER", "SAME_LOWER"):
@@ -77,7 +79,9 @@ def _constants(node: NodeContext, *indices: int) -> list[Constant] | None:
 
 @converter("Conv")
 def _conv(node: NodeContext) -> Value:
-    window, groups, stored = _window(node), node.attr("group", 1), _constants(node, 1, 2)
+    window = _window(node)
+    groups = node.attr("group", 1)
+    stored = _constants(node, 1, 2)
     x, padding = _padded(node, window)
     sizes = (window.stride, padding, window.dilation)
     if stored is None:
@@ -88,7 +92,9 @@ def _conv(node: NodeContext) -> Value:
 
 @converter("ConvTranspose")
 def _conv_transpose(node: NodeContext) -> Value:
-    window, groups, stored = _window(node), node.attr("group", 1), _constants(node, 1, 2)
+    window = _window(node)
+    groups = node.attr("group", 1)
+    stored = _constants(node, 1, 2)
     extra = node.attr("output_padding", [0] * len(window.kernel))
     window = _transposed_window(node, window, extra)
     stride, dilation = window.stride, window.dilation
@@ -104,7 +110,8 @@ def _conv_transpose(node: NodeContext) -> Value:
 
 def _transposed_window(node: NodeContext, window: _Window, extra: list[int]) -> _Window:
     """Return the window with the pads that follow from the output shape, or from ``auto_pad``."""
-    output_shape, shape = node.attr("output_shape", list | None), node.shape(0)
+    output_shape = node.attr("output_shape", list | None)
+    shape = node.shape(0)
     if not isinstance(window.pads, str) and not output_shape:
         return window
     if output_shape is not None and (shape is None or None in shape[2:]):
@@ -245,8 +252,10 @@ def _einsum(node: NodeContext) -> Value:
 def _batch_norm(node: NodeContext) -> Value:
     if node.attr("training_mode", 0) or len([name for name in node.output_names if name]) > 1:
         node.refuse("it is in training mode; expected inference")
-    epsilon, momentum = node.attr("epsilon", 1e-5), node.attr("momentum", 0.9)
-    parts, ndim = _constants(node, 1, 2, 3, 4), len(node.shape(0) or ())
+    epsilon = node.attr("epsilon", 1e-5)
+    momentum = node.attr("momentum", 0.9)
+    parts = _constants(node, 1, 2, 3, 4)
+    ndim = len(node.shape(0) or ())
     if parts is None or ndim not in BATCH_NORMS or not node.floating(0):
         x, scale, bias, mean, var = node.inputs
         return node.call(F.batch_norm, x, mean, var, scale, bias, False, 0.0, epsilon)
@@ -256,7 +265,9 @@ def _batch_norm(node: NodeContext) -> Value:
 
 @converter("InstanceNormalization")
 def _instance_norm(node: NodeContext) -> Value:
-    epsilon, parts, ndim = node.attr("epsilon", 1e-5), _constants(node, 1, 2), node.ndim(0)
+    epsilon = node.attr("epsilon", 1e-5)
+    parts = _constants(node, 1, 2)
+    ndim = node.ndim(0)
     if parts is None or ndim not in INSTANCE_NORMS:
         x, scale, bias = node.inputs
         return node.call(F.instance_norm, x, None, None, scale, bias, True, 0.0, epsilon)
@@ -267,7 +278,9 @@ def _instance_norm(node: NodeContext) -> Value:
 
 @converter("LayerNormalization")
 def _layer_norm(node: NodeContext) -> Value | list[Value]:
-    axis, epsilon, shape = node.attr("axis", -1), node.attr("epsilon", 1e-5), node.shape(0)
+    axis = node.attr("axis", -1)
+    epsilon = node.attr("epsilon", 1e-5)
+    shape = node.shape(0)
     parts = _constants(node, 1, 2)
     tail = None if shape is None else shape[axis % len(shape) :]
     several = len([name for name in node.output_names if name]) > 1
@@ -293,7 +306,9 @@ def layer_norm(
 
 @converter("GroupNormalization")
 def _group_norm(node: NodeContext) -> Value:
-    groups, epsilon, shape = node.attr("num_groups", int), node.attr("epsilon", 1e-5), node.shape(0)
+    groups = node.attr("num_groups", int)
+    epsilon = node.attr("epsilon", 1e-5)
+    shape = node.shape(0)
     parts = _constants(node, 1, 2)
     channels = shape[1] if shape else None
     if parts is None or channels is None or parts[0].tensor.numel() != channels:
@@ -304,7 +319,9 @@ def _group_norm(node: NodeContext) -> Value:
 
 @converter("LRN")
 def _lrn(node: NodeContext) -> Value:
-    alpha, beta, bias = node.attr("alpha", 1e-4), node.attr("beta", 0.75), node.attr("bias", 1.0)
+    alpha = node.attr("alpha", 1e-4)
+    beta = node.attr("beta", 0.75)
+    bias = node.attr("bias", 1.0)
     size = node.attr("size", int)
     if size % 2 == 0:
         node.refuse(f"its size is {size}; expected an odd number of channels")

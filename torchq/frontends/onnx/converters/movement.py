@@ -35,7 +35,9 @@ def _constant(node: NodeContext) -> Value:
 
 @converter("Shape", dtypes=None)
 def _shape(node: NodeContext) -> Value:
-    shape, start, end = node.shape(0), node.attr("start", 0), node.attr("end", int | None)
+    shape = node.shape(0)
+    start = node.attr("start", 0)
+    end = node.attr("end", int | None)
     if shape is not None:
         places = range(len(shape))[start:end]
         return node.sizes([node.size(0, axis) for axis in places], dtype=torch.int64)
@@ -161,7 +163,8 @@ def _top_k(node: NodeContext) -> list[Value]:
 
 @converter("Reshape", dtypes=None)
 def _reshape(node: NodeContext) -> Value:
-    sizes, allow_zero = node.ints(1), node.attr("allowzero", False)
+    sizes = node.ints(1)
+    allow_zero = node.attr("allowzero", False)
     if sizes is None:
         return node.call(reshape, node.inputs[0], node.inputs[1], allow_zero)
     if isinstance(node.inputs[0], Ints) and sizes in ([-1], [1], []):

@@ -91,7 +91,8 @@ def _parameters(
     node: NodeContext, scale_index: int, zero_index: int, axis: int, dtype: torch.dtype | None
 ) -> Quantization | None:
     """Return the scale and zero point of a node where both are known, else None."""
-    scale, zero_point = node.constant(scale_index), node.constant(zero_index)
+    scale = node.constant(scale_index)
+    zero_point = node.constant(zero_index)
     if scale is None or (zero_point is None and node.input(zero_index) is not None):
         return None
     if zero_point is None:
@@ -116,7 +117,9 @@ def _code_type(node: NodeContext) -> torch.dtype:
 def _quantize(node: NodeContext) -> Value:
     if node.input(2) in node.builder.four_bits:
         node.refuse("codes of four bits that the network computes are not supported")
-    axis, block_size, dtype = node.attr("axis", 1), node.attr("block_size", 0), _code_type(node)
+    axis = node.attr("axis", 1)
+    block_size = node.attr("block_size", 0)
+    dtype = _code_type(node)
     result = node.call(
         quantize_linear, node.inputs[0], node.inputs[1], node.input(2), axis, block_size, dtype
     )

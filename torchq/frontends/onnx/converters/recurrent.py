@@ -92,7 +92,8 @@ def _call_module(
         filled = [node.call(torch.zeros_like, first_state) if s is None else s for s in states]
         arguments.append(tuple(filled) if len(states) > 1 else filled[0])
     result = node.module(module, *arguments)
-    y, last = node.call(getitem, result, 0), node.call(getitem, result, 1)
+    y = node.call(getitem, result, 0)
+    last = node.call(getitem, result, 1)
     ends = [node.call(getitem, last, index) for index in (0, 1)] if len(states) > 1 else [last]
     return [node.call(split_directions, y, directions), *ends]
 

@@ -45,7 +45,8 @@ def reduce(x: Tensor, op_type: str, axes: Tensor | Sequence[int], keep: bool, no
 
 @converter(*_PARTS)
 def _reduce(node: NodeContext) -> Value:
-    keep, none = node.attr("keepdims", True), node.attr("noop_with_empty_axes", False)
+    keep = node.attr("keepdims", True)
+    none = node.attr("noop_with_empty_axes", False)
     kind = node.op_type
     value = node.inputs[0]
     shape = node.shape(0)

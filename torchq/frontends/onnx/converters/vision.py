@@ -99,7 +99,8 @@ def _grid_sample(node: NodeContext) -> Value:
     mode = _MODES.get(mode, mode)
     if mode == "bicubic" and node.ndim(0) != 4:
         node.refuse("cubic sampling of volumes is not supported")
-    padding, align = node.attr("padding_mode", "zeros"), node.attr("align_corners", False)
+    padding = node.attr("padding_mode", "zeros")
+    align = node.attr("align_corners", False)
     return node.call(F.grid_sample, *node.inputs, mode, padding, align)
 
 
@@ -278,7 +279,8 @@ def _align_one(
     image: Tensor, roi: Tensor, size: tuple[int, int], ratio: int, half_pixel: bool, largest: bool
 ) -> Tensor:
     x1, y1, x2, y2 = roi.tolist()
-    width, height = x2 - x1, y2 - y1
+    width = x2 - x1
+    height = y2 - y1
     if not half_pixel:
         width, height = max(width, 1.0), max(height, 1.0)
     (rows, row_weights, ny) = _samples(y1, height, size[0], ratio, image.shape[1])
