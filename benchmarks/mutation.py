@@ -33,7 +33,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -102,40 +101,35 @@ class Contexts:
         rows = self._database.execute("select id, path from file")
         return {str(Path(path)).split("/torchq/")[-1]: number for number, path in rows}
 
-    def _executed(self, path: str) -> list[tuple[int, set[int]]]:
-        """Return pairs of a context and the lines of a file that were executed in it."""
+    def _executing(self, path: str, line: int | None) -> list[str]:
+        """Return the contexts that execute a line of a file, or any line of it for None."""
         number = self._files.get(path.removeprefix("torchq/"))
-        by_context: dict[int, set[int]] = defaultdict(set)
-        # Of branches there are pairs of lines, of lines alone one bit each.
-        arcs = self._database.execute(
-            "select context_id, fromno, tono from arc where file_id = ?", (number,)
-        )
-        for context, first, second in arcs:
-            by_context[context] |= {abs(first), abs(second)}
-        bits = self._database.execute(
-            "select context_id, numbits from line_bits where file_id = ?", (number,)
-        )
-        for context, blob in bits:
-            for index, byte in enumerate(blob):
-                by_context[context] |= {8 * index + bit for bit in range(8) if byte >> bit & 1}
-        return list(by_context.items())
+        # Of branches there are pairs of lines, negative at entry and exit; of lines a bit each.
+        arcs = "select distinct context_id from arc where file_id = ?"
+        parameters: tuple[int | None, ...] = (number,)
+        if line is not None:
+            arcs += " and (fromno in (?, ?) or tono in (?, ?))"
+            parameters += (line, -line, line, -line)
+        contexts = {row[0] for row in self._database.execute(arcs, parameters)}
+        bits = "select context_id, numbits from line_bits where file_id = ?"
+        for context, blob in self._database.execute(bits, (number,)):
+            if line is None or (line // 8 < len(blob) and blob[line // 8] >> line % 8 & 1):
+                contexts.add(context)
+        return [self._names[context] for context in contexts]
 
     def tests_of(self, mutant: Mutant, folder: str) -> list[str]:
         """Return the tests below ``folder`` that execute the line of a mutant.
 
         A line that is executed while modules are imported has no test of its own: all tests that
-        execute any line of the file stand for it. For a line that no test executes in its own
-        process, those of the file's own name stand: they may run it in another process.
+        execute any line of the file stand for it. Where no test below ``folder`` executes the line,
+        those of other packages do; and where none does in its own process, the tests of the file's
+        name stand, since they may run it in another one.
         """
-        executed = self._executed(mutant.path)
-        at_import = any(
-            mutant.line in lines for context, lines in executed if not self._names[context]
-        )
-        chosen = set()
-        for context, lines in executed:
-            test = self._names[context].rpartition("|")[0]
-            if test.startswith(f"{folder}/") and (at_import or mutant.line in lines):
-                chosen.add(test)
+        contexts = self._executing(mutant.path, mutant.line)
+        if "" in contexts:
+            contexts = self._executing(mutant.path, None)
+        tests = {context.rpartition("|")[0] for context in contexts}
+        chosen = {test for test in tests if test.startswith(f"{folder}/")} or tests - {""}
         # The tests of the file's own name come first: they are the likeliest to fail.
         name = Path(mutant.path).stem
         if not chosen:
