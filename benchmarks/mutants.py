@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 ARITHMETIC: dict[type[ast.operator], tuple[str, str]] = {
@@ -88,17 +87,16 @@ class Mutant:
 
 
 def mutants_of(path: str, source: str) -> list[Mutant]:
-    """Return every mutant of one file that is still Python and differs from the file."""
-    tree = ast.parse(source)
+    """Return every mutant of one file; a few may be no Python, see :func:`is_valid`."""
     finder = _Finder(path, source)
-    finder.visit(tree)
-    unchanged = ast.dump(tree)
-    return [mutant for mutant in finder.mutants if _is_valid(mutant.apply(source), unchanged)]
+    finder.visit(ast.parse(source))
+    return finder.mutants
 
 
-def _is_valid(source: str, unchanged: str) -> bool:
+def is_valid(mutant: Mutant, source: str) -> bool:
+    """Return True if the file with a mutant is still Python, and another program."""
     try:
-        return ast.dump(ast.parse(source)) != unchanged
+        return ast.dump(ast.parse(mutant.apply(source))) != ast.dump(ast.parse(source))
     except SyntaxError:
         return False
 
@@ -265,9 +263,3 @@ def _is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.JoinedStr) or (
         isinstance(node, ast.Constant) and isinstance(node.value, str)
     )
-
-
-def all_mutants(sources: dict[str, str]) -> Iterator[Mutant]:
-    """Return the mutants of several files, in the order of their names."""
-    for path in sorted(sources):
-        yield from mutants_of(path, sources[path])

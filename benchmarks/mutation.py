@@ -41,7 +41,7 @@ from random import Random
 from typing import Any
 
 from benchmarks.harness import Reporter, finished_rows
-from benchmarks.mutants import Mutant, all_mutants
+from benchmarks.mutants import Mutant, is_valid, mutants_of
 
 ROOT = Path(__file__).resolve().parents[1]
 EQUIVALENT = ROOT / "benchmarks" / "mutation_equivalent.json"
@@ -72,11 +72,18 @@ def sources_of(root: Path, where: str) -> dict[str, str]:
 def draw(root: Path, packages: Iterable[str], count: int, seed: int) -> dict[str, list[Mutant]]:
     """Draw ``count`` mutants in all, the same number from each package."""
     names = list(packages)
-    drawn = {}
-    for name in names:
-        mutants = list(all_mutants(sources_of(root, PACKAGES[name][0])))
-        generator = Random(f"{seed} {name}")
-        drawn[name] = generator.sample(mutants, min(count // len(names), len(mutants)))
+    return {name: _draw_from(root, name, count // len(names), seed) for name in names}
+
+
+def _draw_from(root: Path, package: str, count: int, seed: int) -> list[Mutant]:
+    """Draw mutants of one package, without those that are no Python."""
+    sources = sources_of(root, PACKAGES[package][0])
+    mutants = [mutant for path in sources for mutant in mutants_of(path, sources[path])]
+    Random(f"{seed} {package}").shuffle(mutants)
+    drawn: list[Mutant] = []
+    for mutant in mutants:
+        if len(drawn) < count and is_valid(mutant, sources[mutant.path]):
+            drawn.append(mutant)
     return drawn
 
 
