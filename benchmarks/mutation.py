@@ -26,10 +26,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import shutil
 import sqlite3
-import subprocess
 import sys
 import tempfile
 import time
@@ -40,7 +40,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.harness import Reporter, finished_rows
 from benchmarks.mutants import Mutant, is_valid, mutants_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -145,9 +144,42 @@ class Contexts:
         return sorted(chosen, key=lambda test: (f"test_{name}" not in test, test))
 
 
+class _FirstFailure:
+    """A plugin of pytest that notes the first test that fails."""
+
+    def __init__(self) -> None:
+        self.test = ""
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Note a failure of a test or of its fixtures."""
+        if report.failed and not self.test:
+            self.test = report.nodeid
+
+
+def _run_pytest(folder: str, arguments: Sequence[str], sender: Any) -> None:
+    """Run pytest in this process, and send its exit code and the first test that failed."""
+    import pytest
+
+    os.chdir(folder)
+    # What is tested is the copy, and nothing of it may be here already.
+    sys.path[:] = [folder, *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
+    for name in [name for name in sys.modules if name.split(".")[0] == "benchmarks"]:
+        del sys.modules[name]
+    os.environ["PYTHONPATH"] = folder
+    failure = _FirstFailure()
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+        code = pytest.main(list(arguments), plugins=[failure])
+    sender.send((int(code), failure.test))
+
+
 @dataclass
 class Copy:
-    """A copy of the repository in which one mutant at a time is planted and tested."""
+    """A copy of the repository in which one mutant at a time is planted and tested.
+
+    Each run is a fork of a process that has imported torch, which takes longer than most tests.
+    """
 
     folder: Path
     options: Sequence[str] = ()
@@ -155,27 +187,24 @@ class Copy:
 
     def run(self, tests: Sequence[str]) -> tuple[str, str]:
         """Run tests until one fails; return ``passed``, ``failed`` or ``timeout``, and the test."""
-        arguments = self.folder / "tests_of_the_mutant.txt"
-        arguments.write_text("\n".join(tests), "utf-8")
-        command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-        command += [*self.options, f"@{arguments.name}"]
-        environment = {**os.environ, "PYTHONPATH": str(self.folder)}
+        names = self.folder / "tests_of_the_mutant.txt"
+        names.write_text("\n".join(tests), "utf-8")
+        arguments = ["-x", "-q", "-p", "no:cacheprovider", *self.options, f"@{names.name}"]
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "onnx", "pytest"])
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_run_pytest, args=(str(self.folder), arguments, sender))
+        process.start()
+        sender.close()
         try:
-            done = subprocess.run(
-                command,
-                cwd=self.folder,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=SECONDS,
-            )
-        except subprocess.TimeoutExpired:
+            code, test = receiver.recv() if receiver.poll(SECONDS) else (None, "")
+        except EOFError:  # The process died.
+            code, test = 1, "the process died"
+        process.kill()
+        process.join()
+        if code is None:
             return "timeout", ""
-        if done.returncode == 0:
-            return "passed", ""
-        lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        name = lines[0].split(" ", 1)[1].split(" - ")[0] if lines else "import"
-        return "failed", name
+        return ("passed", "") if code == 0 else ("failed", test or "import")
 
     def verdict(self, mutant: Mutant, tests: Sequence[str]) -> tuple[str, str]:
         """Return ``killed`` or ``survived``, and the test that failed.
@@ -243,10 +272,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return result.parse_args(argv)
 
 
-def measure(copy: Copy, options: argparse.Namespace, report: Reporter) -> None:
+def measure(copy: Copy, options: argparse.Namespace, report: Any, stored: set[Any]) -> None:
     """Draw mutants, and report the verdict of each that has none yet."""
     contexts = Contexts(options.coverage, options.root) if options.coverage else None
-    stored = finished_rows(options.out, "seed", "key")
     # Always drawn from all packages, so that --packages selects a part of the same mutants.
     drawn = draw(options.root, PACKAGES, options.count, options.seed)
     for package in options.packages:
@@ -274,6 +302,9 @@ def measure(copy: Copy, options: argparse.Namespace, report: Reporter) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, or print the table of an earlier run."""
+    # Forked processes import this file, and must not import the torchq of this repository with it.
+    from benchmarks.harness import Reporter, finished_rows
+
     options = parse(argv)
     if options.table:
         print(table(options.out, options.seed))
@@ -284,7 +315,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     ):
         place = Path(folder) / "repository"
         shutil.copytree(options.root, place, ignore=NOT_COPIED)
-        measure(Copy(place, options.options), options, report)
+        stored = finished_rows(options.out, "seed", "key")
+        measure(Copy(place, options.options), options, report, stored)
 
 
 if __name__ == "__main__":
