@@ -1,4 +1,4 @@
-"""What the default run leaves out: tests marked `slow`, and how a table of cases is sampled.
+"""What the default run leaves out: tests marked `slow`, and all but a sample of large tables.
 
 `python -m pytest` runs what finds nearly every fault within minutes. A test is marked `slow` for
 one reason: the default run has a smaller one that fails for the same kinds of faults, and this one
@@ -10,12 +10,17 @@ own). Nothing that is promised to users is only tested there; tests/test_promise
     python -m pytest -n 2 -m slow    # the slow tests alone
     python -m pytest tests/nn/test_calls.py::test_names   # a test that is named runs, slow or not
 
+Of a test with many cases ``@pytest.mark.sample(count)`` keeps some in the default run and marks the
+others slow; :func:`sample_of` says which.
+
 The hooks below are a plugin of pytest, which the conftest.py of the repository loads.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out slow tests, unless an option asks for them or an argument names them."""
+    mark_all_but_samples(items)
     if config.option.slow or "slow" in config.option.markexpr:
         return
     named = [argument for argument in config.args if "::" in argument]
@@ -50,6 +56,41 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         slow = set(left_out)
         items[:] = [item for item in items if item not in slow]
+
+
+def mark_all_but_samples(items: list[pytest.Item]) -> None:
+    """Mark the cases slow that are not in the sample of their test."""
+    tables: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample"):
+            tables.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tables.values():
+        marker = cases[0].get_closest_marker("sample")
+        assert marker is not None
+        kept = sample_of([case.nodeid for case in cases], *marker.args)
+        for case in cases:
+            if case.nodeid not in kept:
+                case.add_marker("slow")
+
+
+def sample_of(names: Iterable[str], count: int) -> set[str]:
+    """Return ``count`` names that together have as many different words as can be.
+
+    The words of a case are the values of its parameters, so that the sample shows each of them
+    before it shows one of them twice. Which of several cases is taken depends on nothing but their
+    names: a table that grows keeps most of its sample.
+    """
+    rest = {
+        name: set(re.split(r"[-\s]", name.partition("[")[2]))
+        for name in sorted(names, key=lambda name: zlib.crc32(name.encode()))
+    }
+    kept: set[str] = set()
+    shown: set[str] = set()
+    while rest and len(kept) < count:
+        best = max(rest, key=lambda name: len(rest[name] - shown))
+        shown |= rest.pop(best)
+        kept.add(best)
+    return kept
 
 
 def is_named(item: pytest.Item, argument: str) -> bool:
@@ -106,24 +147,3 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
             f"the test took {seconds:.0f} s of processor time; expected at most {LIMIT:g} s. "
             "Make it smaller, or mark it slow"
         )
-
-
-def sampled(cases: Iterable[Any], count: int) -> list[Any]:
-    """Return the cases of a table for ``parametrize``; all but ``count`` of them are slow.
-
-    The cases that stay in the default run are spread evenly over the table, so that a table in the
-    order of its kinds keeps some of each. A tuple is a row of several arguments; one argument that
-    is a tuple is given as ``pytest.param``.
-    """
-    rows = list(cases)
-    size = min(count, len(rows))
-    kept = {index * len(rows) // size for index in range(size)}
-    return [row if index in kept else slow_case(row) for index, row in enumerate(rows)]
-
-
-def slow_case(row: Any) -> Any:
-    """Return a row of ``parametrize`` that is marked slow."""
-    if isinstance(row, type(pytest.param())):
-        return pytest.param(*row.values, id=row.id, marks=[*row.marks, pytest.mark.slow])
-    values = row if isinstance(row, tuple) else (row,)
-    return pytest.param(*values, marks=pytest.mark.slow)

@@ -2,17 +2,24 @@
 
 import pytest
 
-from tests.slow import sampled
+from tests.slow import sample_of
 
+INI = """
+[pytest]
+markers =
+    slow: rarely
+    sample: of many
+addopts = -p tests.slow
+"""
 TESTS = """
 import pytest
-from tests.slow import sampled
 
 @pytest.mark.slow
 def test_slow():
     pass
 
-@pytest.mark.parametrize("number", sampled(range(6), 2))
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("number", range(6))
 def test_table(number):
     pass
 """
@@ -48,7 +55,7 @@ LEFT_OUT = "slow tests left out: 5; --slow runs them too, -m slow runs them alon
 @pytest.fixture
 def folder(pytester: pytest.Pytester) -> pytest.Pytester:
     """A folder with one file of tests, five of which are slow."""
-    pytester.makeini("[pytest]\nmarkers = slow: rarely\naddopts = -p tests.slow")
+    pytester.makeini(INI)
     pytester.makepyfile(TESTS)
     return pytester
 
@@ -82,7 +89,7 @@ def test_workers_of_xdist_tell_what_they_left_out(folder: pytest.Pytester) -> No
 
 @pytest.mark.parametrize("place", ["CI", "HERE"])
 def test_a_long_test_fails_on_ci_unless_it_is_slow(pytester: pytest.Pytester, place: str) -> None:
-    pytester.makeini("[pytest]\nmarkers = slow: rarely\naddopts = -p tests.slow")
+    pytester.makeini(INI)
     pytester.makepyfile(LONG)
     with pytest.MonkeyPatch.context() as patch:  # the same limit holds for this test
         patch.delenv("CI", raising=False)
@@ -95,12 +102,12 @@ def test_a_long_test_fails_on_ci_unless_it_is_slow(pytester: pytest.Pytester, pl
         result.stdout.fnmatch_lines(["*s of processor time; expected at most 0.05 s*slow"])
 
 
-def test_a_sample_is_spread_over_the_table_and_keeps_ids_and_marks() -> None:
-    rows = sampled([(1, 2), pytest.param(3, 4, id="named", marks=pytest.mark.xfail), (5, 6)], 1)
-    assert rows[0] == (1, 2)
-    assert rows[1].id == "named"
-    assert [mark.name for mark in rows[1].marks] == ["xfail", "slow"]
-    assert rows[2].values == (5, 6)
-    kept = [row for row in sampled(range(10), 4) if isinstance(row, int)]
-    assert kept == [0, 2, 5, 7]
-    assert sampled(range(3), 5) == [0, 1, 2]
+def test_a_sample_shows_every_value_and_depends_on_names_alone() -> None:
+    names = [f"test[{shape}-{kind}]" for shape in range(8) for kind in ("int8", "e4m3", "uint8")]
+    kept = sample_of(names, 8)
+    assert len(kept) == 8
+    assert {name[5] for name in kept} == set("01234567")
+    assert {name[7:-1] for name in kept} == {"int8", "e4m3", "uint8"}
+    assert sample_of(reversed(names), 8) == kept
+    assert sample_of(names, 3) < kept
+    assert sample_of(names[:2], 5) == set(names[:2])

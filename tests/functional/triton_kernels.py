@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.functional.kernel_cases import CASES, FORMATS, Case, assert_equals_definition, make
-from tests.slow import sampled
 from torchq.errors import ConfigError
 from torchq.formats import CATALOG, INT8, PerAxis, PerBlock
 from torchq.functional import fake_quantize
@@ -23,9 +22,9 @@ TWO_DIVISIONS = "axes02"
 ONE_DIVISION = [case for case in CASES if case.name != TWO_DIVISIONS]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "case"), sampled([(d, c) for d in DTYPES for c in ONE_DIVISION], 17), ids=str
-)
+@pytest.mark.sample(17)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", ONE_DIVISION, ids=str)
 def test_equals_definition(case: Case, dtype: torch.dtype) -> None:
     for name in FORMATS if dtype is torch.float32 else ("int8", "e4m3"):
         x, amax = make(case, dtype, DEVICE)
@@ -39,10 +38,8 @@ def test_rounded_scales(format_name: str, scales: str) -> None:
     assert_equals_definition("triton", x, amax.clamp(max=5.0), format_name, scales)
 
 
-SHAPES = [pytest.param(shape) for shape in ((1025,), (3, 2050), (5, 17, 33), (2050, 3))]
-
-
-@pytest.mark.parametrize("shape", sampled(SHAPES, 2), ids=str)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("shape", [(1025,), (3, 2050), (2050, 3), (5, 17, 33)], ids=str)
 def test_more_than_one_program(shape: tuple[int, ...]) -> None:
     ones = (1,) * (len(shape) - 1)
     for amax_shape in ((), (shape[0], *ones), (*ones, shape[-1])):

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import torchq
 from tests.models import Conv1D, ConvNet, Projection, SamePadConv2d, StagedNet
-from tests.slow import sampled
 from tests.swap.test_grids import Mixed
 from tests.swap.test_heads import Distances
 from torchq.nn import TensorQuantizer
@@ -81,7 +80,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "detector": (Distances, IMAGE),
     "recurrent": (lambda: nn.Sequential(nn.LSTM(8, 4, 2, bidirectional=True)), ROWS),
 }
-ZOO = ("resnet18", "densenet121", "mobilenet_v3_small", "squeezenet1_1", "shufflenet_v2_x0_5")
+ZOO = ("resnet18", "mobilenet_v3_small", "densenet121", "squeezenet1_1", "shufflenet_v2_x0_5")
 
 
 def made(name: str) -> tuple[nn.Module, Tensor]:
@@ -100,7 +99,10 @@ SMALL = [
     for has_example in (False, True)
 ]
 SMALL += [pytest.param(name, "tensorrt", True, id=f"{name}-tensorrt") for name in NETWORKS]
-LARGE = sampled([pytest.param(name, "onnxruntime", True, id=name) for name in ZOO], 2)
+LARGE = [pytest.param(name, "onnxruntime", True, id=name) for name in ZOO[:2]]
+SLOW = [
+    pytest.param(name, "onnxruntime", True, id=name, marks=pytest.mark.slow) for name in ZOO[2:]
+]
 
 
 def check_grids(model: nn.Module, plan: Plan) -> None:
@@ -118,7 +120,7 @@ def check_grids(model: nn.Module, plan: Plan) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*only .* quantized")
-@pytest.mark.parametrize(("name", "target", "has_example"), [*SMALL, *LARGE])
+@pytest.mark.parametrize(("name", "target", "has_example"), [*SMALL, *LARGE, *SLOW])
 def test_plan_report_copy_file_and_loaded_model_agree(
     name: str, target: str | None, has_example: bool, tmp_path: Path
 ) -> None:
