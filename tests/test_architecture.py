@@ -52,7 +52,8 @@ def test_import_contracts_hold() -> None:
 
 def test_one_file_changes_the_class_of_objects() -> None:
     assert assigns_class(ast.parse("object.__setattr__(m, '__class__', cls)"))
-    found = [path for path, text in sources("torchq").items() if assigns_class(ast.parse(text))]
+    texts = {path: text for path, text in sources("torchq").items() if "__class__" in text}
+    found = [path for path, text in texts.items() if assigns_class(ast.parse(text))]
     assert found == ["torchq/nn/convert.py"]
 
 

@@ -44,7 +44,16 @@ def parameters(name: str) -> int:
     return next(iter(models.get_model_weights(name))).meta["num_params"]
 
 
-NAMES = models.list_models(module=models)
+# One of each family, as small as it comes; the others are slow.
+SMALL = [
+    *("alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "googlenet", "mnasnet0_5"),
+    *("mobilenet_v2", "mobilenet_v3_small", "regnet_y_400mf", "resnet18", "shufflenet_v2_x0_5"),
+    *("squeezenet1_1", "swin_t"),
+]
+NAMES = [
+    pytest.param(name, marks=[] if name in SMALL else [pytest.mark.slow])
+    for name in models.list_models(module=models)
+]
 
 
 @pytest.fixture

@@ -177,6 +177,6 @@ def test_deploy_takes_models_that_mask_scores_by_infinity() -> None:
             return self.head(x).index_fill(1, torch.tensor([1, 4]), -math.inf)
 
     model, x = Masked(head=nn.Linear(8, 6)).eval(), torch.randn(3, 8)
-    simulated(model, [x])
+    simulated(model, [x], torchq.recipes.int8(reduce_range=True))
     int8 = torchq.deploy(model, x, progress=False)
     torch.testing.assert_close(int8(x), model(x), rtol=1e-5, atol=1e-5)

@@ -35,6 +35,7 @@ def quantized() -> nn.Sequential:
     return simulated(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).eval(), [BATCH])
 
 
+@pytest.mark.sample(12)
 @needs_gloo
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("measure", MEASURES)
@@ -45,6 +46,7 @@ def test_a_wrapped_model_is_measured_as_the_model_inside(measure: str, wrapper: 
     assert str(function(WRAPPERS[wrapper](quantized()), [BATCH])) == str(expected)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
 @pytest.mark.parametrize("measure", MEASURES)
 def test_compiled_parts_run_as_they_are_written(measure: str) -> None:

@@ -48,6 +48,7 @@ def shape_of(name: str) -> list[Any]:
     return [dim.dim_param or dim.dim_value for dim in dims]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("batch", "flat", "written"),
     [

@@ -99,6 +99,7 @@ def close(path: Path, model: nn.Module, x: Tensor, atol: float = 1e-5) -> None:
         torch.testing.assert_close(run(path, x), model(x), rtol=0, atol=atol)
 
 
+@pytest.mark.sample(4)
 @EXPORTERS
 @pytest.mark.parametrize(
     "options",
@@ -247,6 +248,7 @@ class Functional(nn.Module):
         return self.function(x, *self.arguments)
 
 
+@pytest.mark.sample(7)
 @EXPORTERS
 @pytest.mark.parametrize(
     ("function", "arguments"),

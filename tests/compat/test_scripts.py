@@ -124,6 +124,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_spawned_workers_find_the_old_names(tmp_path: Path) -> None:
     (tmp_path / "spawning.py").write_text(WORKER, encoding="utf-8")
     command = [sys.executable, "-W", "ignore", "-m", "torchq.compat"]

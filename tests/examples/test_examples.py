@@ -110,6 +110,7 @@ def test_two_processes_train_one_network() -> None:
         assert right is not None and int(right[1]) >= 15
 
 
+@pytest.mark.slow
 @pytest.mark.eight_bit_products
 def test_onnx_in_onnx_out(run: Run, photos: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")

@@ -28,6 +28,7 @@ class Allocations(TorchDispatchMode):
         return out
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5"])
 def test_torchvision_network(name: str) -> None:
     model = randomized(torchvision.models.get_model(name, weights=None))

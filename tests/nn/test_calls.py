@@ -160,6 +160,7 @@ def test_names_ranges_and_modes(name: str) -> None:
     assert module.weight_quantizer.name == "weight_quantizer"
 
 
+@pytest.mark.sample(3)
 def test_exports_to_onnx(name: str, tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")

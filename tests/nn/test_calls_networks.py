@@ -86,6 +86,7 @@ def test_weights_of_children_are_quantized_where_they_are_used(example: Any) -> 
         assert torch.equal(got, F.linear(call.input_quantizer(y), weight))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:While .*, we found certain side effects:UserWarning")
 def test_a_network_with_calls_goes_all_the_way(tmp_path: Path) -> None:
     """One module makes a call with its own weight, one with a computed weight, others of parts."""

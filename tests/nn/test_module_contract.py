@@ -222,6 +222,7 @@ def holder_of(case: Case, module: nn.Module) -> Holder:
     return (PairHolder if case.others else Holder)(module, case.kwargs)
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("case", FEW, ids=str)
 def test_exports(case: Case) -> None:
     """torch.export gives a program with the same result."""

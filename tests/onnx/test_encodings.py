@@ -47,6 +47,7 @@ def quantized(cls: type[nn.Module], shape: tuple[int, ...], **options: Any) -> t
     return calibrated(cls(), x, target="qnn", example=x, **options), x[:1]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("version", ["1.0.0", "2.0.0"])
 @pytest.mark.parametrize(("cls", "shape"), NETWORKS)
 def test_encodings_are_those_of_the_file_with_pairs(
@@ -109,6 +110,7 @@ def activation_grids(file: Any) -> list[tuple[float, float, str]]:
     return sorted((float(q.scale), float(q.zero_point), str(q.format)) for q in found)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("cls", "shape", "version"),
     [*((*network, "1.0.0") for network in NETWORKS), (*NETWORKS[2], "2.0.0")],

@@ -394,6 +394,7 @@ CONTAINERS = pytest.mark.parametrize(
 )  # fmt: skip
 
 
+@pytest.mark.sample(1)
 @CONTAINERS
 def test_tensors_in_containers_are_inputs(
     kind: Any, example: Any, names: list[str], path: Path
@@ -497,6 +498,7 @@ def calibrated_on(model: nn.Module, *examples: Tensor) -> Any:
     return model
 
 
+@pytest.mark.sample(1)
 @BOTH
 def test_a_model_that_was_read_keeps_the_names_of_its_file(path: Path, dynamo: bool) -> None:
     model = calibrated_on(two_inputs(), *batch())

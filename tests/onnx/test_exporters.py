@@ -52,6 +52,7 @@ def _exported(function: Callable[[Tensor], Tensor], path: Path) -> tuple[Tensor,
     return torch.from_numpy(found), model(x).detach()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_small_numbers_stay(name: str, path: Path) -> None:
     found, expected = _exported(FUNCTIONS[name], path)
@@ -104,6 +105,7 @@ def model_with(*kinds: str) -> nn.Module:
     return model
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("dynamo", [True, False])
 @pytest.mark.parametrize("kind", DESCRIPTORS)
 def test_a_file_has_the_numbers_of_the_model(kind: str, dynamo: bool, path: Path) -> None:

@@ -56,6 +56,7 @@ def optimized(path: Path, open_dims: dict[str, int] | None = None) -> Counter[st
     return Counter(node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("dynamo", EXPORTERS)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("bias", [True, False])
@@ -208,6 +209,7 @@ def test_shapes_without_copied_lengths_and_casts_to_bfloat16(tmp_path: Path) -> 
     assert [node.op_type for node in graph.graph] == ["Reshape", "Cast", "Cast"]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dynamo", EXPORTERS)
 @pytest.mark.parametrize("target", [None, "onnxruntime", "openvino", "tensorrt"])
 def test_attention_exports(target: str | None, dynamo: bool, path: Path) -> None:
@@ -245,6 +247,7 @@ class Tagger(nn.Module):
 
 
 # torch 2.9 warns of sizes and batches in traces; the file is compared on another batch too.
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.filterwarnings("ignore:Exporting a model to ONNX with a batch_size")
 @pytest.mark.parametrize("hidden", [True, False], ids=["quantized hidden", "float hidden"])
@@ -277,6 +280,7 @@ class Listener(nn.Module):
         return self.over_time(self.features(x))[0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.filterwarnings("ignore:Exporting a model to ONNX with a batch_size")
 @pytest.mark.filterwarnings("ignore:.* only .* quantized")

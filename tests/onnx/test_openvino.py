@@ -119,6 +119,7 @@ def test_sums_are_rounded_as_in_the_file(name: str, path: Path) -> None:
     assert net_agreement(SUMS[name], path) > SUMS_ALIKE_DB
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_concatenated_tensors_are_read_right(name: str, path: Path) -> None:
     assert net_agreement(PATTERNS[name], path) > ALIKE_DB
@@ -272,6 +273,7 @@ class Again(nn.Module):
         return self.last(self.between(self.own(cat(self.left(x), self.right(x)))))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.eight_bit_products
 @pytest.mark.parametrize("between", [torch.clone, torch.relu, lambda x: x[:, :16]])
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -110,6 +110,7 @@ class Shared(nn.Module):
 SINGLE = torchq.runtimes.TensorRt(precision="float32")
 
 
+@pytest.mark.sample(5)
 @pytest.mark.eight_bit_products
 @pytest.mark.parametrize("target", [None, "onnxruntime", "openvino", SINGLE, "qnn"], ids=str)
 @pytest.mark.parametrize("dynamo", EXPORTERS)

@@ -281,6 +281,7 @@ class Deep(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_every_float_node_of_a_deep_residual_network_is_listed(path: Path) -> None:
     with pytest.warns(UserWarning, match="no active quantizer"):
         torchq.export_onnx(Deep().eval(), torch.randn(1, 4, 5, 5), path)

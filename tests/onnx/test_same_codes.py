@@ -59,6 +59,7 @@ def share_equal(model: nn.Module, path: Path, x: Tensor) -> float:
     return float((difference < 1e-5).float().mean())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dynamo", [True, False])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_images_get_equal_results_in_a_session(recipe: str, dynamo: bool, path: Path) -> None:
@@ -102,6 +103,7 @@ def last_bit(model: nn.Module) -> None:
             module.amax = torch.nextafter(module.amax, torch.tensor(torch.inf))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("damage", [float_biases, signed_codes, last_bit])
 def test_another_grid_bias_or_last_bit_shows(
     damage: Callable[[nn.Module], None], path: Path

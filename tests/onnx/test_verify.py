@@ -179,6 +179,7 @@ def test_float_nodes_are_explained(exported: tuple[nn.Module, Path]) -> None:
     assert f"{len(report.integer)} of {len(report.nodes)} computing nodes" in str(report)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("reduce_range", "wide"), [(False, 7), (True, 0)])
 def test_weights_that_overflow_without_vnni_are_counted(
     reduce_range: bool, wide: int, path: Path
@@ -199,6 +200,7 @@ def test_weights_that_overflow_without_vnni_are_counted(
     assert torchq.verify_onnx(model, path, [x]).ok
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dynamo", [False, True])
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino", "qnn", "tensorrt"])
 def test_activations_of_four_bits_verify_with_every_sign(
@@ -316,6 +318,7 @@ def test_quantizers_that_are_in_the_file_alone_are_named(exported: tuple[nn.Modu
     assert found == set(off)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("batches", "options", "message"),
     [

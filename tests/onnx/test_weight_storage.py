@@ -122,6 +122,7 @@ class HalfInside(nn.Module):
         return self.head(y), y
 
 
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore:export_onnx")
 @pytest.mark.parametrize("target", [None, "onnxruntime", "openvino", "tensorrt"])
 def test_a_right_file_of_a_half_model_agrees(target: str | None, path: Path) -> None:
@@ -143,6 +144,7 @@ def test_a_right_file_of_a_half_model_agrees(target: str | None, path: Path) -> 
     assert wrong[1].layers == ("0",)
 
 
+@pytest.mark.slow
 def test_a_right_file_of_a_model_that_is_half_inside_agrees(path: Path) -> None:
     x = torch.randn(16, 3, 8, 8)
     model = calibrated(HalfInside(), x)
@@ -151,6 +153,7 @@ def test_a_right_file_of_a_model_that_is_half_inside_agrees(path: Path) -> None:
     assert report.ok, str(report)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.filterwarnings("ignore:export_onnx")  # the layers are no good for the target
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino", "tensorrt", "qnn"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

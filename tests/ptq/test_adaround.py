@@ -58,6 +58,7 @@ def block_error(model: nn.Module, floats: nn.Module) -> float:
         return (model[:4](x) - floats[:4](x)).square().mean().item()  # type: ignore[index]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("arguments", [{}, {"block": ["2", "3"]}])
 def test_learning_lowers_the_error_of_blocks(arguments: dict[str, Any]) -> None:
     before = calibrated(bits=(2, 8))

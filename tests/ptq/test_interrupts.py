@@ -102,6 +102,7 @@ def test_a_model_is_as_before(name: str) -> None:
     assert same(state(model), state(undisturbed), lambda _: True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("function", [gptq_, adaround_])
 def test_every_layer_is_whole(function: Any) -> None:
     """Each layer has all of its new weight, bias and ranges, or its old ones."""

@@ -111,6 +111,7 @@ def quick_adaround(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ALGORITHMS, "adaround_", quick)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_adaround")
 @torch.no_grad()
 def test_mixed_precision_is_the_last_resort() -> None:
@@ -132,6 +133,7 @@ def test_mixed_precision_is_the_last_resort() -> None:
     assert_same(again, result, metric)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_adaround")
 def test_transformers_get_what_applies_to_them() -> None:
     def metric(model: nn.Module) -> float:

@@ -87,6 +87,7 @@ def test_the_page_shows_the_table_of_targets(monkeypatch: pytest.MonkeyPatch) ->
     assert f"```text\n{shown}\n```" in page
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("runtime", RUNTIMES.values(), ids=lambda runtime: runtime.name)
 def test_the_plan_of_a_runtime_is_stable_and_no_other_one_takes_it(runtime: Runtime) -> None:
     """The default recipe is that of the runtime; the object says the same as its name."""
@@ -135,6 +136,7 @@ def export(model: nn.Module, x: torch.Tensor, path: Path, target: str | None) ->
     return [str(entry.message) for entry in seen]
 
 
+@pytest.mark.sample(2)
 def test_activations_have_the_types_of_the_target(written: tuple[str, nn.Module, Path]) -> None:
     target, _, path = written
     found = {

@@ -257,6 +257,7 @@ def test_the_number_of_threads_follows_torch(monkeypatch: pytest.MonkeyPatch) ->
     assert seen == [before, before, 2]  # The second one was for comparing other lengths.
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
 def test_opened_modules_keep_no_copy_of_their_file(engine: str) -> None:
     pytest.importorskip(engine)
@@ -347,6 +348,7 @@ class Counting(nn.Module):
         return self.layer(x), x.shape[0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("quantized", [True, False])
 def test_numbers_that_depend_on_the_batch_keep_it_closed(quantized: bool) -> None:
     pytest.importorskip("onnxruntime")

@@ -48,6 +48,7 @@ def settings(path: Path) -> dict[str, tuple[float, int, int]]:
     return out
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_onnxruntime_gets_whole_integer_regions(
     model: nn.Module, dynamo: bool, tmp_path: Path
@@ -80,6 +81,7 @@ def test_a_convolution_whose_result_is_flattened_runs_on_integers(tmp_path: Path
     assert torchq.verify_onnx(head, path, [x], progress=False).ok
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_a_silu_runs_on_integers_in_onnxruntime(tmp_path: Path, dynamo: bool) -> None:
     torch.manual_seed(0)

@@ -42,6 +42,7 @@ def forwards(run: Callable[[], Any]) -> int:
     return count
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino", "torch"])
 def test_a_model_runs_a_few_times(target: str) -> None:
     for package in ("onnxruntime", "openvino"):

@@ -6,8 +6,6 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
 import torchq
 from torchq.runtimes import RUNTIMES
 
@@ -44,6 +42,7 @@ def test_the_pattern_knows_every_runtime() -> None:
     assert sorted(names_in(source)) == ["Open VINO", "an FPGA", "for_qnn", "openvino", "tensorrt"]
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_other_module_names_a_runtime(path: Path) -> None:
-    assert names_in(path.read_text("utf-8")) == []
+def test_no_other_module_names_a_runtime() -> None:
+    names = {str(path.relative_to(ROOT)): names_in(path.read_text("utf-8")) for path in MODULES}
+    assert len(names) > 100
+    assert {path: found for path, found in names.items() if found} == {}

@@ -181,6 +181,7 @@ def written(
     return torchq.export_onnx(model, example, path, **options)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
@@ -225,6 +226,7 @@ def widened(model: Model) -> Model:
     return model
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["residual", "detector", "language"])
 def test_what_bfloat16_files_store_gives_the_codes_of_the_model(name: str, tmp_path: Path) -> None:
     """ONNX Runtime has no kernels of this type for CPUs, so nothing rounds between operators.

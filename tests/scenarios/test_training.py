@@ -87,6 +87,7 @@ def assert_compiled_trains_equally(model: nn.Module, x: Tensor) -> None:
         )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "recipe", ["w4a4", "mxfp8", "nvfp4"]
 )  # learned, and in blocks; int8 is the test below

@@ -88,6 +88,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("training", [False, True])
 def test_everything_that_a_call_can_change_changes_it(name: str, training: bool) -> None:
@@ -116,6 +117,7 @@ def test_the_operators_of_functions_and_loops_are_found() -> None:
 
 
 # torch 2.9 warns of itself.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 def test_compiled_models_stay_dynamic() -> None:
     model = quantized()

@@ -167,6 +167,7 @@ def test_a_convolution_of_probabilities_stays_float() -> None:
     assert "sums" in in_float(Distances(), "openvino")
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("target", [None, *TARGETS])
 @pytest.mark.parametrize("cls", [Classifier, Features, UNet, Encoder])
 def test_other_networks_have_no_such_head(cls: type[nn.Module], target: str | None) -> None:

@@ -183,6 +183,7 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
 ]
 
 
+@pytest.mark.sample(40)
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")
 @pytest.mark.parametrize(("path", "value", "error", "text"), BAD)
 def test_bad_files_are_refused_and_change_nothing(
@@ -372,6 +373,7 @@ CONFIGS: dict[str, Callable[[], Net]] = {
 }
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("into", CONFIGS)
 @pytest.mark.parametrize("saved", [name for name in CONFIGS if name != "float"])
 def test_loading_converts_whatever_the_model_was(saved: str, into: str, tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ def as_trainers_do(model: nn.Module, path: Path) -> None:
     torch.save(model.state_dict(), path)
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("into", WRAPPERS)
 @pytest.mark.parametrize("saved", WRAPPERS)
 @pytest.mark.parametrize("write", [torchq.save, as_trainers_do])
@@ -75,6 +76,7 @@ class Two(nn.Module):
         return found
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("into", WRAPPERS)
 @pytest.mark.parametrize("saved", WRAPPERS)
 def test_children_may_be_wrapped(saved: str, into: str, tmp_path: Path) -> None:
