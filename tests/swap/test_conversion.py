@@ -4,6 +4,7 @@ Where it would not, the call is refused and changes nothing.
 """
 
 import copy
+import dataclasses
 import functools
 import random
 import types
@@ -16,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchq
-from torchq.errors import QuantizationError
-from torchq.swap import plan_of, planning
+from torchq.errors import ConfigError, InputError, QuantizationError
+from torchq.swap import apply_, plan_of, planning
 
 X = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 OTHER = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -466,3 +467,174 @@ def test_a_graph_whose_nodes_changed_places_is_refused_by_name(tmp_path: Any) ->
     torchq.save(saved, tmp_path / "a.pt")
     with pytest.raises(QuantizationError, match="its forward, or a function"):
         torchq.load(changed, tmp_path / "a.pt")
+
+
+# --- loading and restoring with an example --------------------------------------------------------
+
+
+@pytest.fixture
+def file(tmp_path: Any) -> Any:
+    model = Base().eval()
+    torchq.quantize_(model, target="onnxruntime", example=X, progress=False)
+    torchq.calibrate(model, [X], progress=False)
+    torchq.save(model, tmp_path / "a.pt")
+    return tmp_path / "a.pt"
+
+
+def test_load_with_an_example_compares(file: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Base().eval()
+    assert plan_of(torchq.load(model, file, example=X)).check == "equal"
+    damaged = Base().eval()
+    monkeypatch.setattr(torchq.nn.QuantAdd, "forward", DAMAGES["a gain of 1.01"])
+    with pytest.raises(QuantizationError, match="quant_add stands for an operator"):
+        torchq.load(damaged, file, example=X)
+    assert type(damaged) is Base
+    torchq.load(damaged, file)
+
+
+def test_restore_with_an_example_compares(file: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = torchq.load(Base().eval(), file), Base().eval()
+    with monkeypatch.context() as damage:
+        damage.setattr(torchq.nn.QuantAdd, "forward", DAMAGES["a gain of 1.01"])
+        with pytest.raises(QuantizationError, match="restore_: Base: the float model is off"):
+            torchq.restore_(model, X)
+        assert isinstance(model.quant_add, torchq.nn.QuantAdd)
+    assert torchq.restore_(model, X)
+    plain.load_state_dict(model.state_dict())
+    assert type(model) is Base and torch.equal(model(X), plain(X))
+
+
+# --- what else is reported ------------------------------------------------------------------------
+
+
+def test_the_plan_does_not_depend_on_the_number_of_samples() -> None:
+    """The first layer has 40,000 results for one sample, which is too few to leave it float."""
+
+    class Stem(nn.Sequential):
+        pass
+
+    def planned(x: Tensor) -> Any:
+        torch.manual_seed(0)
+        layers = (nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 8, 3))
+        return torchq.plan(Stem(*layers).eval(), target="onnxruntime", example=x)
+
+    x = torch.rand(1, 3, 50, 50)
+    one, two = planned(x), planned(torch.cat([x, x]))
+    assert one.decisions == two.decisions and not one.skipped
+
+
+def test_planning_in_inference_mode_makes_what_can_be_trained() -> None:
+    with torch.inference_mode():
+        model = Base().eval()
+        torchq.quantize_(model, target="onnxruntime", example=X.clone(), progress=False)
+    torchq.calibrate(model, [X], progress=False)
+    assert model.a.input_quantizer.calibrated and not model.a.input_quantizer.amax.is_inference()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
+def test_a_scripted_part_stays_as_it_is() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+            self.second = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+
+        def forward(self, x: Tensor) -> Any:
+            return self.second(self.first(x))
+
+    model, x = Net().eval(), torch.rand(2, 8)
+    plain = copy.deepcopy(model)
+    report = torchq.quantize_(model, target="onnxruntime", example=x, progress=False)
+    assert [d.name for d in report.replaced] == ["first"] and is_equal(model, plain, x)
+
+
+def test_complex_weights_stay_float() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv1d(1, 8, 1), nn.Conv1d(8, 1, 1)
+            self.weight = nn.Parameter(torch.randn(8, 8, 6, dtype=torch.cfloat))
+
+        def forward(self, x: Tensor) -> Any:
+            f = torch.fft.rfft(self.first(x))
+            f = torch.einsum("bix,iox->box", f[:, :, :6], self.weight)
+            return self.last(torch.fft.irfft(f, n=x.shape[-1]))
+
+    model, x = Net().eval(), torch.rand(2, 1, 32)
+    report = torchq.quantize_(model, example=x, progress=False)
+    torchq.calibrate(model, [x], progress=False)
+    assert {d.name for d in report.replaced} == {"first", "last"}
+    assert "multiplies by a weight in einsum" in report.explain("")
+
+
+def test_a_weight_that_the_forward_writes_keeps_its_layer_float() -> None:
+    class Net(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.rand(8, 8, 3, 3))
+
+        def forward(self, x: Tensor) -> Any:
+            self.b.weight.data = torch.tanh(self.gain)
+            return super().forward(x)
+
+    with pytest.warns(UserWarning, match="Float stay Conv2d: its weight is written"):
+        report = torchq.plan(Net().eval(), target="onnxruntime", example=X)
+    assert "its weight is written while the model runs" in report.explain("b")
+
+
+def test_an_operator_of_another_library_with_a_weight_is_counted_and_reported() -> None:
+    ops = pytest.importorskip("torchvision.ops")
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.offset = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 18, 1)
+            self.deformed = ops.DeformConv2d(8, 2, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Any:
+            h = self.first(x)
+            return self.deformed(h, self.offset(h))
+
+    report = torchq.plan(Net().eval(), example=X)
+    assert "hands a weight to torchvision.deform_conv2d" in report.explain("deformed")
+    # Multiply-adds of one place: 3 x 8, 8 x 18, and 9 x 8 x 2 that stay float.
+    assert report.share is not None
+    assert report.share.quantized == pytest.approx((24 + 144) / (24 + 144 + 144))
+
+
+def test_a_graph_inside_a_model_that_cannot_be_traced_prints_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    graph = torch.fx.symbolic_trace(nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU()))
+    with graph.graph.inserting_before(graph.graph.output_node()):
+        graph.graph.call_function(
+            int, (graph.graph.call_function(len, (next(iter(graph.graph.nodes)),)),)
+        )
+    graph.recompile()
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), graph).eval()
+    torchq.quantize_(model, target="onnxruntime", example=X, progress=False)
+    torchq.fuse_(model, X, progress=False)
+    torchq.graph.trace(model, X)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_plan_can_be_hashed_and_refuses_what_is_no_path() -> None:
+    report = torchq.plan(Base().eval())
+    assert hash(report) == hash(copy.deepcopy(report))
+    with pytest.raises(InputError, match=r"Plan.explain: got a int; expected the path"):
+        report.explain(3)  # type: ignore[arg-type]
+    empty = dataclasses.replace(report.decisions[0], names=())
+    with pytest.raises(ConfigError, match=r"apply_: decisions\[0\]\.names: got \[\]"):
+        apply_(Base(), dataclasses.replace(report, decisions=(empty,)))
+
+
+def test_a_range_that_does_not_fit_names_its_quantizer() -> None:
+    model = Base().eval()
+    torchq.quantize_(model, progress=False)
+    torchq.calibrate(model, [X], progress=False)
+    model.b.weight = nn.Parameter(model.b.weight[:4].detach())
+    model.b.bias = None
+    with pytest.raises(ConfigError, match=r"^b\.weight_quantizer: amax has shape \(8, 1, 1, 1\)"):
+        model(X)
+    with pytest.raises(ConfigError, match=r"amax=3\.0; expected a tensor. Call set_amax"):
+        model.a.input_quantizer.amax = 3.0

@@ -132,7 +132,8 @@ class Detections:
         slack: float = 0.05,
         iou: float = 0.5,
     ) -> None:
-        if not (0 <= slack < threshold < 1 and 0 < iou < 1):
+        are_numbers = all(isinstance(number, (int, float)) for number in (slack, threshold, iou))
+        if not are_numbers or not (0 <= slack < threshold < 1 and 0 < iou < 1):
             text = f"Detections: got threshold={threshold}, slack={slack}, iou={iou}; expected "
             text += "0 <= slack < threshold < 1 and 0 < iou < 1"
             raise ConfigError(text)

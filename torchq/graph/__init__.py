@@ -13,6 +13,7 @@ from torchq.graph.calling import (
     prepared_call,
     results_in,
     tensors_in,
+    version_of,
     with_copies,
 )
 from torchq.graph.code import graph_digest
@@ -23,6 +24,7 @@ from torchq.graph.operators import (
     OPERATORS,
     Operator,
     effects_of,
+    function_name,
     memory_of_nodes,
     never_negative,
     operator_kind,
@@ -55,6 +57,7 @@ __all__ = [
     "STORES_VALUES",
     "Operator",
     "effects_of",
+    "function_name",
     "memory_of_nodes",
     "never_negative",
     "operator_named",
@@ -98,5 +101,6 @@ __all__ = [
     "trace_call",
     "trace_modules",
     "trace_or_none",
+    "version_of",
     "with_copies",
 ]

@@ -234,6 +234,11 @@ def results_in(output: Any) -> list[Tensor]:
     return [tensor for tensor in found if tensor.dim()] or found
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was overwritten; -1 for one of inference mode, which is unknown."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def with_copies(value: Any) -> Any:
     """Return a value with copies of its tensors, which a forward may overwrite.
 

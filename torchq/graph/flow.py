@@ -11,7 +11,13 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from torchq.graph.calling import Forward, prepared_call, tensors_in
-from torchq.graph.operators import effects_of, operator_name, operator_of, reads_metadata
+from torchq.graph.operators import (
+    effects_of,
+    function_name,
+    operator_name,
+    operator_of,
+    reads_metadata,
+)
 from torchq.graph.tracing import is_torch_leaf
 from torchq.utils import untouched
 
@@ -251,12 +257,12 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.depth or "metadata" in effects_of(_name(func)):
+        if self.depth or "metadata" in effects_of(function_name(func)):
             return func(*args, **kwargs)
-        values = read_arguments(_name(func), args, kwargs)
+        values = read_arguments(function_name(func), args, kwargs)
         inputs = self.sources(values)
         out = func(*args, **kwargs)
-        name, module = _name(func), None
+        name, module = function_name(func), None
         if _is_layer(func):
             weight = args[1] if len(args) > 1 else kwargs.get("weight")
             path, layer = self.owners.get(id(weight), (name, None))
@@ -275,13 +281,6 @@ class _Recorder(TorchFunctionMode):
             options={k: v for k, v in kwargs.items() if not isinstance(v, Tensor)},
         )
         return out
-
-
-def _name(func: Any) -> str:
-    name = getattr(func, "__name__", str(func))
-    if name == "__get__":  # a property such as Tensor.shape
-        return str(getattr(getattr(func, "__self__", None), "__name__", name))
-    return name
 
 
 def record(

@@ -266,6 +266,14 @@ def operator_name(target: Any) -> str:
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 
+def function_name(function: Any) -> str:
+    """Return the name of a function that a run calls, or of a property such as ``shape``."""
+    name = getattr(function, "__name__", str(function))
+    if name == "__get__":
+        return str(getattr(getattr(function, "__self__", None), "__name__", name))
+    return name
+
+
 #: Every row, by :attr:`Operator.name`.
 OPERATORS: Registry[str, Operator] = Registry("operator")
 _TARGETS: Registry[Any, Operator] = Registry("operator for")

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from torchq.errors import GraphError
-from torchq.graph.calling import call_arguments, tensors_in, with_copies
+from torchq.graph.calling import call_arguments, tensors_in, version_of, with_copies
 from torchq.graph.operators import OVERWRITES
 from torchq.utils import evaluating, state_kept, untouched
 
@@ -58,6 +58,18 @@ class ForwardTracer(fx.Tracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """Return what stands for the result of ``node``; see :meth:`torch.fx.Tracer.proxy`."""
         return (_Value if _number_of_parts(node) is None else _Parts)(node, self)
+
+    def call_module(
+        self,
+        m: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Trace a call of a module; an error in the code of a graph module prints no traceback."""
+        if isinstance(m, fx.GraphModule) and forward_hook_kind(m) is None:
+            forward = m.forward
+        return super().call_module(m, forward, args, kwargs)
 
 
 def _assigning(name: str) -> Callable[[fx.Proxy, Any], Any]:
@@ -144,10 +156,10 @@ def trace_call(
     values = {p.name: p.default for p in parameters} | dict(given or {})
     constants = {k: v for k, v in values.items() if v is None or isinstance(v, (bool, int, float))}
     with state_kept(module):
-        before = [(tensor, tensor._version) for tensor in _stored_tensors(module)]
+        before = [(tensor, version_of(tensor)) for tensor in _stored_tensors(module)]
         graph = tracer.trace(module, constants or None)
         if isinstance(tracer, ForwardTracer):
-            changed = any(tensor._version != version for tensor, version in before)
+            changed = any(version_of(tensor) != version for tensor, version in before)
             attributes = [v for part in module.modules() for v in vars(part).values()]
             tracer.stores_values = changed or any(map(_holds_proxy, attributes))
     names = [p.name for p in parameters[1:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

@@ -377,8 +377,8 @@ def tune(
         torchq.calibrate(model, batches)
     """
     kept_list = kept_batches("tune", batches)
-    if not 0 <= max_drop < math.inf:
-        raise ConfigError(f"tune: got max_drop={max_drop}; expected a number >= 0")
+    if not isinstance(max_drop, (int, float)) or not 0 <= max_drop < math.inf:
+        raise ConfigError(f"tune: got max_drop={max_drop!r}; expected a number >= 0")
     quantized = next(iter(quantizers(model)), None)
     if quantized is not None:
         raise ConfigError(f"tune: got a quantized model ({quantized}); expected a float one")

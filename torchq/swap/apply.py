@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchq.errors import QuantizationError
+from torchq.errors import ConfigError, QuantizationError
 from torchq.fusion import apply_fusion_record_, fusion_record
 from torchq.nn import (
     QuantModule,
@@ -25,6 +25,16 @@ from torchq.nn.modules.frozen_batchnorm import thawed
 from torchq.nn.modules.operators import OPERATORS, QuantCat, stand_in
 from torchq.runtime import RUNTIMES, remember_target
 from torchq.swap.plan import ALREADY, Decision, Operators, Plan, canonical_groups
+from torchq.swap.same_results import (
+    EQUAL,
+    NOT_REPEATABLE,
+    Outcome,
+    ResultsDiffer,
+    calls_of,
+    first_difference,
+    refusal,
+    unrepeatable_module,
+)
 from torchq.utils import device_of, modules_with_names, qualified_name, set_submodule, twin_of
 
 #: The attribute of a model that holds its plan, for what its modules do not tell: who decided
@@ -188,7 +198,7 @@ def quantizer_slots(model: nn.Module) -> Iterator[tuple[str, TensorQuantizer]]:
 # --- carrying out -------------------------------------------------------------------------------
 
 
-def apply_(model: nn.Module, plan: Plan) -> None:
+def apply_(model: nn.Module, plan: Plan, example: Any = None) -> None:
     """Fuse and quantize ``model`` as ``plan`` says, in place.
 
     A model that is quantized in another way is made float first, so that afterwards it is
@@ -197,11 +207,19 @@ def apply_(model: nn.Module, plan: Plan) -> None:
     Args:
         model: the architecture that the plan was made for, float or quantized.
         plan: what :func:`torchq.plan` returned, or :meth:`Plan.from_dict`.
+        example: the arguments for one call of the model. With it the converted model, every
+            quantizer off, is compared with the float model, as :func:`quantize_` does.
 
     Raises:
-        QuantizationError: The model is not the one that the plan was made for.
+        QuantizationError: The model is not the one that the plan was made for, or the converted
+            one computes something else than the float one.
         FuseError: The model cannot be fused as the plan says.
+        ConfigError: The plan contradicts itself.
     """
+    for where, got, expected in plan.problems():
+        raise ConfigError(
+            f"apply_: {where}: got {got!r}; expected {expected}. Use what torchq.plan returned"
+        )
     with unchanged_on_error(model):
         if as_it_is(model).outcome() == plan.outcome():
             _set_modes(model, plan)
@@ -213,9 +231,31 @@ def apply_(model: nn.Module, plan: Plan) -> None:
                     f"load: {qualified_name(type(model))}: is fused; expected an unfused model, as "
                     "the one that was saved is not fused in this way. Build the model again"
                 )
-            carry_out_(model, plan)
+            if example is None:
+                carry_out_(model, plan)
+            else:
+                plan = replace(plan, check=_carry_out_and_check(model, plan, example))
         vars(model)[_ATTRIBUTE] = plan
         remember_target(model, None if plan.target is None else RUNTIMES.get(plan.target))
+
+
+def _carry_out_and_check(model: nn.Module, plan: Plan, example: Any) -> str:
+    """Quantize a float model as a plan says; return what the comparison of the two gives."""
+    outcome = Outcome.of(model, example)
+    carry_out_(model, plan)
+    try:
+        outcome.check(model, example)
+        return EQUAL
+    except ResultsDiffer as error:
+        problem = str(error)
+    after = calls_of(model, example, outcome)
+    restore_(model)
+    path = unrepeatable_module(model, example, outcome)
+    if path is None:
+        path = first_difference(calls_of(model, example, outcome), after)
+        raise refusal(path, problem, plan, model)
+    carry_out_(model, plan)
+    return f"{NOT_REPEATABLE}: {path or '(root)'}"
 
 
 def carry_out_(model: nn.Module, plan: Plan) -> None:
@@ -401,7 +441,7 @@ def name_quantizers(model: nn.Module) -> None:
             module.name = name
 
 
-def restore_(model: nn.Module) -> tuple[str, ...]:
+def restore_(model: nn.Module, example: Any = None) -> tuple[str, ...]:
     """Make every quantized module of ``model`` float again, in place: all of them, or none.
 
     This undoes :func:`quantize_`. Ranges are dropped; weights stay as they are now. Quantizers that
@@ -409,16 +449,36 @@ def restore_(model: nn.Module) -> tuple[str, ...]:
 
     Args:
         model: any module; changed in place.
+        example: the arguments for one call of the model. With it the float model is compared with
+            the quantized one, every quantizer off: equal bit for bit.
 
     Returns:
         The paths of the modules that were quantized.
+
+    Raises:
+        QuantizationError: The float model computes something else; the model stays quantized.
     """
     restored = []
+    outcome = None if example is None else Outcome.of(model, example)
     with unchanged_on_error(model):
         for name, module in list(model.named_modules()):
             vars(module).pop(_ATTRIBUTE, None)
             if isinstance(module, QuantModule):
                 revert_(module)
                 restored.append(name)
+        if outcome is not None:
+            _check_restored(model, example, outcome)
     remember_target(model, None)
     return tuple(restored)
+
+
+def _check_restored(model: nn.Module, example: Any, outcome: Outcome) -> None:
+    """Raise QuantizationError where a restored model differs, unless it differs from itself."""
+    try:
+        outcome.check(model, example)
+    except ResultsDiffer as error:
+        if unrepeatable_module(model, example, Outcome.of(model, example)) is None:
+            raise QuantizationError(
+                f"restore_: {type(model).__name__}: the float model {error}; expected what the "
+                "quantized one computes with every quantizer off. Call restore_ without an example"
+            ) from None

@@ -22,6 +22,7 @@ from torchq.graph import (
     operator_name,
     record,
     tensors_in,
+    version_of,
 )
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.nn.modules.operators import QuantCat
@@ -76,7 +77,7 @@ class Facts:
         flow: the calls of the run; None without an example. Its modules are float.
         values: what quantizers would read, in the order of the run.
         results: path of a convolution -> the roots of its results; see :attr:`Value.root`.
-        sizes: path of a convolution -> the number of its results in one call.
+        sizes: path of a convolution -> the number of its results in one call, for one sample.
         reached: paths of the modules with quantizers that a tensor reached.
         norms: path of a layer -> the BatchNorm behind it that will be folded into it. The flow is
             that of the folded model, and results are those of the BatchNorm.
@@ -195,7 +196,9 @@ class _Seen:
             if isinstance(module, QuantCat) and module.ranges == 1 and args:
                 self._concatenated(f"{path}.input_quantizer", module, args[0])
         elif isinstance(module, _CONVOLUTIONS) and isinstance(result, Tensor):
-            self.sizes[path] = result.numel()
+            # A plan is for any number of samples.
+            samples = result.shape[0] if result.dim() == module.weight.dim() else 1
+            self.sizes[path] = result.numel() // max(samples, 1)
             if path not in self._norms:
                 self.results.setdefault(path, []).append(self._roots.of(result))
 
@@ -255,7 +258,7 @@ class _Roots(TorchFunctionMode):
         proved = never_negative(name, args, kwargs or {}, self.is_nonnegative)
         out = func(*args, **(kwargs or {}))
         for tensor in tensors_in(out) if proved else ():
-            self._nonnegative[id(tensor)] = (tensor, tensor._version)
+            self._nonnegative[id(tensor)] = (tensor, version_of(tensor))
         moves = not {"move", "max"}.isdisjoint(effects_of(name))
         moves |= adds_zeros(name, args[1:], kwargs or {})
         if moves and args and isinstance(args[0], Tensor) and isinstance(out, Tensor):
@@ -267,7 +270,7 @@ class _Roots(TorchFunctionMode):
     def is_nonnegative(self, tensor: Tensor) -> bool:
         """Return True if operators show that a tensor holds no negative value."""
         known = self._nonnegative.get(id(tensor))
-        return known is not None and known[1] == tensor._version
+        return known is not None and known[1] == version_of(tensor)
 
     def of(self, tensor: Tensor) -> int:
         """Return the number that stands for the values of a tensor."""

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
@@ -133,7 +134,7 @@ def modules_with_other_readers(model: nn.Module, seen: Seen | None = None) -> se
 
 
 def _is_of_the_user(module: nn.Module) -> bool:
-    if isinstance(module, (QuantModule, TensorQuantizer)):
+    if isinstance(module, (QuantModule, TensorQuantizer, torch.jit.ScriptModule)):
         return False
     return not type(module).__module__.startswith(("torch.nn.", "torchq.nn."))
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from torchq.descriptor import QuantDescriptor
-from torchq.errors import ConfigError
+from torchq.errors import ConfigError, InputError
 from torchq.nn.calls.routes import CallSite
 from torchq.swap import schema
 from torchq.swap.share import Share, Work
@@ -191,6 +191,10 @@ class Plan:
     forwards: Mapping[str, str] = field(default_factory=dict)
     check: str = field(default="", compare=False)
 
+    def __hash__(self) -> int:
+        # Its other parts are mappings; plans that differ in these alone may have equal hashes.
+        return hash((self.decisions, self.shared, self.target, self.recipe))
+
     @property
     def replaced(self) -> tuple[Decision, ...]:
         """The modules that are quantized."""
@@ -306,12 +310,25 @@ class Plan:
         if set(entries) - set(_MAYBE) != set(_PARTS):
             raise schema.damaged("record", sorted(entries), f"the entries {', '.join(_PARTS)}")
         found: Plan = schema.read(cls, entries, "record")
-        for where, got, expected in _problems(found):
+        for where, got, expected in found.problems():
             raise schema.damaged(where, got, expected)
         return replace(found, shared=canonical_groups(found.shared))
 
+    def problems(self) -> Iterator[tuple[str, Any, str]]:
+        """Yield what no plan says although its types allow it: where, what it says, what it may."""
+        return _problems(self)
+
     def explain(self, path: str) -> str:
-        """Return what is decided about ``path`` - of a module or a quantizer -, by whom and why."""
+        """Return what is decided about ``path`` - of a module or a quantizer -, by whom and why.
+
+        Raises:
+            InputError: ``path`` is no string.
+        """
+        if not isinstance(path, str):
+            raise InputError(
+                f"Plan.explain: got a {type(path).__name__}; expected the path of a module or a "
+                "quantizer. Paths are those of model.named_modules()"
+            )
 
         def concerns(slot: str) -> bool:
             return path in (slot, slot.rpartition(".")[0])

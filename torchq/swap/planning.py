@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+import torch
 from torch import fx, nn
 
 from torchq.config import QuantConfig, Rule
@@ -39,8 +40,8 @@ from torchq.swap.same_results import (
     OFF,
     Outcome,
     ResultsDiffer,
-    calls_before,
-    differing_module,
+    calls_of,
+    first_difference,
     refusal,
     unrepeatable_module,
 )
@@ -102,7 +103,9 @@ def quantize_(
         >>> type(model[0]).__name__
         'QuantConv2d'
     """
-    with progress_stages("quantize", ("plan", "swap"), enabled=progress) as next_stage:
+    stages = progress_stages("quantize", ("plan", "swap"), enabled=progress)
+    # What is made in inference mode could not be calibrated or trained outside of it.
+    with torch.inference_mode(False), stages as next_stage:
         found = _planned(model, config, include, exclude, target, example)
         next_stage()
         if example is None:
@@ -149,9 +152,10 @@ def _refused(
     model: nn.Module, plan: Plan, example: Any, outcome: Outcome, problem: str
 ) -> QuantizationError:
     """Return the error about the first module that computes something else when converted."""
-    before = calls_before(model, example, outcome)
+    before = calls_of(model, example, outcome)
     with tried(model, plan):
-        path = differing_module(model, example, outcome, before)
+        after = calls_of(model, example, outcome)
+    path = first_difference(before, after)
     return refusal(path, problem, plan, model)
 
 
@@ -193,7 +197,8 @@ def plan(
             selects no module that could be quantized; or nothing at all would be quantized; or
             the model is a program of torch.export.
     """
-    found = _planned(model, config, include, exclude, target, example)
+    with torch.inference_mode(False):
+        found = _planned(model, config, include, exclude, target, example)
     warn_if_small(model, found.share)
     return found
 
@@ -249,14 +254,21 @@ def _decided(
         drafts = decide(model, rules, seen)
     else:
         rules, drafts, operators = decide_for_target(model, rules, runtime, runtime.placement, seen)
-    overwriting = modules_with_other_readers(model, seen)
-    drafts = tuple(
-        replace(draft, reason=READ_AGAIN, input=None, weight=None)
-        if id(draft.module) in overwriting and not draft.reason
-        else draft
-        for draft in drafts
-    )
-    return rules, drafts, operators, products
+    reasons = dict.fromkeys(modules_with_other_readers(model, seen), READ_AGAIN)
+    reasons |= dict.fromkeys(() if seen is None else seen.written_weights, _WRITTEN)
+    return rules, tuple(_in_float(draft, reasons) for draft in drafts), operators, products
+
+
+def _in_float(draft: Draft, reasons: Mapping[int, str]) -> Draft:
+    """Return the decision to leave a module float where there is a reason, by its id."""
+    reason = reasons.get(id(draft.module), "")
+    if not reason or draft.reason or (reason == _WRITTEN and draft.weight is None):
+        return draft
+    return replace(draft, reason=reason, input=None, weight=None)
+
+
+#: Why a layer cannot keep codes of its weight.
+_WRITTEN = "its weight is written while the model runs"
 
 
 def _sites_of(operators: _Operators) -> dict[str, Operators]:

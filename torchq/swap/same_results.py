@@ -158,7 +158,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class _Call:
+class ModuleCall:
     """A call of a module: hashes of what it was given, and of what it gave."""
 
     path: str
@@ -166,16 +166,16 @@ class _Call:
     results: str
 
 
-def _calls_of(model: nn.Module, example: Any, paths: frozenset[str]) -> list[_Call]:
+def _calls_of(model: nn.Module, example: Any, paths: frozenset[str]) -> list[ModuleCall]:
     """Return the calls of modules in a float run, in the order of their ends."""
-    calls: list[_Call] = []
+    calls: list[ModuleCall] = []
     opened: list[tuple[str, str]] = []
 
     def enter(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         opened.append((path, _hash((args, kwargs))))
 
     def leave(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        calls.append(_Call(*opened.pop(), _hash((result, args, kwargs))))
+        calls.append(ModuleCall(*opened.pop(), _hash((result, args, kwargs))))
 
     with ExitStack() as stack:
         stack.enter_context(random_kept())
@@ -191,7 +191,7 @@ def _calls_of(model: nn.Module, example: Any, paths: frozenset[str]) -> list[_Ca
         try:
             model(*args, **kwargs)
         except Exception as error:  # the calls that have not ended tell where
-            calls += [_Call(*call, repr(error)) for call in reversed(opened)]
+            calls += [ModuleCall(*call, repr(error)) for call in reversed(opened)]
     return calls
 
 
@@ -208,9 +208,9 @@ def _hash(values: Any) -> str:
     return digest.hexdigest()
 
 
-def _first_difference(before: Sequence[_Call], after: Sequence[_Call]) -> str:
+def first_difference(before: Sequence[ModuleCall], after: Sequence[ModuleCall]) -> str:
     """Return the path of the first module that gives other results for equal inputs."""
-    by_path: dict[str, list[_Call]] = defaultdict(list)
+    by_path: dict[str, list[ModuleCall]] = defaultdict(list)
     for call in after:
         by_path[call.path].append(call)
     numbers: dict[str, int] = defaultdict(int)
@@ -232,19 +232,12 @@ def unrepeatable_module(model: nn.Module, example: Any, outcome: Outcome) -> str
     if not difference(outcome.values, again.values):
         return None
     runs = [_calls_of(model, example, outcome.paths) for _ in range(2)]
-    return _first_difference(*runs)
+    return first_difference(*runs)
 
 
-def calls_before(model: nn.Module, example: Any, outcome: Outcome) -> Sequence[_Call]:
-    """Return the calls of the modules of a float model."""
+def calls_of(model: nn.Module, example: Any, outcome: Outcome) -> Sequence[ModuleCall]:
+    """Return the calls of the modules of a model in a float run, converted or not."""
     return _calls_of(model, example, outcome.paths)
-
-
-def differing_module(
-    model: nn.Module, example: Any, outcome: Outcome, before: Sequence[_Call]
-) -> str:
-    """Return the path of the first module of a converted model that differs from its float one."""
-    return _first_difference(before, _calls_of(model, example, outcome.paths))
 
 
 def refusal(path: str, problem: str, plan: Plan, model: nn.Module) -> QuantizationError:

@@ -7,11 +7,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchq.graph import tensors_in
-from torchq.utils import unfused_attention
+from torchq.utils import is_torchs_own, unfused_attention
 
 #: Below this share of what the user did not exclude, a warning says why.
 SMALL = 1 / 3
@@ -108,6 +109,8 @@ def counting_products(model: nn.Module) -> Iterator[dict[str, float]]:
     with ExitStack() as stack:
         stack.enter_context(unfused_attention())  # torch counts nothing in others
         for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # They take no hooks.
             before, after = calls.hooks(name)
             stack.enter_context(module.register_forward_pre_hook(before))
             stack.enter_context(module.register_forward_hook(after))
@@ -135,12 +138,27 @@ class _Calls:
             own = done - inside
             if isinstance(module, nn.RNNBase):  # torch counts nothing in some of its kernels.
                 own = 2 * _recurrent(module, args)
+            elif not own:
+                own = 2 * _of_kernel(module, output)
             self._found[name] += own
             if self._open:
                 outer, others = self._open[-1]
                 self._open[-1] = (outer, others + done)
 
         return before, after
+
+
+def _of_kernel(module: nn.Module, output: Any) -> int:
+    """Return the multiply-adds of a convolution in an operator that torch knows nothing of.
+
+    An example is torchvision's DeformConv2d. Every result reads each weight of its channel once.
+    """
+    weight: Any = getattr(module, "weight", None)
+    is_leaf = next(module.children(), None) is None and not is_torchs_own(module)
+    is_kernel = isinstance(weight, nn.Parameter) and weight.dim() > 2
+    if not (is_leaf and is_kernel and isinstance(output, Tensor) and output.dim() == weight.dim()):
+        return 0
+    return output.numel() * weight[0].numel() if output.shape[1] == weight.shape[0] else 0
 
 
 def _recurrent(module: nn.RNNBase, args: Any) -> int:

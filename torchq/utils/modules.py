@@ -1,5 +1,6 @@
 """Helpers on :class:`torch.nn.Module`: its device, paths, wrappers and copies, temporary modes."""
 
+import collections
 import copy
 import functools
 import inspect
@@ -13,6 +14,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+def is_torchs_own(module: nn.Module) -> bool:
+    """Return True for a layer of torch, whose operators torch knows."""
+    return type(module).__module__.startswith("torch.nn.")
 
 
 def device_of(model: nn.Module) -> torch.device | None:
@@ -146,36 +152,59 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from getattr(value, "__dict__", {}).values()
 
 
-def _attributes_of(modules: Iterable[nn.Module]) -> Callable[[], None]:
-    """Return a function that gives modules their attributes, and containers in them, back."""
-    attributes = [(module, dict(vars(module))) for module in modules]
-    containers: dict[int, tuple[Any, Any]] = {}
-    for _, values in attributes:
-        for value in values.values():
-            _note_containers(value, containers)
+#: The most objects that are looked into for what a forward may have stored in them.
+_MOST_OBJECTS = 10_000
 
-    def restore() -> None:
-        for module, values in attributes:
+
+class _Held:
+    """What the attributes of modules hold: containers with their items, and tensors.
+
+    Objects of classes of the user's own are looked into as dictionaries are.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._attributes = [(module, dict(vars(module))) for module in modules]
+        self._containers: dict[int, tuple[Any, Any]] = {}
+        self.tensors: dict[int, Tensor] = {}
+        for _, values in self._attributes:
+            for value in values.values():
+                self._note(value)
+
+    def _note(self, value: Any) -> None:
+        """Enter a value, if it is a container or a tensor, and what is in it."""
+        if isinstance(value, Tensor):
+            if not isinstance(value, nn.Parameter):
+                self.tensors[id(value)] = value
+            return
+        if _is_of_a_user(value):
+            value = vars(value)
+        if id(value) in self._containers or len(self._containers) > _MOST_OBJECTS:
+            return
+        if isinstance(value, (dict, list, set, collections.deque)):
+            self._containers[id(value)] = (value, value.copy())
+        if isinstance(value, (dict, list, tuple, set, collections.deque)):
+            for item in value.values() if isinstance(value, dict) else value:
+                self._note(item)
+
+    def restore(self) -> None:
+        """Give modules their attributes, and containers in them, back."""
+        for module, values in self._attributes:
             vars(module).clear()
             vars(module).update(values)
-        for value, content in containers.values():
+        for value, content in self._containers.values():
             value.clear()
-            (value.extend if isinstance(value, list) else value.update)(content)
-
-    return restore
+            (value.update if isinstance(value, (dict, set)) else value.extend)(content)
 
 
-def _note_containers(value: Any, found: dict[int, tuple[Any, Any]]) -> None:
-    """Enter the dictionaries, lists and sets in ``value``, each with a copy, by id."""
-    if id(value) in found:
-        return
-    if isinstance(value, (dict, list, set)):
-        found[id(value)] = (value, value.copy())
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple, set)):
-        for item in value:
-            _note_containers(item, found)
+def _is_of_a_user(value: Any) -> bool:
+    """Return True for a plain object that a forward may store results in, such as a cache."""
+    cls = type(value)
+    library = cls.__module__.partition(".")[0]
+    is_plain = type(getattr(value, "__dict__", None)) is dict and not callable(value)
+    return is_plain and library not in _LIBRARIES and not isinstance(value, nn.Module)
+
+
+_LIBRARIES = frozenset(["torch", "torchq", "numpy", *sys.stdlib_module_names]) - {"__main__"}
 
 
 @contextmanager
@@ -190,12 +219,12 @@ def undone_on_error(
     function that does so.
     """
     modules = list(dict.fromkeys(module for part in parts for module in part.modules()))
-    attributes = _attributes_of(modules)
+    held = _Held(modules)
     data = [(p, p.data) for module in modules for p in module.parameters(recurse=False)]
     numbers = [(t, t.detach().clone()) for t in written if t is not None]
 
     def restore() -> None:
-        attributes()
+        held.restore()
         with torch.no_grad():
             for parameter, tensor in data:
                 parameter.data = tensor
@@ -216,19 +245,26 @@ def state_kept(model: nn.Module) -> Iterator[None]:
     """Give every module of ``model`` its attributes, containers and buffers back at the end.
 
     A forward may store results in its module, and while it is traced these are proxies: the first
-    call of torchvision's RoI pooling notes scales, timm's LeViT fills a dictionary of biases.
+    call of torchvision's RoI pooling notes scales, timm's LeViT fills a dictionary of biases. This
+    is the one helper for state: whatever runs a model for a while leaves with it what is in
+    attributes, in the containers, objects and tensors there, and in buffers. Parameters get their
+    tensors back, but numbers that a forward writes into these stay.
     """
-    attributes = _attributes_of(model.modules())
-    dense = [b for b in model.buffers() if b.layout is torch.strided and not b.is_quantized]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in dense if not buffer.is_meta]
+    held = _Held(model.modules())
+    dense = [t for t in held.tensors.values() if t.layout is torch.strided and not t.is_quantized]
+    contents = [(tensor, tensor.detach().clone()) for tensor in dense if not tensor.is_meta]
+    data = [(parameter, parameter.data) for parameter in model.parameters()]
     try:
         yield
     finally:
-        attributes()
+        held.restore()
         with torch.no_grad():
-            for buffer, content in buffers:
-                if not torch.equal(buffer.nan_to_num(), content.nan_to_num()):
-                    buffer.copy_(content)
+            for tensor, content in contents:
+                if not torch.equal(tensor.nan_to_num(), content.nan_to_num()):
+                    tensor.copy_(content)
+            for parameter, own in data:
+                if parameter.data_ptr() != own.data_ptr():
+                    parameter.data = own
 
 
 @contextmanager

@@ -113,7 +113,13 @@ def load_model(
     return load(model, path, map_location=map_location)
 
 
-def load(model: nn.Module, path: str | os.PathLike[str], *, map_location: Any = "cpu") -> nn.Module:
+def load(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    map_location: Any = "cpu",
+    example: Any = None,
+) -> nn.Module:
     """Make ``model`` what was saved: quantize its layers in place, and load all tensors.
 
     A model that is quantized in another way is converted, and an unfused model is fused if the
@@ -127,6 +133,8 @@ def load(model: nn.Module, path: str | os.PathLike[str], *, map_location: Any = 
             ``save_pretrained``, of a model that
             :func:`torchq.workflow.embed_record_` was called on.
         map_location: as for :func:`torch.load`; tensors end on the model's own device.
+        example: the arguments for one call of the model. With it the converted model, every
+            quantizer off, is compared with the float one, as :func:`torchq.quantize_` does.
 
     Returns:
         ``model``.
@@ -140,7 +148,7 @@ def load(model: nn.Module, path: str | os.PathLike[str], *, map_location: Any = 
     content = read_file(path, map_location)
     with _without_wrappers(model) as inside, unchanged_on_error(inside):
         stored, state, part = _unpack(inside, path, content)
-        apply_(part, stored)
+        apply_(part, stored, example if part is inside else None)
         for name, quantizer in quantizers(inside).items():
             for buffer in (*FACTORS, *HELD):
                 if f"{name}.{buffer.name}" not in state:

@@ -64,6 +64,12 @@ def adopt_(model: nn.Module, other: nn.Module | torch.export.ExportedProgram) ->
         >>> plan = torchq.adopt_(model, quantized_by_modelopt)  # doctest: +SKIP
     """
     graph = other.module() if isinstance(other, torch.export.ExportedProgram) else other
+    for name, value in (("model", model), ("other", graph)):
+        if not isinstance(value, nn.Module):
+            raise ConfigError(
+                f"adopt_: {name}: got a {type(value).__name__}; expected a torch.nn.Module. Pass "
+                "the float model, then the one that another library quantized"
+            )
     if any(isinstance(module, TensorQuantizer) for module in model.modules()):
         raise ConfigError(
             "adopt_: got a quantized model; expected a float one. Call restore_ on it"

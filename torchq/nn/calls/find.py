@@ -10,17 +10,28 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from torchq.graph import OPERATORS, Operator, operator_of, prepared_call, tensors_in
+from torchq.graph import (
+    OPERATORS,
+    Operator,
+    effects_of,
+    function_name,
+    operator_of,
+    prepared_call,
+    tensors_in,
+    version_of,
+)
 from torchq.nn.calls.modules import recording_operators, rewritten
 from torchq.nn.calls.overwrites import Overwrites
 from torchq.nn.calls.routes import MARK, CallSite, Recorder, Visit, operand, product_of
 from torchq.nn.convert import QuantModule
 from torchq.nn.tensor_quantizer import TensorQuantizer
-from torchq.utils import untouched
+from torchq.utils import is_torchs_own, untouched
 
 #: Why a layer of attention that calls torch's function cannot be quantized.
 WHOLE_ATTENTION = "its forward calls F.multi_head_attention_forward as a whole"
@@ -72,12 +83,14 @@ class Seen:
             by their ids, and live as long as these are told apart.
         overwritten: the operators, by the id of the module and the name of the site, and the
             modules, by their id and "", that overwrite a tensor which is read again.
+        written_weights: ids of modules whose weight was written, or set, before they were called.
     """
 
     calls: Mapping[int, FoundCalls]
     visits: Mapping[int, Sequence[Visit]]
     returned: Sequence[tuple[Any, nn.Module]]
     overwritten: Set[tuple[int, str]] = frozenset()
+    written_weights: Set[int] = frozenset()
 
 
 _CHANGES = "its forward multiplies by one weight at one time and by another one at another"
@@ -95,6 +108,9 @@ class _Recorder(TorchFunctionMode):
         self._routes = routes  # By id of modules whose source tells the places of calls.
         self._stack: list[nn.Module] = []
         self._parameters = {id(p) for p in root.parameters()}
+        self.written: set[int] = set()  # Ids of modules whose weight is not the one before the run.
+        self._weights_before = {id(module): _weight_of(module) for module in root.modules()}
+        self.read: set[int] = set()  # Ids of parameters that a function of torch got.
         self._data: set[int] = set()
         self._weights: dict[int, frozenset[int]] = {}  # Tensor -> the parameters it depends on.
         self._alive: list[Any] = []  # An id is unique only as long as its tensor lives.
@@ -105,6 +121,8 @@ class _Recorder(TorchFunctionMode):
         """Follow the forwards of all modules below ``root`` with hooks, until the block ends."""
         with ExitStack() as stack:
             for module in root.modules():
+                if isinstance(module, torch.jit.ScriptModule):
+                    continue  # They take no hooks.
                 enter = module.register_forward_pre_hook(self._enter, with_kwargs=True)
                 leave = module.register_forward_hook(self._leave, always_call=True)
                 stack.callback(enter.remove)
@@ -116,6 +134,8 @@ class _Recorder(TorchFunctionMode):
             for tensor in tensors_in((args, kwargs)):
                 self._alive.append(tensor)
                 self._data.add(id(tensor))
+        if _weight_of(module) != self._weights_before.get(id(module)):
+            self.written.add(id(module))
         self._stack.append(module)
         self.found.setdefault(id(module), FoundCalls())
 
@@ -144,6 +164,8 @@ class _Recorder(TorchFunctionMode):
         result = func(*args, **kwargs)
         self._overwrites.note_made(result)
         ids = {id(tensor) for tensor in tensors_in((args, kwargs))}
+        if "metadata" not in effects_of(function_name(func)):
+            self.read |= ids & self._parameters
         is_data = bool(ids & self._data)
         origins = frozenset[int]().union(*map(self._origins, ids))
         for tensor in tensors_in(result) if is_data or origins else ():
@@ -185,6 +207,12 @@ class _Recorder(TorchFunctionMode):
         if row and "product" in row.effects and self._is_with_weight((args, kwargs)):
             name = row.name
             return {name: f"multiplies by a weight in {name}"}
+        if type(func).__module__ == "torch._ops" and self._is_with_weight((args, kwargs)):
+            return {str(func): f"hands a weight to {func}"}  # such as torchvision.deform_conv2d
+        if any(tensor.is_complex() for tensor in tensors_in((args, kwargs))):
+            name = "a product" if function is None else function.word
+            is_weighted = self._is_with_weight((args, kwargs))
+            return {name: f"multiplies complex numbers in {name}"} if is_weighted else {}
         if function is None or function.symmetric or function.word == "attention":
             return {}  # A matmul of two tensors that are no parameters need not have a weight.
         if id(operand(args, kwargs, function.right)) in self._data:
@@ -207,6 +235,8 @@ class _Recorder(TorchFunctionMode):
             data = operand(args, kwargs, function.right if left else function.left)
             if not isinstance(weight, Tensor) or id(data) not in self._data:
                 continue
+            if weight.is_complex() or data.is_complex():
+                continue
             if id(weight) in self._parameters:
                 path = next((n for n, p in owner.named_parameters() if p is weight), "")
                 if path:
@@ -227,12 +257,34 @@ def find_calls(model: nn.Module, example: Any) -> Seen:
         with recorder.watching(model), recorder:
             call()
     for module in modules:
-        if id(module) in recorder.found and id(module) in routes:
-            recorder.found[id(module)].note_unseen(module, routes[id(module)].places)
+        found = recorder.found.get(id(module))
+        if found is not None and id(module) in routes:
+            found.note_unseen(module, routes[id(module)].places)
+        if found is not None and _hides_weight(module, recorder.read):
+            found.unreached["weight"] = "hands its weight to an operator that is none of torch's"
     visits = {key: found.visits for key, found in routes.items() if found.visits}
     owners = {id(found): key for key, found in routes.items()}
     overwritten = {(owners.get(key, key), name) for key, name in overwrites.read_again}
-    return Seen(recorder.found, visits, recorder.returned, overwritten)
+    return Seen(recorder.found, visits, recorder.returned, overwritten, recorder.written)
+
+
+def _weight_of(module: nn.Module) -> tuple[int, int, int] | None:
+    """Return what tells whether the weight of a module is another one, or was written.
+
+    A weight that is no parameter before the run is one that hooks of torch compute.
+    """
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    if weight is None:
+        return None if hasattr(module, "weight") else (0, 0, 0)
+    return id(weight), 0 if is_lazy(weight) else weight.data_ptr(), version_of(weight)
+
+
+def _hides_weight(module: nn.Module, read: Set[int]) -> bool:
+    """Return True for a layer outside torch whose weight no function of torch got in the run."""
+    weight = getattr(module, "weight", None)
+    is_leaf = next(module.children(), None) is None and not is_torchs_own(module)
+    is_weight = isinstance(weight, nn.Parameter) and weight.dim() > 2
+    return is_leaf and is_weight and id(weight) not in read
 
 
 def weighted_calls(module: nn.Module) -> Iterator[CallSite]:

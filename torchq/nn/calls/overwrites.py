@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchq.graph import effects_of, operator_name, tensors_in
+from torchq.graph import effects_of, function_name, tensors_in
 
 
 class Overwrites:
@@ -48,7 +48,7 @@ class Overwrites:
 
     def note_read(self, function: Any, arguments: Any) -> None:
         """Note that a function reads tensors; ``shape`` and its like read none."""
-        if self._writes and "metadata" not in effects_of(_name(function)):
+        if self._writes and "metadata" not in effects_of(function_name(function)):
             self.note_returned(arguments)
 
     def note_returned(self, values: Any) -> None:
@@ -65,10 +65,3 @@ def _memory(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # sparse tensors and their like
         return id(tensor)
-
-
-def _name(function: Any) -> str:
-    name = operator_name(function)
-    if name == "__get__":  # a property such as Tensor.shape
-        return operator_name(getattr(function, "__self__", function))
-    return name
