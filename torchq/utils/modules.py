@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parameter import is_lazy
 
 
 def is_torchs_own(module: nn.Module) -> bool:
@@ -251,9 +252,10 @@ def state_kept(model: nn.Module) -> Iterator[None]:
     tensors back, but numbers that a forward writes into these stay.
     """
     held = _Held(model.modules())
-    dense = [t for t in held.tensors.values() if t.layout is torch.strided and not t.is_quantized]
+    known = (t for t in held.tensors.values() if not is_lazy(t))
+    dense = [t for t in known if t.layout is torch.strided and not t.is_quantized]
     contents = [(tensor, tensor.detach().clone()) for tensor in dense if not tensor.is_meta]
-    data = [(parameter, parameter.data) for parameter in model.parameters()]
+    data = [(p, p.data) for p in model.parameters() if not is_lazy(p)]
     try:
         yield
     finally:
