@@ -44,7 +44,7 @@ from benchmarks.zoo_models import build
 from torchq.fusion import FuseReport
 from torchq.graph import tensors_in
 from torchq.nn import TensorQuantizer
-from torchq.nn.weight_grid import moved_codes
+from torchq.nn.weight_grid import GridComparison
 from torchq.runtime import RUNTIMES, open_session
 from torchq.swap import Plan, plan_of
 from torchq.utils.text import table
@@ -131,11 +131,10 @@ def changed_codes(before: nn.Module, after: nn.Module, report: FuseReport) -> tu
         if not all(isinstance(quantizer, TensorQuantizer) for quantizer in quantizers):
             continue
         factor = _factors(before.get_submodule(fusion.parts[0]), old)
-        moved = moved_codes(
-            quantizers[0], old.weight.detach(), quantizers[1], new.weight.detach(), factor
-        )
-        changed += int(moved.sum())
-        codes += moved.numel()
+        weights = [layer.weight.detach() for layer in (old, new)]
+        compared = GridComparison.of(quantizers[0], weights[0], quantizers[1], weights[1], factor)
+        changed += int(compared.other_codes.sum())
+        codes += weights[0].numel()
     return changed, codes
 
 
@@ -282,7 +281,7 @@ def _results_of_file(path: Path, target: str, batches: Sequence[Tensor]) -> Tens
     """Run a file in its runtime, or in the reference where that is not here."""
     run = RUNTIMES[target].opened(path)
     session = open_session(path, optimize=True)
-    name = session.inputs[0].name
+    name = session.inputs[0]
     if run is None:
         run = session.run
     return torch.cat([run({name: batch})[0].float() for batch in batches])

@@ -16,7 +16,7 @@ from torchq.descriptor import QuantDescriptor
 from torchq.fusion import FuseReport, fuse_
 from torchq.fusion.modules import norm_affine
 from torchq.nn import QuantConv2d, convert_, freeze_norm_
-from torchq.nn.weight_grid import moved_codes
+from torchq.nn.weight_grid import GridComparison
 from torchq.workflow import calibrate
 
 #: Folds in float32, without rounding of biases: folds of conv layers were off by 1e-6 at most.
@@ -42,10 +42,10 @@ def counted_codes(before: Any, after: Any, norm: nn.Module) -> int:
     """The codes that a fold changed, seen from outside."""
     scale = norm_affine(norm)[0]
     factor = scale.reshape(-1, 1, 1, 1).expand(after.weight.shape)
-    sides = (before.weight_quantizer, before.weight, after.weight_quantizer, after.weight)
-    return int(
-        moved_codes(*(s.detach() if isinstance(s, Tensor) else s for s in sides), factor).sum()
-    )
+    old, new = (layer.weight.detach() for layer in (before, after))
+    quantizers = (before.weight_quantizer, after.weight_quantizer)
+    compared = GridComparison.of(quantizers[0], old, quantizers[1], new, factor)
+    return int(compared.other_codes.sum())
 
 
 def folded(model: nn.Sequential, x: Tensor | None = None) -> tuple[FuseReport, Any, nn.Module]:
@@ -366,6 +366,21 @@ def test_typed_scales_keep_the_codes_but_where_they_are_clamped(
     assert changed > 0 or scales == "bfloat16"
     if scales == "float16":
         assert f"{changed} of 216 weight codes, in 1 channels, rounded anew" in str(report)
+
+
+@pytest.mark.parametrize("bits", [8, 4, (4, 3)])
+@pytest.mark.parametrize("below", [0.97, 0.3])
+def test_small_codes_stay_where_a_scale_is_clamped(bits: Any, below: float) -> None:
+    """Their values are those of the clamped scale, half a step off at most, which is no error."""
+    model = net(QuantDescriptor(bits, axis=0, scale_format="float16"))
+    layer, norm = model
+    factor = below * 2.0**-14 / layer.weight_quantizer.scale.flatten()[1]
+    norm.weight.data[1] = factor * (norm.running_var[1] + norm.eps).sqrt()
+    report, layer, norm = folded(model)
+    assert report.refused == ()
+    changed = report.fused[0].changed
+    assert changed == counted_codes(layer, model[0], norm)
+    assert changed < 27 if below == 0.97 else changed > 0  # of the 27 of the channel
 
 
 def test_a_bias_too_large_for_its_scale_is_counted() -> None:

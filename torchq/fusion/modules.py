@@ -39,7 +39,8 @@ class OutputFold:
         codes: how many codes its weight has.
         changed: bool, the shape of the weight: the codes that could not stay what they were but
             for their sign.
-        exact: bool ``(out_channels,)``: the channels without such a code.
+        inexact: bool, the same shape: the codes whose values are off by more than a rounding.
+        exact: bool ``(out_channels,)``: the channels without such values.
         relative: how far results may be off in these channels, relative to their largest terms.
         absolute: float64 ``(out_channels,)``: how far they may be off beside that.
         remarks: sentences for the report.
@@ -49,6 +50,7 @@ class OutputFold:
 
     codes: int
     changed: Tensor
+    inexact: Tensor
     exact: Tensor
     relative: float
     absolute: Tensor

@@ -14,8 +14,8 @@ from torchq.fusion.modules import OutputFold
 from torchq.nn.integer_bias import bias_steps, raises_step
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.nn.weight_grid import (
+    GridComparison,
     ScaledWeight,
-    moved_codes,
     scale_range_,
     scale_rounding,
     scale_weight_,
@@ -187,8 +187,8 @@ class OutputScaling(nn.Module):
             return None
         with torch.no_grad():
             weight, new = self.weight.detach(), folded.get_parameter("weight").detach()
-            moved = moved_codes(before, weight, after, new, self.per_weight(scale))
-            unlike = int((moved & ~outcome.changed).sum())
+            compared = GridComparison.of(before, weight, after, new, self.per_weight(scale))
+            unlike = int(compared.unlike(outcome.changed, outcome.inexact).sum())
         if not unlike:
             return None
         return (
@@ -242,7 +242,7 @@ class OutputScaling(nn.Module):
                 return scale_weight_(quantizer, weight, factor)
             scale_range_(quantizer, weight, factor)
         none = torch.zeros_like(factor, dtype=torch.bool)
-        return ScaledWeight((weight.double() * factor).to(weight.dtype), none, none, none)
+        return ScaledWeight((weight.double() * factor).to(weight.dtype), none, none, none, none)
 
     def _outcome(self, scaled: ScaledWeight, is_separated: bool) -> OutputFold:
         changed = scaled.saturated | scaled.rounded
@@ -251,13 +251,22 @@ class OutputScaling(nn.Module):
         if isinstance(quantizer, TensorQuantizer):
             relative += scale_rounding(quantizer)
         steps = bias_steps(self, self.get_parameter("bias"))
-        absolute = torch.zeros(self._by_channel(changed).shape, dtype=torch.float64)
+        exact = ~self._by_channel(scaled.inexact).cpu()
+        absolute = torch.zeros(exact.shape, dtype=torch.float64)
         if steps is not None:  # half a step is rounded off, perhaps as much before
             absolute = steps.double().cpu().expand_as(absolute)
         remarks = tuple(self._remarks(scaled, is_separated))
-        exact = ~self._by_channel(changed).cpu()
         has_range = not isinstance(quantizer, TensorQuantizer) or _has_range(quantizer)
-        return OutputFold(changed.numel(), changed, exact, relative, absolute, remarks, has_range)
+        return OutputFold(
+            codes=changed.numel(),
+            changed=changed,
+            inexact=scaled.inexact,
+            exact=exact,
+            relative=relative,
+            absolute=absolute,
+            remarks=remarks,
+            has_range=has_range,
+        )
 
     def _remarks(self, scaled: ScaledWeight, is_separated: bool) -> Iterator[str]:
         """Yield what a reader of the report should know."""

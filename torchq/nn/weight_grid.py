@@ -9,12 +9,14 @@ In float32 ``code * scale`` and the quotient by the same scale are each off by 2
 at most, so a code moves by less than half a step up to 2**22.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from torchq.formats import ScaleType
+from torchq.formats import FloatFormat, ScaleType
 from torchq.functional import QParams, Range
 from torchq.nn.tensor_quantizer import TensorQuantizer
 
@@ -30,14 +32,16 @@ class ScaledWeight:
         values: of the dtype, the device and the shape of the weight.
         saturated: bool, like ``values``: codes that the grid lacks with the other sign, such as
             -128 of int8; they are the outermost code on the other side now.
-        rounded: bool, like ``values``: codes that were rounded anew, as the type of the scales
-            cannot hold the scale of their range, and are others now.
+        rounded: bool, like ``values``: codes that were rounded anew and are others now, as the type
+            of the scales cannot hold the scale of their range.
+        inexact: bool, like ``values``: all codes of such ranges, and those that are saturated.
         dead: bool, like ``values``: where the scale has become 0, and with it the code.
     """
 
     values: Tensor
     saturated: Tensor
     rounded: Tensor
+    inexact: Tensor
     dead: Tensor
 
 
@@ -59,16 +63,24 @@ def scale_weight_(quantizer: TensorQuantizer, weight: Tensor, factor: Tensor) ->
     new = scale_range_(quantizer, weight, factor)
     centered = new.centered(signed).to(codes.dtype)
     rounded = torch.zeros_like(saturated)
+    inexact = saturated
     if isinstance(quantizer.descriptor.block_scale_format, ScaleType):
         exact_scale = old.aligned(old.scale, codes).double() * factor.abs()
         ratio = exact_scale / new.aligned(new.scale, codes).double()
         anew = (ratio - 1).abs() > scale_rounding(quantizer)
         moved = torch.where(anew, new.round(centered * ratio.to(codes.dtype)), centered)
         rounded = moved != centered
+        inexact = inexact | anew
         centered = moved
     dead = _is_dead(old, factor, codes)
     values = torch.where(dead, 0.0, new.dequantize(centered))
-    return ScaledWeight(values.to(weight.dtype), saturated & ~dead, rounded & ~dead, dead)
+    return ScaledWeight(
+        values.to(weight.dtype),
+        saturated=saturated & ~dead,
+        rounded=rounded & ~dead,
+        inexact=inexact & ~dead,
+        dead=dead,
+    )
 
 
 def scale_range_(quantizer: TensorQuantizer, weight: Tensor, factor: Tensor) -> QParams:
@@ -145,40 +157,73 @@ def shares_factors(quantizer: TensorQuantizer, factor: Tensor) -> bool:
     return not bool(is_other.any())
 
 
-def moved_codes(
-    before: TensorQuantizer,
-    weight: Tensor,
-    after: TensorQuantizer,
-    scaled: Tensor,
-    factor: Tensor,
-) -> Tensor:
-    """Return which codes, or the values that they stand for, are not those of a scaled weight.
+@dataclass(frozen=True)
+class GridComparison:
+    """Two quantized weights, of which one should be the other with its channels scaled.
 
-    This looks at nothing but two quantized weights: codes keep their magnitude and take the sign
-    of the factor, and values are those of before times the factor, but for one rounding of a scale.
-    A channel whose factor is too small for any scale has values of 0.
+    It looks at nothing but the weights: codes should keep their magnitude and take the sign of the
+    factor, and values should be those of before times the factor. A channel whose factor is too
+    small for any scale should have values of 0.
 
-    Args:
-        before: the quantizer of ``weight``.
-        weight: floating point.
-        after: the quantizer of ``scaled``.
-        scaled: the shape of ``weight``.
-        factor: float64, the shape of ``weight``.
-
-    Returns:
-        bool, the shape of ``weight``.
+    Attributes:
+        other_codes: bool, the shape of the weights: codes that are not what they should be.
+        error: float64, the same shape: how far values are from what they should be.
+        rounding: the same: how far one rounding of the scale may move them.
+        spacing: the same: the distance between two neighbours on the grid there.
     """
-    old_qparams = before.qparams(weight)
-    new_qparams = after.qparams(scaled)
-    old = old_qparams.centered(before.codes(weight)).double()
-    new = new_qparams.centered(after.codes(scaled)).double()
-    products = old * old_qparams.aligned(old_qparams.scale, old).double() * factor
-    values = new * new_qparams.aligned(new_qparams.scale, new).double()
-    # Below this there is no normal scale, so products are 0 on both sides.
-    nothing = torch.finfo(torch.float32).tiny * after.descriptor.format.qmax
-    is_off = (values - products).abs() > scale_rounding(after) * products.abs() + nothing
-    is_other_code = (new != old * factor.sign()) & (products.abs() > nothing)
-    return is_off | is_other_code
+
+    other_codes: Tensor
+    error: Tensor
+    rounding: Tensor
+    spacing: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        before: TensorQuantizer,
+        weight: Tensor,
+        after: TensorQuantizer,
+        scaled: Tensor,
+        factor: Tensor,
+    ) -> GridComparison:
+        """Compare ``weight``, quantized by ``before``, with ``scaled``, quantized by ``after``.
+
+        Args:
+            before: the quantizer of ``weight``.
+            weight: floating point.
+            after: the quantizer of ``scaled``.
+            scaled: the shape of ``weight``.
+            factor: float64, the shape of ``weight``.
+        """
+        old_qparams = before.qparams(weight)
+        new_qparams = after.qparams(scaled)
+        old = old_qparams.centered(before.codes(weight)).double()
+        new = new_qparams.centered(after.codes(scaled)).double()
+        step = new_qparams.aligned(new_qparams.scale, new).double()
+        products = old * old_qparams.aligned(old_qparams.scale, old).double() * factor
+        # Below this there is no normal scale, so products are 0 on both sides.
+        nothing = torch.finfo(torch.float32).tiny * after.descriptor.format.qmax
+        spacing = step.expand_as(products)
+        format = after.descriptor.format
+        if isinstance(format, FloatFormat):
+            spacing = torch.maximum(spacing, products.abs() * 2.0**-format.mantissa_bits)
+        return cls(
+            (new != old * factor.sign()) & (products.abs() > nothing),
+            (new * step - products).abs(),
+            scale_rounding(after) * products.abs() + nothing,
+            spacing,
+        )
+
+    def unlike(self, changed: Tensor, inexact: Tensor) -> Tensor:
+        """Return which codes are other ones, but for those that are known to be; bool.
+
+        Args:
+            changed: the codes that are known to be others.
+            inexact: the codes whose values are known to be off, by the spacing of the grid at most.
+        """
+        allowed = torch.where(inexact, self.spacing * (1 + 2.0**-10), self.rounding)
+        is_off = self.error > allowed
+        return (self.other_codes & ~changed) | is_off
 
 
 def scale_rounding(quantizer: TensorQuantizer) -> float:

@@ -315,8 +315,8 @@ def _hint(model: nn.Module, runtime: Runtime | None) -> str:
         )
     if any(isinstance(module, _NORMS) for module in model.modules()):
         return (
-            "call torchq.fuse_ before quantize_: runtimes fold a BatchNorm into the weight in "
-            "front of it, and quantize that anew"
+            "call torchq.fuse_(model.eval(), example), which keeps the codes, and export again: "
+            "runtimes fold a BatchNorm into the weight in front of it, and quantize that anew"
         )
     return "export again from this model, quantized for its target with example="
 
