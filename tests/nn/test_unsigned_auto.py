@@ -159,7 +159,7 @@ def test_the_choice_is_exported(tmp_path: Path, generator: torch.Generator) -> N
     pytest.importorskip("onnxruntime")
     model = quantized(net(), generator)
     x = torch.randn(32, 6, generator=generator)
-    torchq.export_onnx(model, x, tmp_path / "model.onnx")
+    torchq.export_onnx(model, x, tmp_path / "model.onnx", dynamo=False)
     kinds = {
         tensor.data_type
         for tensor in onnx.load(str(tmp_path / "model.onnx")).graph.initializer

@@ -130,7 +130,7 @@ def test_a_right_file_of_a_half_model_agrees(target: str | None, path: Path) -> 
     model, x = small(torch.float16), torch.randn(16, 3, 8, 8, dtype=torch.float16)
     torchq.quantize_(model, target=target, example=x)
     torchq.calibrate(model, [x], progress=False)
-    torchq.export_onnx(model, x, path, target=target)
+    torchq.export_onnx(model, x, path, target=target, dynamo=False)
     report = torchq.verify_onnx(model, path, [x])
     assert report.ok, str(report)
     assert any(layer.differ for layer in report.layers)
@@ -148,7 +148,7 @@ def test_a_right_file_of_a_half_model_agrees(target: str | None, path: Path) -> 
 def test_a_right_file_of_a_model_that_is_half_inside_agrees(path: Path) -> None:
     x = torch.randn(16, 3, 8, 8)
     model = calibrated(HalfInside(), x)
-    torchq.export_onnx(model, x, path)
+    torchq.export_onnx(model, x, path, dynamo=False)
     report = torchq.verify_onnx(model, path, [x])
     assert report.ok, str(report)
 
@@ -163,15 +163,15 @@ def test_types_that_a_runtime_cannot_compute_in_are_refused(
     x = torch.randn(4, 3, 8, 8, dtype=dtype)
     model = calibrated(small(dtype), x, target=target, example=x)
     if dtype in RUNTIMES[target].file.float_types:
-        torchq.export_onnx(model, x, path, target=target)
+        torchq.export_onnx(model, x, path, target=target, dynamo=False)
         assert onnx.load(path).graph.input[0].type.tensor_type.elem_type == 16
         return
     message = rf"0\.weight: is {str(dtype)[6:]}; expected float32, float16.*\.float\(\)"
     with pytest.raises(ExportError, match=message):
-        torchq.export_onnx(model, x, path, target=target)
+        torchq.export_onnx(model, x, path, target=target, dynamo=False)
     assert not path.exists()
     single = copy.deepcopy(model).float()
-    torchq.export_onnx(single, x.float(), path, target=target)
+    torchq.export_onnx(single, x.float(), path, target=target, dynamo=False)
     assert torchq.verify_onnx(single, path, [x.float()]).ok
 
 
@@ -185,7 +185,7 @@ class Cast(nn.Sequential):
 def test_inputs_that_numpy_cannot_hold_are_not_compared(path: Path) -> None:
     x = torch.randn(4, 6, dtype=torch.bfloat16)
     model = calibrated(Cast(nn.Linear(6, 6)), x, target="onnxruntime")
-    torchq.export_onnx(model, x, path, target="onnxruntime")
+    torchq.export_onnx(model, x, path, target="onnxruntime", dynamo=False)
     with pytest.raises(ExportError, match=r"has bfloat16 for the input 'x'; expected a type that"):
         torchq.verify_onnx(model, path, [x])
 
