@@ -46,6 +46,14 @@ SHOWN_SINCE = (2, 11)
 IMPORTED = re.compile(r"^(?:from|import) (\w+)", re.MULTILINE)
 PROGRAM = re.compile(r"^import torch(q(\.\w+)*)?$", re.MULTILINE)
 FRESH = {"docs/fuse.md", "docs/migration.md"}
+# Pages that export or train several times; the others call the same functions.
+LONG = {
+    "docs/frontends.md",
+    "docs/index.md",
+    "docs/howto.md#Detectors with lists and dictionaries",
+    "docs/platforms.md#Qualcomm",
+    "docs/platforms.md#torch, ONNX Runtime, OpenVINO",
+}
 
 
 def text_of(page: str) -> str:
@@ -150,7 +158,11 @@ def need_packages(code: str) -> None:
         pytest.importorskip("onnxscript")
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
+def with_marks(page: str) -> Any:
+    return pytest.param(page, marks=[pytest.mark.slow] if page in LONG else [])
+
+
+@pytest.mark.parametrize("page", [with_marks(page) for page in PAGES if blocks(page)])
 def test_the_code_runs(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,6 +80,7 @@ def test_the_config_is_within_its_budget_and_quantizes_as_it_says() -> None:
     assert again.rules == config.rules
 
 
+@pytest.mark.slow
 def test_more_budget_does_less_damage() -> None:
     damages = [planned(budget={"mean_bits": bits}).damage for bits in (3, 4, 5, 6, 8)]
     assert damages == sorted(damages, reverse=True)

@@ -79,6 +79,7 @@ def run(path: Path, x: Tensor) -> Tensor:
     return torch.from_numpy(session.run(None, {"input": x.numpy()})[0])
 
 
+@pytest.mark.sample(2)
 @EXPORTERS
 @pytest.mark.parametrize("inside", [True, False])
 def test_int8(tmp_path: Path, dynamo: bool, inside: bool) -> None:
@@ -135,6 +136,7 @@ TENSORRT = ("TRT_FP8QuantizeLinear", "TRT_FP8DequantizeLinear")
 STANDARD = ("QuantizeLinear", "DequantizeLinear")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("dynamo", "opset", "operators", "dtype"),
     [

@@ -247,6 +247,7 @@ def test_printed_forms() -> None:
 
 
 # torch 2.9's tracer warns about what it does itself.
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("num_bits", [8, (4, 3)], ids=str)
 def test_compiles_as_one_graph(num_bits: Any) -> None:

@@ -58,7 +58,7 @@ SSD = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("changes", SSD.values(), ids=SSD.keys())
 @EXPORTERS
 def test_detections_of_ssd_in_a_file_follow_the_image(
@@ -73,6 +73,7 @@ def test_detections_of_ssd_in_a_file_follow_the_image(
     assert len(counts) >= 3, counts
 
 
+@pytest.mark.sample(1)
 @EXPORTERS
 def test_a_file_of_ssd_finds_nothing_where_nothing_is(dynamo: bool, tmp_path: Path) -> None:
     model = ssd({"confidence_threshold: 0.3": "confidence_threshold: 0.6"})

@@ -42,6 +42,7 @@ def test_torchvision_network(name: str) -> None:
     assert error(outputs(exact, x.double()), want) <= 1e-10
 
 
+@pytest.mark.slow
 def test_a_detector_whose_forward_cannot_be_traced() -> None:
     name, sizes = "fasterrcnn_mobilenet_v3_large_320_fpn", {"min_size": 64, "max_size": 96}
     options = {"weights": None, "weights_backbone": None, "num_classes": 3, **sizes}

@@ -228,6 +228,7 @@ def batch() -> dict[str, Tensor]:
     return {"x": torch.randn(3, 6, 16), "pad": pad}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("target", [None, "onnxruntime", "openvino"])
 def test_transformers_of_torch(target: str | None, tmp_path: Path) -> None:

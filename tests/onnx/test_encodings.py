@@ -151,6 +151,7 @@ def test_encodings_on_the_float_file_give_the_codes_of_the_model(
         assert torch.equal(result, expected)
 
 
+@pytest.mark.slow
 def test_encodings_that_do_not_fit_are_one_error(path: Path) -> None:
     model, x = quantized(Tokens, (4, 6, 12))
     report = export_encodings(model, x, path)
@@ -188,6 +189,7 @@ def test_a_quantizer_of_two_tensors_wants_one_grid(path: Path) -> None:
         apply_encodings(read, grids, x)
 
 
+@pytest.mark.slow
 def test_one_command_makes_a_file_of_encodings(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -102,6 +102,7 @@ def test_the_file_is_a_quarter_and_names_no_machine(path: Path) -> None:
     assert "2 weights stored quantized, 2 activations quantized" in str(report)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_one_tensor_is_quantized_once(path: Path, dynamo: bool) -> None:
     model = calibrated(Layers(), torch.randn(4, 3, 9, 9))
@@ -141,6 +142,7 @@ class Typed(nn.Module):
         return torch.stack([layer(x) for layer in self.layers], dim=1)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:.*got negative values")  # unsigned weights are legal
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_types_of_weights(path: Path, dynamo: bool) -> None:
@@ -161,6 +163,7 @@ def test_types_of_weights(path: Path, dynamo: bool) -> None:
     assert found.ok and len(found.layers) >= len(TYPES)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_four_bits_are_stored_as_eight_before_opset_21(path: Path, dynamo: bool) -> None:
     config = QuantConfig((Rule("*", weight=TYPES["INT4"]),))
@@ -186,6 +189,7 @@ def test_types_of_activations(path: Path) -> None:
     assert torchq.verify_onnx(model, path, [x]).ok
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_half_models_keep_float32_scales(path: Path, dtype: torch.dtype, dynamo: bool) -> None:
@@ -214,6 +218,7 @@ class Keywords(nn.Module):
         return 2 * y if twice else y
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_keyword_arguments_and_more_open_dimensions(path: Path, dynamo: bool) -> None:
     model = Keywords()
@@ -253,6 +258,7 @@ class Variadic(nn.Module):
         return self.linear(tensors[0]) + tensors[-1]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_arguments_without_names(path: Path, dynamo: bool) -> None:
     model = calibrated(Variadic(), torch.randn(4, 6))
@@ -416,6 +422,7 @@ def test_tensors_in_containers_are_not_stored_as_constants(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_an_input_that_is_an_output_keeps_its_name(path: Path, dynamo: bool) -> None:
     x = torch.randn(4, 6)
@@ -473,6 +480,7 @@ class Caches(nn.Module):
         return {"logits": y, "cache": Cache(), "more": (y + 1, None)}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dynamo", [True, False])
 def test_what_onnx_has_no_type_for_is_left_out(path: Path, dynamo: bool) -> None:
     x = torch.randn(3, 4)
@@ -513,6 +521,7 @@ def test_a_model_that_was_read_keeps_the_names_of_its_file(path: Path, dynamo: b
     assert torchq.verify_onnx(model, path, [swapped]).ok
 
 
+@pytest.mark.slow
 def test_names_that_are_given_win_over_those_of_the_file(path: Path) -> None:
     model = calibrated_on(two_inputs(), *batch())
     names = {"input_names": ["image"], "output_names": ["out", "side"]}

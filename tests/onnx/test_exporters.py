@@ -161,6 +161,7 @@ def exported(path: Path, dynamo: bool) -> tuple[nn.Module, Tensor]:
     return write(model, x, path, dynamo=dynamo), x
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_a_table_of_positions_agrees_with_its_model(dynamo: bool, path: Path) -> None:
@@ -169,6 +170,7 @@ def test_a_table_of_positions_agrees_with_its_model(dynamo: bool, path: Path) ->
     assert report.ok, str(report)
 
 
+@pytest.mark.slow
 def test_a_changed_table_is_found(path: Path) -> None:
     model, x = exported(path, True)
     assert isinstance(model.project, nn.Conv2d)

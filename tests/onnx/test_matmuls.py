@@ -143,6 +143,7 @@ class Attention(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dynamo", EXPORTERS)
 def test_known_lengths_are_constants(dynamo: bool, path: Path) -> None:
     """Nothing is left to compute from shapes, and the batch stays open."""
@@ -156,6 +157,7 @@ def test_known_lengths_are_constants(dynamo: bool, path: Path) -> None:
         assert report.ok, str(report)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dynamo", EXPORTERS)
 def test_open_lengths_stay_open(dynamo: bool, path: Path) -> None:
     x = torch.randn(2, 5, 16)

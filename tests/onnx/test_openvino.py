@@ -114,6 +114,7 @@ SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 SUMS_ALIKE_DB = 100
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", SUMS)
 def test_sums_are_rounded_as_in_the_file(name: str, path: Path) -> None:
     assert net_agreement(SUMS[name], path) > SUMS_ALIKE_DB
@@ -135,6 +136,7 @@ REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_results_of_reductions_are_quantized_right(name: str, path: Path) -> None:
     assert net_agreement(REDUCTIONS[name], path) > ALIKE_DB
@@ -162,6 +164,7 @@ JOINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", JOINED)
 def test_products_read_joined_tokens(name: str, path: Path) -> None:
     torch.manual_seed(0)
@@ -239,6 +242,7 @@ class Dense(nn.Module):
         return self.last(self.norm(joined))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("norm", "dtype"),
     [

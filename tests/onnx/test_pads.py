@@ -282,6 +282,7 @@ def test_equal_quantizers_become_one(path: Path) -> None:
     assert torchq.verify_onnx(model, path, [x]).ok
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dynamo", EXPORTERS)
 def test_known_lengths_are_computed(dynamo: bool, path: Path) -> None:
     x = images(2, 3, 13, 16)

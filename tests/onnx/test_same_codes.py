@@ -73,6 +73,7 @@ def test_images_get_equal_results_in_a_session(recipe: str, dynamo: bool, path: 
     assert ("blocks.0.first" in biases) is (recipe != "w4a4")
 
 
+@pytest.mark.slow
 def test_exact_sums_give_every_code_of_the_session(path: Path) -> None:
     """With one float32 product for the scale, as ONNX Runtime has; without it some codes differ."""
     model, x = made("int8", path)
@@ -161,6 +162,7 @@ def test_a_result_of_two_ranges_is_computed_in_float(
     assert max(layer.elements for layer in report.layers) <= 8 * 8 * 100  # each reader has a row
 
 
+@pytest.mark.slow
 def test_biases_are_rounded_in_training_too_and_stored_as_they_were(path: Path) -> None:
     model, _ = made("int8", path)
     layer = model.get_submodule("blocks.0.second")

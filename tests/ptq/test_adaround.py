@@ -78,6 +78,7 @@ def test_learning_lowers_the_error_of_blocks(arguments: dict[str, Any]) -> None:
         assert "forward" not in vars(module)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_ranges_of_activations_are_learned(symmetric: bool) -> None:
     """Both ends of asymmetric ranges move."""

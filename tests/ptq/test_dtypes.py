@@ -66,6 +66,7 @@ AFTER: dict[str, Callable[[Any, list[Tensor]], object]] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", AFTER)
 def test_what_follows_calibration_makes_the_output_no_worse(name: str, dtype: torch.dtype) -> None:

@@ -53,6 +53,7 @@ def deploy() -> Any:
     return torchq.deploy(calibrated_detector(), images(1), target="fastest")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("best", TIMES)
 def test_the_fastest_is_taken(best: str, monkeypatch: pytest.MonkeyPatch) -> None:
     timed(monkeypatch, {**TIMES, best: 1.0})
@@ -136,6 +137,7 @@ def test_only_the_warnings_of_the_chosen_engine_are_shown(monkeypatch: pytest.Mo
     assert [str(w.message) for w in seen] == ["about onnxruntime quantized"]
 
 
+@pytest.mark.slow
 def test_the_clock_decides_without_a_fake() -> None:
     result = deploy()
     best, *rest = result.report.candidates

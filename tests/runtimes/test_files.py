@@ -122,6 +122,7 @@ def test_linear_layers_run_on_integers_in_onnxruntime(tmp_path: Path) -> None:
     assert proof.ok, str(proof)
 
 
+@pytest.mark.slow
 def test_tensorrt_leaves_the_branch_of_the_convolution_open(tmp_path: Path) -> None:
     x = torch.randn(4, 8, 16, 16)
     model = Residual()

@@ -459,6 +459,7 @@ DAMAGE: dict[Callable[[Model], None], tuple[str, ...]] = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
 def test_the_check_says_no_to_a_damaged_file(
     damage: Callable[[Model], None], residual: Path, tmp_path: Path

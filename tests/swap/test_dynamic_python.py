@@ -128,6 +128,7 @@ def test_compiled_models_stay_dynamic() -> None:
         assert torch.equal(compiled(X), model(X))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
 def test_exported_programs_hold_the_quantizers(target: str) -> None:
     model: Any = Tree().eval()
@@ -387,6 +388,7 @@ class Caching(nn.Module):
         return self.conv(x) + x + self.cache["deep"][0]["bias"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("example", [None, X])
 @pytest.mark.parametrize(
     "make", [Caching, Net, lambda: nn.Sequential(Shuffle(), nn.Conv2d(8, 4, 1), Caching())]

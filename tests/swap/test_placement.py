@@ -73,6 +73,7 @@ def test_what_is_computed_from_sizes_alone_gets_no_quantizers() -> None:
         assert failed == [] and [operator.kind for operator in found] == ["cat", "cat"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("target", [r.name for r in RUNTIMES.values() if r.placement])
 def test_targets_quantize_what_they_say(target: str) -> None:
     model, x = Residual().eval(), torch.randn(2, 3, 16, 16)
@@ -131,6 +132,7 @@ def test_a_tensor_changed_in_place_is_another_tensor() -> None:
     assert model.a.input_quantizer is not model.b.input_quantizer
 
 
+@pytest.mark.slow
 def test_exclude_and_include_reach_operators() -> None:
     model, names = Residual(), ["blocks.0.quant_add", "quant_cat"]
     report = torchq.quantize_(model, target="onnxruntime", exclude=names)

@@ -151,6 +151,7 @@ class OwnQuantizer(nn.Module):
         return self.second(x) + self.own(x)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino", "tensorrt", "qnn"])
 def test_a_quantizer_of_the_author_keeps_its_form(target: str) -> None:
     model, x = OwnQuantizer().eval(), torch.randn(2, 3, 16, 16)

@@ -36,6 +36,7 @@ LAYERS = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("layer", "granularity", "shape"), LAYERS)
 def test_ranges_have_the_least_error_of_the_output(
     layer: Any, granularity: dict[str, int], shape: tuple[int, ...]

@@ -69,6 +69,7 @@ def quantized(build: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("calibrated", [True, False])
 @pytest.mark.parametrize("build", OWNERS)
 def test_a_quantizer_in_two_slots_of_one_module_is_loaded(
