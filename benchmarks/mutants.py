@@ -193,6 +193,11 @@ class _Finder(ast.NodeVisitor):
         elif isinstance(node.value, (int, float)):
             self._replace("constant", node, repr(node.value + 1))
 
+    def visit_keyword(self, node: ast.keyword) -> None:
+        """Leave alone what only refuses wrong programs: ``zip(strict=)``, ``field(kw_only=)``."""
+        if node.arg not in ("strict", "kw_only"):
+            self.generic_visit(node)
+
     def visit_Name(self, node: ast.Name) -> None:
         """Swap a function of Python for its opposite; amax is a variable as often as not."""
         if node.id in ("min", "max", "all", "any") and isinstance(node.ctx, ast.Load):

@@ -14,6 +14,7 @@ notice a mutant run::
         --out benchmarks/results/mutation.jsonl
 
 Each verdict is stored at once, and a run with the same ``--out`` and ``--seed`` goes on behind it.
+With ``--survivors`` those that survived meet all tests of their package.
 Mutants that no input can tell apart stand in benchmarks/mutation_equivalent.json, key and reason,
 and are not counted. ``--table`` prints the shares of a file of results.
 
@@ -239,10 +240,17 @@ def equivalents() -> dict[str, str]:
     return dict(json.loads(EQUIVALENT.read_text("utf-8")))
 
 
+def stored_rows(path: Path | None, seed: int) -> dict[str, dict[str, Any]]:
+    """Return the newest result of each mutant of a seed in a file, by key."""
+    if path is None or not path.exists():
+        return {}
+    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    return {row["key"]: row for row in rows if row["kind"] == "result" and row["seed"] == seed}
+
+
 def table(path: Path, seed: int) -> str:
     """Return a Markdown table of the shares that the tests killed, by package."""
-    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    rows = [row for row in rows if row["kind"] == "result" and row["seed"] == seed]
+    rows = list(stored_rows(path, seed).values())
     excused = equivalents()
     lines = ["| package | mutants | equivalent | killed | share |", "|---|---|---|---|---|"]
     for name in [*PACKAGES, "all"]:
@@ -266,27 +274,43 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     result.add_argument("--coverage", type=Path, help="which tests execute which line")
     result.add_argument("--root", type=Path, default=ROOT, help="the repository that is tested")
     result.add_argument("--options", nargs="+", default=[], help="further options of pytest")
+    result.add_argument(
+        "--survivors",
+        action="store_true",
+        help="run all tests of its package for each mutant that survived: some tests start other "
+        "processes, in which no coverage is measured",
+    )
     result.add_argument("--only", help="run the mutant whose key contains this text again")
     result.add_argument("--table", action="store_true", help="print the shares of --out")
     result.add_argument("--out", type=Path, help="append the JSON lines to this file as well")
     return result.parse_args(argv)
 
 
-def measure(copy: Copy, options: argparse.Namespace, report: Any, stored: set[Any]) -> None:
+def is_wanted(mutant: Mutant, options: argparse.Namespace, stored: Mapping[str, Any]) -> bool:
+    """Tell whether a mutant is to be run: it is named, has survived, or has no verdict yet."""
+    if options.only is not None:
+        return options.only in mutant.key
+    if options.survivors:
+        return mutant.key in stored and stored[mutant.key]["verdict"] == "survived"
+    return mutant.key not in stored
+
+
+def measure(copy: Copy, options: argparse.Namespace, report: Any) -> None:
     """Draw mutants, and report the verdict of each that has none yet."""
     contexts = Contexts(options.coverage, options.root) if options.coverage else None
+    stored = stored_rows(options.out, options.seed)
     # Always drawn from all packages, so that --packages selects a part of the same mutants.
     drawn = draw(options.root, PACKAGES, options.count, options.seed)
     for package in options.packages:
         folder = PACKAGES[package][1]
         for mutant in drawn[package]:
-            is_asked = options.only is None or options.only in mutant.key
-            if not is_asked or (options.only is None and (options.seed, mutant.key) in stored):
+            if not is_wanted(mutant, options, stored):
                 continue
             began = time.monotonic()
-            tests = contexts.tests_of(mutant, folder) if contexts else [folder]
+            is_whole = contexts is None or options.survivors
+            tests = [folder] if is_whole else contexts.tests_of(mutant, folder)
             verdict, test = copy.verdict(mutant, tests)
-            fields: Mapping[str, Any] = {
+            fields = {
                 "seed": options.seed,
                 "package": package,
                 "key": mutant.key,
@@ -303,7 +327,7 @@ def measure(copy: Copy, options: argparse.Namespace, report: Any, stored: set[An
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, or print the table of an earlier run."""
     # Forked processes import this file, and must not import the torchq of this repository with it.
-    from benchmarks.harness import Reporter, finished_rows
+    from benchmarks.harness import Reporter
 
     options = parse(argv)
     if options.table:
@@ -315,8 +339,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ):
         place = Path(folder) / "repository"
         shutil.copytree(options.root, place, ignore=NOT_COPIED)
-        stored = finished_rows(options.out, "seed", "key")
-        measure(Copy(place, options.options), options, report, stored)
+        measure(Copy(place, options.options), options, report)
 
 
 if __name__ == "__main__":

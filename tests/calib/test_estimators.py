@@ -160,3 +160,12 @@ def test_groups_and_candidates_may_be_cut_anywhere(
     monkeypatch.setattr(estimators, "_GROUPS_TOGETHER", 2)
     monkeypatch.setattr(estimators, "_RUNS_TOGETHER", 1000)
     assert torch.equal(calibrator.range().high, whole)
+
+
+def test_as_many_values_as_bins_keep_everything() -> None:
+    # 16 bins and the 16 values of uint4: every bin has a value, so nothing is gained by a smaller
+    # range, and no edge is tried.
+    counts = [10**6] + [0] * 14 + [1]
+    histogram = Histogram(torch.tensor([counts]), torch.tensor([1.0]), torch.tensor([15.5]))
+    assert mse(histogram, UINT4).item() == 15.5
+    assert entropy(histogram, UINT4).item() == 15.5

@@ -45,3 +45,21 @@ def test_negative_batches_add_up(method: str) -> None:
     assert calibrator.negative_batches == 2
     calibrator.reset()
     assert calibrator.observers[0].negative is None
+
+
+@pytest.mark.parametrize("method", ["max", "moving_average", "histogram"])
+def test_the_state_follows_the_data_to_another_device(method: str) -> None:
+    calibrator = Calibrator(method)
+    calibrator.collect(torch.rand(8))
+    (observer,) = calibrator.observers
+    observer.prepare(observer.shape, torch.device("meta"))
+    state = [value for value in vars(observer).values() if isinstance(value, torch.Tensor)]
+    state += list(vars(observer).get("recent", ()))
+    assert len(state) > 1
+    assert {tensor.device.type for tensor in state} == {"meta"}
+
+
+def test_histograms_have_2048_bins() -> None:
+    calibrator = Calibrator("entropy")
+    calibrator.collect(torch.rand(8))
+    assert calibrator.histogram().counts.shape == (1, 2048)

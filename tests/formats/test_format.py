@@ -216,3 +216,10 @@ def test_scale_types_round_as_torch_does(name: str, dtype: torch.dtype) -> None:
     assert odd[0].isnan() and odd[1].isinf()
     assert kind.qmax == torch.finfo(kind.dtype).max
     assert kind.smallest_normal == torch.finfo(kind.dtype).tiny <= kind.least
+
+
+def test_the_table_of_powers_in_exports_is_the_rounding_of_scales() -> None:
+    # Scales of blocks have several dimensions.
+    scales = torch.tensor([[0.0, 1e-30, 0.7], [1.0, 3.0, 1e30]])
+    expected = formats.POWER_OF_TWO.snap_(scales.clone())
+    assert torch.equal(formats.format._power_from_table(scales), expected)
