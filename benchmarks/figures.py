@@ -194,6 +194,42 @@ def fuse(measured: Measured) -> str:
     return markdown(("network", "error in float64", "time", "time, torch.fx's fuse"), rows)
 
 
+def folds(measured: Measured) -> str:
+    """Networks that were folded after training, over checkpoints in float32 and float16."""
+    cells: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in measured.all("fold_after_training"):
+        if "integers_folded_first" in row:
+            cells.setdefault((row["network"], row["target"]), []).append(row)
+    rows = []
+    for (network, target), found in cells.items():
+        folded, refused, counted, beyond = (
+            "/".join(dict.fromkeys(str(count) for count in counts))
+            for counts in (
+                [row["folded"] for row in found],
+                [len(row["refused"]) for row in found],
+                [row["counted"] for row in found],
+                [row["changed_beyond"] for row in found],
+            )
+        )
+        codes = f"{counted} counted, {beyond} beyond, of {found[-1]['codes'] / 1e6:.2f} M"
+        error = f"{max(row['layer_error'] for row in found):.0e}"
+        integers = "/".join(dict.fromkeys(str(row["integers"]) for row in found))
+        first = f"{integers} of {found[-1]['layers']} ({found[-1]['integers_folded_first']})"
+        rows.append((network, target, folded, refused, codes, error, first))
+    head = ("network", "target", "folded", "refused", "codes changed", "largest error of a layer")
+    return markdown((*head, "layers on integers (folded first)"), rows)
+
+
+def folded_accuracy(measured: Measured) -> str:
+    """The accuracy of a network after training, after the fold, and of its file."""
+    rows = []
+    for row in measured.all("fold_after_training"):
+        if "accuracy" in row:
+            shares = [row["accuracy"][name] for name in ("trained", "folded", "file")]
+            rows.append((row["target"], row["steps"], f"{row['images']:,}", *shares))
+    return markdown(("target", "steps", "images", "trained", "folded", "file"), rows)
+
+
 def accuracy(measured: Measured) -> str:
     """Return the means over draws of benchmarks/accuracy.py, a column for each network."""
     rows = measured.all("accuracy")
@@ -404,7 +440,8 @@ def codes(measured: Measured) -> str:
 TABLES: dict[str, Callable[[Measured], str]] = {
     table.__name__: table
     for table in (
-        *(overview, fake_quant, qat_step, calibration, fuse, accuracy, training, methods, zoo),
+        *(overview, fake_quant, qat_step, calibration, fuse, folds, folded_accuracy),
+        *(accuracy, training, methods, zoo),
         *(conformance, fuzz, files, executorch, deploy, memory, agreement, codes),
     )
 }

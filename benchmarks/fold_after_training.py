@@ -85,14 +85,20 @@ class UNet(nn.Module):
         return self.head(self.join1(torch.cat([x, first], 1)))
 
 
+def _torchvision(name: str) -> nn.Module:
+    from torchvision.models import get_model
+
+    return get_model(name)
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
-    "resnet18": lambda: build("torchvision/resnet18").model,
-    "mobilenet_v2": lambda: build("torchvision/mobilenet_v2").model,
+    "resnet18": lambda: _torchvision("resnet18"),
+    "mobilenet_v2": lambda: _torchvision("mobilenet_v2"),
     "unet": UNet,
     "smp unet": lambda: build("smp/Unet").model,
     "yolo11n": lambda: build("ultralytics/yolo11n").model,
-    "regnet_y_400mf": lambda: build("torchvision/regnet_y_400mf").model,
-    "shufflenet_v2_x1_0": lambda: build("torchvision/shufflenet_v2_x1_0").model,
+    "regnet_y_400mf": lambda: _torchvision("regnet_y_400mf"),
+    "shufflenet_v2_x1_0": lambda: _torchvision("shufflenet_v2_x1_0"),
 }
 
 
