@@ -198,3 +198,32 @@ def test_restoring_a_corrected_layer_leaves_nothing() -> None:
     model[0].correct_output_(torch.ones(8), torch.ones(8))
     torchq.restore_(model)
     assert list(model.state_dict()) == ["0.weight", "0.bias"]
+
+
+def folding_net() -> nn.Sequential:
+    """Two layers of the original's names with a BatchNorm behind each, one of negative factors."""
+    torch.manual_seed(0)
+    layers = [quant_nn.QuantConv2d(3, 3, 3), nn.BatchNorm2d(3), quant_nn.QuantConv2d(3, 3, 3)]
+    model = nn.Sequential(*layers, nn.BatchNorm2d(3)).eval()
+    nn.init.constant_(model[3].weight, -0.5)
+    return model
+
+
+@pytest.mark.parametrize("calibrated", [True, False])
+@pytest.mark.parametrize("shared", [True, False])
+def test_batchnorms_fold_into_layers_of_the_originals_names(calibrated: bool, shared: bool) -> None:
+    model, x = folding_net(), torch.randn(2, 3, 8, 8)
+    if shared:
+        model[2]._weight_quantizer = model[0]._weight_quantizer
+        model[2].weight = nn.Parameter(model[0].weight.detach().clone())  # of one range
+    if calibrated:
+        torchq.calibrate(model, [x], correct=False, progress=False)
+    with torch.no_grad():
+        want = model(x)
+        report = torchq.fuse_(model, x, progress=False)
+        error = (model(x) - want).abs().max() / want.abs().max()
+    assert len(report.fused) == 2 and report.refused == ()
+    assert sum(fusion.codes for fusion in report.fused) == (162 if calibrated else 0)
+    assert model[0]._weight_quantizer is not model[2]._weight_quantizer
+    # A tie may move the input of the second layer, and without a range the weights are float.
+    assert error <= (1e-3 if calibrated else 2e-2)

@@ -15,7 +15,6 @@ from torchq.fusion.algebra import KernelBias, fold_affine_after, fold_affine_bef
 from torchq.fusion.linear_map import relative_error
 from torchq.fusion.modules import (
     TRANSPOSED,
-    WEIGHT_QUANTIZER,
     RescalesOutput,
     calls_children,
     holders_of,
@@ -23,6 +22,7 @@ from torchq.fusion.modules import (
     norm_remainder,
     output_quantizer_of,
     torch_base,
+    weight_slot,
 )
 from torchq.fusion.pairs import Pair
 from torchq.fusion.report import Fusion, Refusal
@@ -151,9 +151,12 @@ class FoldEdit:
 
 def keep_own_quantizer_(model: nn.Module, layer: nn.Module) -> None:
     """Give ``layer`` a copy of its weight's quantizer if another module of ``model`` has it too."""
-    quantizer = dict(layer.named_children()).get(WEIGHT_QUANTIZER)
-    if quantizer is not None and holders_of(model, quantizer, layer):
-        layer.add_module(WEIGHT_QUANTIZER, copy_module(quantizer))
+    slot = weight_slot(layer)
+    if slot is None:
+        return
+    quantizer = layer.get_submodule(slot)
+    if holders_of(model, quantizer, layer):
+        layer.add_module(slot, copy_module(quantizer))
 
 
 def plan_fold(model: nn.Module, pair: Pair, *, verify: bool) -> FoldEdit | Refusal:

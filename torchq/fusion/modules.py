@@ -22,9 +22,6 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _NORM_TENSORS = ("weight", "bias", "running_mean", "running_var")
 
 
-#: The child of a quantized layer that quantizes its weight.
-WEIGHT_QUANTIZER = "weight_quantizer"
-
 QUANTIZED_FIRST = (
     "holds quantizers; expected the order fuse_, quantize_, calibrate: restore_ the model, fuse it,"
     " then quantize and calibrate again"
@@ -111,6 +108,16 @@ def output_quantizer_of(norm: nn.Module) -> nn.Module | None:
     if not (isinstance(norm, QuantizesOutput) and norm.quantizes_output):
         return None
     return norm.output_quantizer
+
+
+def weight_slot(layer: nn.Module) -> str | None:
+    """Return the name of the child that quantizes the weight of a layer; None for a float one.
+
+    Layers of pytorch-quantization have a leading underscore there.
+    """
+    children = dict(layer.named_children())
+    names = ("weight_quantizer", "_weight_quantizer")
+    return next((name for name in names if name in children), None)
 
 
 def holders_of(model: nn.Module, part: Any, other_than: nn.Module) -> list[str]:

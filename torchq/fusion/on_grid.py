@@ -27,11 +27,11 @@ from torchq.fusion.fold import (
 )
 from torchq.fusion.linear_map import relative_error
 from torchq.fusion.modules import (
-    WEIGHT_QUANTIZER,
     OutputFold,
     holders_of,
     norm_affine,
     output_quantizer_of,
+    weight_slot,
 )
 from torchq.fusion.pairs import Pair
 from torchq.fusion.report import Fusion, Refusal
@@ -155,9 +155,10 @@ def _attempt(model: nn.Module, pair: Pair) -> Trial | Refusal:
 
 def _sharing(model: nn.Module, layer: nn.Module) -> list[str]:
     """Return remarks about what the layer does not share any more."""
+    slot = weight_slot(layer)
     shared = {
         "weight": layer.get_parameter("weight"),
-        "quantizer of its weight": dict(layer.named_children()).get(WEIGHT_QUANTIZER),
+        "quantizer of its weight": None if slot is None else layer.get_submodule(slot),
     }
     remarks = []
     for what, part in shared.items():
@@ -204,7 +205,9 @@ def _compare_on_random(trial: Trial) -> None:
     if not trial.outcome.has_range:
         layer, folded = copy_module(layer), copy_module(folded)
         for part in (layer, folded):
-            part.add_module(WEIGHT_QUANTIZER, nn.Identity())
+            slot = weight_slot(part)
+            if slot is not None:
+                part.add_module(slot, nn.Identity())
     x = sample(layer, torch.Generator().manual_seed(0)).to(layer.weight)
     with torch.no_grad():
         try:

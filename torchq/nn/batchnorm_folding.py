@@ -248,17 +248,20 @@ class OutputScaling(nn.Module):
         changed = scaled.saturated | scaled.rounded
         relative = max(_FLOAT32_ERROR, torch.finfo(self.weight.dtype).eps)
         quantizer = self.weight_quantizer
+        codes = 0
+        has_range = True
         if isinstance(quantizer, TensorQuantizer):
             relative += scale_rounding(quantizer)
+            has_range = _has_range(quantizer)
+            codes = changed.numel() if has_range and quantizer.quantizing else 0
         steps = bias_steps(self, self.get_parameter("bias"))
         exact = ~self._by_channel(scaled.inexact).cpu()
         absolute = torch.zeros(exact.shape, dtype=torch.float64)
         if steps is not None:  # half a step is rounded off, perhaps as much before
             absolute = steps.double().cpu().expand_as(absolute)
         remarks = tuple(self._remarks(scaled, is_separated))
-        has_range = not isinstance(quantizer, TensorQuantizer) or _has_range(quantizer)
         return OutputFold(
-            codes=changed.numel(),
+            codes=codes,
             changed=changed,
             inexact=scaled.inexact,
             exact=exact,
