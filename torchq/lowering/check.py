@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchq.errors import ExportError
 from torchq.graph import call_model, tensors_in
 from torchq.lowering.layer import Int8Layer
-from torchq.utils import watching
+from torchq.utils import state_kept, watching
 from torchq.workflow import disabled
 
 #: The relative error of a result that is always allowed: -20 dB.
@@ -33,7 +33,7 @@ class ReferenceCheck:
 
     def __init__(self, simulated: nn.Module, example: Any) -> None:
         self._simulated, self._example = simulated, example
-        with torch.no_grad():
+        with torch.no_grad(), state_kept(simulated):
             self.outcome = call_model(simulated, example)
         self._expected = list(tensors_in(self.outcome))
         for number, expected in enumerate(self._expected):
@@ -98,7 +98,7 @@ def _ratio(error: float, expected: Tensor) -> str:
 
 
 def _results(model: nn.Module, example: Any) -> list[Tensor]:
-    with torch.no_grad():
+    with torch.no_grad(), state_kept(model):
         return list(tensors_in(call_model(model, example)))
 
 

@@ -158,10 +158,8 @@ class TensorQuantizer(nn.Module):
             text = f"{self._label}: got {name}={short_repr(value)}; expected True or False"
             raise ConfigError(text)
         if name in ("amax", "amin") and name in self._buffers and isinstance(value, (int, float)):
-            text = (
-                f"{self._label}: got {name}={short_repr(value)}; expected a tensor. Call set_amax"
-            )
-            raise ConfigError(f"{text}(number) or set_range(low, high)")
+            text = f"{self._label}: got {name}={value}; expected a tensor. Call set_amax(number)"
+            raise ConfigError(text)
         if name in ("amax", "amin") and name in self._buffers and isinstance(value, Tensor):
             if value.numel():
                 checked_numbers(self._label, name, value, self.amax.device)
@@ -184,7 +182,7 @@ class TensorQuantizer(nn.Module):
         try:
             return self.apply_own(x) if self._delegate is None else self._delegate(x, self)
         except ConfigError as error:  # the range does not fit the tensor
-            raise ConfigError(f"{self.name}: {error}" if self.name else str(error)) from error
+            raise ConfigError(f"{self._label}: {error}") from error
 
     def apply_own(self, x: Tensor) -> Tensor:
         """Return ``x`` quantized by the quantizer's own function, whatever the delegate does."""

@@ -205,7 +205,10 @@ def _is_of_a_user(value: Any) -> bool:
     return is_plain and library not in _LIBRARIES and not isinstance(value, nn.Module)
 
 
-_LIBRARIES = frozenset(["torch", "torchq", "numpy", *sys.stdlib_module_names]) - {"__main__"}
+#: Where classes come from that hold no results; those of the user's own are told by the rest.
+_LIBRARIES = frozenset(["torch", "torchq", "numpy", *sys.stdlib_module_names]) - {
+    *("__main__", "argparse", "types")  # plain namespaces
+}
 
 
 @contextmanager

@@ -362,7 +362,7 @@ class _Fit:
     def obstacle(self) -> str:
         """The reason why the layer is not corrected; "" if it is."""
         if not self.count:
-            return "no batch reached it"
+            return "got batches without rows" if self.was_called else "no batch reached it"
         if self.has_readers:
             return "its weight or bias is read outside of it too"
         if self.count < _FEW_RESULTS * (1 + self.gains):
@@ -391,12 +391,11 @@ class _Fit:
         return gain, mean_y - gain * mean_r
 
     def check(self, name: str) -> None:
-        """Raise CalibrationError for sums that are not finite, or of no results."""
-        if self.was_called and not (self.count and bool(self.sums.isfinite().all())):
-            what = "NaN or infinite results" if self.count else "batches without rows"
+        """Raise CalibrationError for sums that are not finite; a layer without rows has none."""
+        if self.was_called and not bool(self.sums.isfinite().all()):
             raise CalibrationError(
-                f"correction of results: {name}: got {what}; expected finite ones. Check the input "
-                "and the layers before"
+                f"correction of results: {name}: got NaN or infinite results; expected finite "
+                "ones. Check the input and the layers before"
             )
 
     def apply(self) -> float:
