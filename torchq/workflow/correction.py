@@ -230,6 +230,12 @@ def _fitted(
     _join(fits, group)
     for name, fit in fits.items():
         fit.check(name)
+    called = [fit for fit in fits.values() if fit.was_called]
+    if called and not any(fit.count for fit in called):
+        raise CalibrationError(
+            "correction of results: got batches without rows; expected at least one row. Check the "
+            "batches"
+        )
     return None if in_order else plain, count
 
 
@@ -362,7 +368,7 @@ class _Fit:
     def obstacle(self) -> str:
         """The reason why the layer is not corrected; "" if it is."""
         if not self.count:
-            return "got batches without rows" if self.was_called else "no batch reached it"
+            return "its batches have no rows" if self.was_called else "no batch reached it"
         if self.has_readers:
             return "its weight or bias is read outside of it too"
         if self.count < _FEW_RESULTS * (1 + self.gains):
