@@ -25,6 +25,8 @@ from torchq.onnx.ir import (
 from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name
 from torchq.runtime import Runtime, open_session, reference_runtime
 
+#: What the session of a file is called whose codes are those of integer kernels.
+OPTIMISED = "the optimised file"
 _LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 #: The share of codes that may be another one where a layer gets the same codes. The model adds
 #: exactly here, as integer kernels do; single roundings in another order turn over 3e-7 of them.
@@ -63,6 +65,7 @@ class ExposedFile:
 
     Attributes:
         session: What runs, in words.
+        dropped: The quantizers whose codes ONNX Runtime's optimised session does not have.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class ExposedFile:
     ) -> None:
         wanted = {name: str(node.outputs[0].name) for name, node in nodes.items()}
         reference = reference_runtime()
+        self.dropped: tuple[str, ...] = ()
         self.session = f"the file as it is written in {reference.name}"
         with TemporaryDirectory() as folder:
             file, model = Path(folder, "exposed.onnx"), load_model(path)
@@ -82,8 +86,10 @@ class ExposedFile:
                 # Level EXTENDED: ALL would add layouts of memory, for float kernels.
                 session = open_session(path, optimize=True, save_optimized=file)
                 saved = load_model(file, check=False)
-                if set(wanted.values()) <= set(_values(saved)):
-                    self.session = f"the optimised file in {reference.name}{session.settings}"
+                there = set(_values(saved))
+                self.dropped = tuple(name for name, codes in wanted.items() if codes not in there)
+                if not self.dropped:
+                    self.session = f"{OPTIMISED} in {reference.name}{session.settings}"
                     model = saved
             self._count, self._names = len(model.graph.outputs), list(wanted)
             values = _values(model)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchq.errors import ExportError
-from torchq.onnx.verify.exposed import MERGED_SHARE, Behind
+from torchq.onnx.verify.exposed import MERGED_SHARE, OPTIMISED, Behind
 from torchq.utils.text import table
 
 #: How many more, since a small layer has none or a few.
@@ -101,6 +101,25 @@ class LayerAgreement:
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """One thing that was run, and whether it agrees.
+
+    Attributes:
+        what: what was run.
+        ok: True if it agrees; None where it could not be run, which is no fault.
+        reason: what differs, or why it was not run; empty where it agrees.
+    """
+
+    what: str
+    ok: bool | None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        word = {True: "agrees", False: "DIFFERS", None: "not run"}[self.ok]
+        return f"{self.what}: {word}{f': {self.reason}' if self.reason else ''}"
+
+
+@dataclass(frozen=True)
 class VerifyReport:
     """What :func:`torchq.verify_onnx` found; ``print`` it, or its :meth:`table`.
 
@@ -112,6 +131,8 @@ class VerifyReport:
             names of quantizers.
         session: What ran the layers.
         hint: What to do where something differs.
+        verdicts: of the file as it is written, of the session that a user opens, and of a second
+            length of each open dimension of its inputs.
     """
 
     path: str
@@ -119,16 +140,20 @@ class VerifyReport:
     layers: tuple[LayerAgreement, ...]
     session: str = ""
     hint: str = ""
+    verdicts: tuple[Verdict, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """True if parameters are equal, and layers but for ties.
+        """True if no verdict says otherwise: parameters are equal, and layers but for ties.
 
         Without layers: True if 99.9 % of the samples have equal outputs, or agree.
         """
-        if self.layers:
-            return self.first is None
-        return all(output.ok for output in self.outputs)
+        return all(verdict.ok is not False for verdict in self.verdicts)
+
+    @property
+    def shows_session(self) -> bool:
+        """True if layers are those of the session that users open, as it has optimised them."""
+        return self.session.startswith(OPTIMISED)
 
     @property
     def first(self) -> LayerAgreement | None:
@@ -142,12 +167,15 @@ class VerifyReport:
             codes = [layer for layer in self.layers if layer.allowed]
             counts = f"{sum(x.differ for x in codes)} of {sum(x.elements for x in codes)} codes"
             lines.append(f"  {len(codes)} quantizers, {self.session}: {counts} differ")
+        lines += [f"  {verdict}" for verdict in self.verdicts]
         first, wrong = self.first, sum(not layer.ok for layer in self.layers)
         if first is not None:
             lines.append(f"  first of {wrong} that differ: {first.why()}")
             lines.append(f"  next: {self.hint}; print(report.table()) has all rows")
         elif not self.layers and not self.ok:
             lines.append("  next: export with torchq.export_onnx, whose files name every layer")
+        elif not self.ok:
+            lines.append(f"  next: {self.hint}")
         elif any(output.equal < 1 for output in self.outputs):
             lines.append("  next: exact=True tells ties of float sums from the rest")
         return "\n".join(lines)
@@ -222,7 +250,7 @@ def decibels(signal: float, noise: float) -> float:
     """Return ``10 log10(signal / noise)``; infinite without noise."""
     if noise == 0:
         return math.inf
-    if math.isnan(noise):
+    if not math.isfinite(noise):
         return -math.inf
     return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
 

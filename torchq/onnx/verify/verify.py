@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,9 +45,12 @@ from torchq.onnx.verify.report import (
     Codes,
     LayerAgreement,
     Output,
+    Verdict,
     VerifyReport,
     add_outputs,
 )
+from torchq.onnx.verify.session import EQUAL, EQUAL_BUT_FOR_BIASES, unlike_written
+from torchq.onnx.verify.sizes import Sizes
 from torchq.runtime import RUNTIMES, Runtime, open_session, planned_target, reference_runtime
 from torchq.utils import check_batches, evaluating, progress_bar
 from torchq.workflow import quantizers, weight_quantizers
@@ -82,6 +85,13 @@ def verify_onnx(
 
     On CPUs without VNNI a session sets ``session.x64quantprecision``, else it would overflow.
 
+    *The session of a user*, with the defaults of the runtime, is judged by its own codes where it
+    has those of every quantizer, and else by its outputs beside those of the file as it is written:
+    they may differ by twice what a change of the inputs by 3e-5 makes.
+
+    *Open dimensions*: the first batch runs with a second length of each, where the float model
+    accepts one.
+
     *Outputs*: a session with default options, against the model. A deep network turns one code at a
     tie into other outputs for that image, so these are figures and no verdict.
 
@@ -108,30 +118,127 @@ def verify_onnx(
     """
     model, path = unwrap(model), Path(path)
     check_batches("verify_onnx", batches, num_batches)
-    graph = load_model(path)
-    session, optimized = _default_session(path, "precision" in read_record(graph))
     with folded_corrections(model), named_errors(path):
-        file = _File(model, path, graph, optimized)
-        run = file.usual_run() or session.run
-    outputs, count = [Output(name) for name in session.outputs], 0
+        comparison = _Comparison(model, path)
+    sizes = Sizes(load_model(path, check=False), model)
+    count = 0
+    first: Any = None
     shown = progress_bar(batches, description="verify", most=num_batches, enabled=progress)
-    with (
-        torch.no_grad(),
-        evaluating(model),
-        folded_corrections(model),
-        named_calls(model, file.known, file.note),
-        exact_sums(model) if exact else nullcontext(),
-    ):
+    with torch.no_grad(), evaluating(model), folded_corrections(model), ExitStack() as stack:
+        for file in comparison.files:
+            stack.enter_context(named_calls(model, file.known, file.note))
+        stack.enter_context(exact_sums(model) if exact else nullcontext())
         for batch in shown:
-            feeds = session.feeds(_file_inputs(model, batch))
-            add_outputs(outputs, _results(model, batch), run(feeds))
-            with named_errors(path), exact_sums(model):
-                file.compare(model, batch, feeds)
+            comparison.add(batch)
+            first = first if count else batch
             count += 1
-    if not count:
-        raise ExportError("verify_onnx: got no batch; expected at least one")
-    agreed = tuple(output.result() for output in outputs)
-    return VerifyReport(os.fspath(path), agreed, file.rows(), file.session, file.hint)
+        if not count:
+            raise ExportError("verify_onnx: got no batch; expected at least one")
+        verdicts, layers = comparison.verdicts(), comparison.layers()
+        agreed = tuple(output.result() for output in comparison.outputs)
+        sizes.run(first, comparison.problem_with)
+    shown_file = comparison.files[-1]
+    return VerifyReport(
+        path=os.fspath(path),
+        outputs=agreed,
+        layers=layers,
+        session=shown_file.session,
+        hint=shown_file.hint,
+        verdicts=(*verdicts, *sizes.verdicts),
+    )
+
+
+class _Comparison:
+    """A model beside its file: as it is written, and as the session of a user runs it."""
+
+    def __init__(self, model: nn.Module, path: Path) -> None:
+        graph = load_model(path)
+        self._model, self._path = model, path
+        self._has_integers = _has_integers(graph)
+        self._session, optimized = _default_session(path, "precision" in read_record(graph))
+        self.files = [_File(model, path, graph, optimized=False)]
+        if optimized and self.files[0].is_for_reference:
+            as_optimised = _File(model, path, load_model(path), optimized=True)
+            self.dropped = as_optimised.dropped
+            self.files += [] if self.dropped else [as_optimised]
+        else:
+            self.dropped = ()
+        usual = self.files[0].usual_run()
+        self._run = usual or self._session.run
+        # A file for another runtime than is here opens in a session that no user of it has.
+        is_users = usual is not None or not self.files[0].is_for_another
+        compares = optimized and is_users and len(self.files) == 1
+        self._written = open_session(path, optimize=False) if compares else None
+        self.outputs = [Output(name) for name in self._session.outputs]
+        self._session_problem = ""
+
+    def add(self, batch: Any) -> None:
+        """Compare one batch."""
+        feeds = self._session.feeds(_file_inputs(self._model, batch))
+        found = self._run(feeds)
+        add_outputs(self.outputs, _results(self._model, batch), found)
+        self._compare(batch, feeds, found)
+
+    def _compare(self, batch: Any, feeds: Mapping[str, Tensor], found: list[Tensor]) -> None:
+        if self._written is not None and not self._session_problem:
+            most = EQUAL if self.files[0].is_for_reference else EQUAL_BUT_FOR_BIASES
+            self._session_problem = unlike_written(self._written.run, feeds, found, most)
+        with named_errors(self._path), exact_sums(self._model):
+            for file in self.files:
+                file.compare(self._model, batch, feeds)
+
+    def problem_with(self, batch: Any) -> str:
+        """Return what is wrong with the results for another batch; "" where nothing new is."""
+        if any(verdict.ok is False for verdict in self.verdicts()):
+            return ""
+        feeds = self._session.feeds(_file_inputs(self._model, batch))
+        found, expected = self._run(feeds), _results(self._model, batch)
+        add_outputs([Output(name) for name in self._session.outputs], expected, found)
+        self._compare(batch, feeds, found)
+        return next((v.reason for v in self.verdicts() if v.ok is False), "")
+
+    def layers(self) -> tuple[LayerAgreement, ...]:
+        """Return the layers of the user's session, or those of the file if they are wrong."""
+        rows = [file.rows() for file in self.files]
+        return next((some for some in rows if not all(row.ok for row in some)), rows[-1])
+
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """Return the verdict on the file, and that on the session of a user."""
+        return self._verdict_on_file(), self._verdict_on_session()
+
+    def _verdict_on_file(self) -> Verdict:
+        rows = self.files[0].rows()
+        if rows:
+            return Verdict(self.files[0].session, *_agreement(rows))
+        if not self._has_integers:
+            reason = "the model is quantized, and the file has no integers"
+            return Verdict("the file as it is written", False, reason)
+        results = [output.result() for output in self.outputs]
+        wrong = next((str(output) for output in results if not output.ok), "")
+        return Verdict("the file as it is written", not wrong, wrong)
+
+    def _verdict_on_session(self) -> Verdict:
+        what = "the session that a user opens"
+        if len(self.files) > 1:
+            return Verdict(what, *_agreement(self.files[1].rows()))
+        if self._written is None:
+            return Verdict(what, None, "the runtime of the file is not here, or cannot optimise it")
+        reason = self._session_problem
+        if reason and self.dropped:
+            names = ", ".join(self.dropped[:3])
+            reason += f"; it has no codes of {names}, whose layers it computes in another way"
+        return Verdict(what, not reason, reason)
+
+
+def _agreement(rows: Iterable[LayerAgreement]) -> tuple[bool, str]:
+    first = next((row for row in rows if not row.ok), None)
+    return first is None, "" if first is None else first.why()
+
+
+def _has_integers(graph: Model) -> bool:
+    """Return True if a node of a file quantizes or computes on integers."""
+    parts = ("Quantize", "QLinear", "Integer", "MatMulNBits", "QGemm", "QAttention")
+    return any(part in node.op_type for node in graph.graph for part in parts)
 
 
 def _default_session(path: Path, typed: bool) -> tuple[Any, bool]:
@@ -171,7 +278,7 @@ def _file_inputs(model: nn.Module, batch: Any) -> dict[str, Tensor]:
 class _File:
     """A file beside its model: what it stores, and its codes for one batch after the other."""
 
-    def __init__(self, model: nn.Module, path: Path, graph: Model, optimized: bool) -> None:
+    def __init__(self, model: nn.Module, path: Path, graph: Model, *, optimized: bool) -> None:
         record = read_record(graph)
         self._path, self._runtime = path, RUNTIMES.get(str(record.get("target")))
         self._typed = SCALE_TYPES.get(str(record.get("precision")))
@@ -207,17 +314,23 @@ class _File:
         ends = ((v.name, self._in_file_type(behind(v))) for v in outputs)
         self._outputs = [Codes(f"output {name}", "", end, dtypes) for name, end in ends]
         self._exposed = ExposedFile(path, nodes, self._runtime, optimized=optimized)
-        self.session = self._exposed.session
+        self.session, self.dropped = self._exposed.session, self._exposed.dropped
         self.hint = _hint(model, self._runtime)
         self._found: dict[str, Tensor] | None = None
         self._called: dict[str, None] = {}
 
     def usual_run(self) -> Callable[[Mapping[str, Tensor]], list[Tensor]] | None:
         """Return the file in the other runtime that it is for; None where that is not here."""
-        return self._runtime.opened(self._path) if self._is_other and self._runtime else None
+        return self._runtime.opened(self._path) if self.is_for_another and self._runtime else None
 
     @property
-    def _is_other(self) -> bool:
+    def is_for_reference(self) -> bool:
+        """True for a file whose layers the reference runtime optimises."""
+        return self._runtime is reference_runtime()
+
+    @property
+    def is_for_another(self) -> bool:
+        """True for a file for another runtime than the reference."""
         return self._runtime not in (None, reference_runtime())
 
     def _behind(self, model: nn.Module, value: Value | None) -> Behind:
@@ -239,7 +352,7 @@ class _File:
         """Return the share of codes that the runtime may have others of."""
         widths = [q.descriptor.format.bits for q in self.known.values() if q.quantizing]
         few = min(widths, default=8) <= _FEW_BITS
-        if self._is_other:
+        if self.is_for_another:
             return OTHER_SHARE_OF_FEW_BITS if few else OTHER_SHARE
         return APPROXIMATE_SHARE if few else SHARE
 

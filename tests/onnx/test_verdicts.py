@@ -1,0 +1,126 @@
+"""The verdicts of ``verify_onnx``: the file, the session of a user, open dimensions; and damage."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from tests.models import simulated
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+
+class Moved(nn.Module):
+    """A BatchNorm whose input is transposed, which ONNX Runtime folds into the convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 4, 1)
+        self.norm_a, self.norm_b = norm(8), norm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm_a(self.a(x)).relu()
+        y = (y.permute(0, 2, 3, 1) * 2).permute(0, 3, 1, 2)
+        return self.c(self.norm_b(self.b(y)).relu())
+
+
+def norm(channels: int) -> nn.BatchNorm2d:
+    made = nn.BatchNorm2d(channels)
+    made.running_mean = torch.randn(channels)
+    made.running_var = torch.rand(channels) + 0.3
+    made.weight.data.uniform_(0.5, 2)
+    return made
+
+
+def test_a_session_that_computes_something_else_is_no_agreement(tmp_path: Path) -> None:
+    """The file was proved, and a user's session was 48 dB off: its optimiser drops a quantizer."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 16, 16)
+    model = simulated(Moved().eval(), [x], target="onnxruntime", example=x)
+    with warnings.catch_warnings():  # The BatchNorms are not fused, as export says.
+        warnings.simplefilter("ignore")
+        torchq.export_onnx(model, x, tmp_path / "m.onnx", dynamo=False, progress=False)
+    report = torchq.verify_onnx(model, tmp_path / "m.onnx", [x], progress=False)
+    written, session, size = report.verdicts
+    assert written.ok and not report.ok
+    assert session.ok is False and "it has no codes of " in session.reason
+    assert "dB from that of the file as it is written" in session.reason
+    assert size.what == "another length of batch (dimension 0 of x)"
+    assert f"  {session}" in str(report).splitlines()
+
+
+def plain_file(tmp_path: Path, batch: Any = None) -> tuple[Any, Path, Tensor]:
+    """A model of two layers, its file, and a batch."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 8) if batch is None else batch
+    model = simulated(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), [x])
+    torchq.export_onnx(model, x, tmp_path / "m.onnx", progress=False)
+    return model, tmp_path / "m.onnx", x
+
+
+def test_a_file_without_integers_is_no_file_of_a_quantized_model(tmp_path: Path) -> None:
+    model, path, x = plain_file(tmp_path)
+    floats = copy.deepcopy(model)
+    torchq.restore_(floats)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(floats, (x,), str(path), dynamo=False, input_names=["input"])
+    # Nearly the same numbers, so that outputs alone do not tell.
+    report = torchq.verify_onnx(model, path, [x * 1e-3], progress=False)
+    assert not report.ok
+    assert report.verdicts[0].reason == "the model is quantized, and the file has no integers"
+
+
+def test_a_file_that_holds_one_length_for_an_open_one_is_named(tmp_path: Path) -> None:
+    """A Gather of the four rows of the example stands in front of the output."""
+    model, path, x = plain_file(tmp_path)
+    assert torchq.verify_onnx(model, path, [x], progress=False).ok
+    file = onnx.load(path)
+    output = file.graph.output[0].name
+    node = next(n for n in file.graph.node if output in n.output)
+    node.output[0] = "all"
+    rows = onnx.numpy_helper.from_array(torch.arange(4).numpy(), "rows")
+    file.graph.initializer.append(rows)
+    file.graph.node.append(onnx.helper.make_node("Gather", ["all", "rows"], [output]))
+    onnx.save(file, path)
+    report = torchq.verify_onnx(model, path, [x], progress=False)
+    assert [verdict.ok for verdict in report.verdicts] == [True, True, False]
+    assert not report.ok
+
+
+def test_a_length_that_the_model_refuses_is_said_to_be_not_run(tmp_path: Path) -> None:
+    model, path, x = plain_file(tmp_path)
+
+    def refuse(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if args[0].shape[0] != 4:
+            raise ValueError("four rows")
+
+    model.register_forward_pre_hook(refuse)
+    report = torchq.verify_onnx(model, path, [x], progress=False)
+    assert report.ok
+    assert report.verdicts[2].ok is None
+    assert "not run: the model refuses it (ValueError: four rows)" in str(report)
+
+
+def test_results_that_are_not_finite_are_differences(tmp_path: Path) -> None:
+    """They ended in a math domain error."""
+    model, path, x = plain_file(tmp_path)
+    file = onnx.load(path)
+    output = file.graph.output[0].name
+    node = next(n for n in file.graph.node if output in n.output)
+    node.output[0] = "finite"
+    value = onnx.numpy_helper.from_array(torch.tensor(torch.nan).numpy(), "nan")
+    file.graph.initializer.append(value)
+    file.graph.node.append(onnx.helper.make_node("Mul", ["finite", "nan"], [output]))
+    onnx.save(file, path)
+    report = torchq.verify_onnx(model, path, [x], progress=False)
+    assert not report.ok and report.outputs[0].sqnr_db == -math.inf
