@@ -3,6 +3,8 @@
 import inspect
 import logging
 import warnings
+from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -27,6 +29,7 @@ from torchq.lowering.fuse import fuse_graph
 from torchq.lowering.kernel import saturates
 from torchq.lowering.layer import DynamicInt8Linear, Int8Layer
 from torchq.lowering.qparams import SIGNED_ZERO_POINT
+from torchq.lowering.state import sets_attributes
 from torchq.lowering.traced import TracedModel, copy_plain_attributes
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.nn.calls.modules import RoutedModule
@@ -52,19 +55,32 @@ def lower_model(
     *,
     fuse: bool = True,
     progress: bool = False,
+    checks: Iterable[ReferenceCheck] = (),
+    with_state: Iterable[str] = (),
 ) -> nn.Module:
-    """Return a model on integer kernels that computes what ``simulated`` does."""
+    """Return a model on integer kernels that computes what ``simulated`` does.
+
+    Args:
+        simulated: a calibrated model.
+        example: arguments of one call; None where there is none.
+        fuse: trace what can be traced, and fuse layers there.
+        progress: show a bar.
+        checks: what the model is compared with.
+        with_state: paths of modules that keep something from call to call, which stay as they are.
+    """
     with utils.progress_stages("deploy", _STAGES, enabled=progress) as next_stage:
         result = _replace_layers(fold_corrections_(utils.copy_module(simulated)), example)
         next_stage()
         if fuse:
-            result = fuse_layers(result, example is None or not _gives_options(result, example))
+            kept = _with_state(result, with_state, example)
+            result = fuse_layers(
+                result, example is None or not _gives_options(result, example), kept
+            )
         next_stage()
         overflow = any(map(_overflows, result.modules())) and saturates()
         if overflow:
             warnings.warn(f"deploy: {_OVERFLOW}", stacklevel=4)
-        if example is not None:
-            check = ReferenceCheck(simulated, example)
+        for check in checks:
             try:
                 problem, note = check(result)
             except Exception as error:  # a graph may do what the model's own code would not
@@ -128,7 +144,10 @@ def _require_calibrated(model: nn.Module) -> None:
 
 def _copy(model: nn.Module) -> nn.Module:
     try:
-        return utils.copy_module(model)
+        with (
+            torch.no_grad()
+        ):  # Else parameters of copied scripts would be results of a computation.
+            return utils.copy_module(model)
     except Exception as error:  # classes copy themselves in any way they like
         reason = str(error).partition("\n")[0]
         raise ExportError(
@@ -140,6 +159,7 @@ def _copy(model: nn.Module) -> nn.Module:
 def _replace_layers(model: nn.Module, example: Any) -> nn.Module:
     """Replace every quantized layer that has an integer kernel, and round the weights of others."""
     named = list(utils.modules_with_names(model))
+    shared = _shared_parameters(model)
     calls = lower_calls_(model, example)
     float_inputs: list[str] = []
     for names, module in named:
@@ -156,7 +176,7 @@ def _replace_layers(model: nn.Module, example: Any) -> nn.Module:
             log.debug("deploy: %s keeps simulating: %s", names[0], new)
             if new == FLOAT_INPUT:
                 float_inputs.append(names[0] or type(module).__name__)
-            _round_weights(module, new)
+            _round_weights(module, new, shared)
             continue
         new.eval()
         copy_plain_attributes(module, new)
@@ -186,12 +206,22 @@ def _remove_weight_hooks(module: nn.Module) -> None:
             prune.remove(module, mask.removesuffix("_mask"))
 
 
-def _round_weights(module: QuantModule, reason: str) -> None:
+def _shared_parameters(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters that several modules have."""
+    modules = model.modules()
+    owners = Counter(id(p) for m in modules for p in m.parameters(recurse=False))
+    return {key for key, count in owners.items() if count > 1}
+
+
+def _round_weights(module: QuantModule, reason: str, shared: set[int]) -> None:
     """Round stored weights once instead of at every call, and leave a note for the summary."""
     module.deploy_note = reason  # type: ignore[assignment]
     if forward_hook_kind(module):
         return
     with torch.no_grad():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) in shared:  # The others go on with the weight as it is.
+                setattr(module, name, nn.Parameter(parameter.clone(), parameter.requires_grad))
         for quantizer, weight in module.quantized_weights():
             if _stores_weight(module, weight):
                 weight.copy_(quantizer(weight))
@@ -218,19 +248,34 @@ def _overflows(layer: nn.Module) -> bool:
     return 2 * largest * weight > torch.iinfo(torch.int16).max
 
 
-def fuse_layers(model: nn.Module, whole: bool = True) -> nn.Module:
+def fuse_layers(
+    model: nn.Module, whole: bool = True, with_state: frozenset[nn.Module] = frozenset()
+) -> nn.Module:
     """Return what to use instead of ``model``, whose integer layers are fused where it is traced.
 
     What cannot be traced, or is not to be taken as a whole, is changed in place: it keeps its own
-    forward, and its children are traced one by one.
+    forward, and its children are traced one by one. So does a module with a state, of which a trace
+    would hold one value.
     """
+    whole = whole and with_state.isdisjoint(model.modules())
     traced = _traced(model) if whole and _is_worth_tracing(model) else None
     if traced is not None:
         return traced
     for name, child in list(model.named_children()):
         if not _is_leaf(child):
-            setattr(model, name, fuse_layers(child, not _may_be_taken_apart(child)))
+            setattr(model, name, fuse_layers(child, not _may_be_taken_apart(child), with_state))
     return model
+
+
+def _with_state(model: nn.Module, paths: Iterable[str], example: Any) -> frozenset[nn.Module]:
+    """Return the modules that keep something from call to call.
+
+    Without an example these are the ones whose forward sets an attribute of the module.
+    """
+    if example is None:
+        return frozenset(filter(sets_attributes, model.modules()))
+    known = dict(model.named_modules(remove_duplicate=False))
+    return frozenset(known[path] for path in paths if path in known)
 
 
 def _traced(model: nn.Module) -> TracedModel | None:

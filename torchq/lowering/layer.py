@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from torchq.lowering.kernel import (
     reference,
 )
 from torchq.lowering.qparams import SIGNED_ZERO_POINT, ByteQParams
+from torchq.utils import twin_of
 
 
 class DeployedLayer(CodesModule):
@@ -189,9 +189,8 @@ class Int8Layer(DeployedLayer):
 
     def variant(self) -> Int8Layer:
         """Return a second layer on the same tensors, for another place in a model."""
-        twin = copy.copy(self)
-        vars(twin)["_buffers"] = dict(self._buffers)
-        return twin
+        # It has buffers and hooks of its own.
+        return cast(Int8Layer, twin_of(self))
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the settings that are no tensors, for the state dict."""

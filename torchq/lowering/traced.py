@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
+from torchq.lowering.placeholder import carry_placeholder_
+
 
 class TracedModel(fx.GraphModule):
     """A traced model with the plain attributes of the original, which code around it may read.
@@ -32,6 +34,7 @@ class TracedModel(fx.GraphModule):
         result: TracedModel = super().__deepcopy__(memo)  # type: ignore[assignment]
         for name, value in _plain_attributes(self, result).items():
             setattr(result, name, copy.deepcopy(value, memo))
+        carry_placeholder_(self, result)
         return result
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -58,7 +61,9 @@ def _rebuilt(name: str, root: nn.Module, rows: Sequence[Any]) -> TracedModel:
     for op, own, target, given in rows:
         args, kwargs = map_aggregate(given, lambda a: nodes[a] if isinstance(a, _Name) else a)
         nodes[own] = graph.create_node(op, target, args, kwargs, own)
-    return TracedModel(root, graph, name, root)
+    model = TracedModel(root, graph, name, root)
+    carry_placeholder_(root, model)
+    return model
 
 
 def copy_plain_attributes(source: nn.Module, destination: nn.Module) -> None:

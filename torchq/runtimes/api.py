@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
 from torchq.errors import ConfigError
 from torchq.lowering.api import simulated_copy
+from torchq.lowering.placeholder import add_placeholder_, placeholder_for
 from torchq.runtime import RUNTIMES, Runtime, check_planned, planned_target, runtime_of, targets
 from torchq.runtimes.engine import Engine, Task
 from torchq.runtimes.fastest import build_fastest
 from torchq.runtimes.graph_engine import EngineModule
 from torchq.runtimes.torch import Torch
-from torchq.utils import uncompiled
+from torchq.utils import kept_batches, uncompiled
 
 #: Instead of the name of a runtime: the fastest one.
 _FASTEST = "fastest"
-#: What the summary says of a model that was deployed without an example.
-_UNCHECKED = "not compared with the simulation: pass an example to deploy"
 
 
 def deploy(
@@ -26,6 +26,8 @@ def deploy(
     example: Any = None,
     *,
     target: str | Runtime | None = None,
+    batches: Iterable[Any] | None = None,
+    check: bool = True,
     progress: bool = True,
 ) -> nn.Module:
     """Return a copy of a calibrated model that computes on integers, for inference.
@@ -43,9 +45,10 @@ def deploy(
         model: calibrated; left unchanged. Wrappers of torch, such as those of data parallelism and
             ``torch.compile``, are left out of the result.
         example: arguments for one call of the model, see :func:`torchq.graph.call_model`. With it
-            the result is run once and compared with the simulation. A large difference is an
-            error; it is a warning where every layer agrees when it is given the inputs of the
-            simulation, as the model then only amplifies ties. All runtimes but ``"torch"`` need it.
+            the result is compared with the simulation, on the example and on an input of the same
+            shapes and other values that is made of it, layer by layer. A layer that differs is an
+            error. Where all agree and the results do not, there is a warning: the model amplifies
+            ties. All runtimes but ``"torch"`` need it.
         target: ``"torch"``, ``"onnxruntime"``, ``"openvino"``, ``"tensorrt"``, ``"executorch"``, or
             a runtime with settings of its own, such as
             ``torchq.runtimes.OnnxRuntime(provider="cuda")``. None takes the one that the model was
@@ -53,6 +56,9 @@ def deploy(
             without an example. ``"fastest"`` measures all that are installed, but ExecuTorch, on
             the example, with the quantized model and with the float one, and takes the best; the
             attribute ``report`` of the result tells what it measured.
+        batches: what to compare on in place of the input that is made of the example.
+        check: False compares nothing, for models that take minutes; ``checked`` of the result says
+            so.
         progress: show a bar where it takes longer than a second.
 
     Returns:
@@ -65,8 +71,8 @@ def deploy(
             the model was quantized for another one, and has other quantizers than this one wants.
         ExportError: there is nothing to deploy, or quantizers are not calibrated (the text names
             them), or a class of the model refuses to be copied, or the runtime cannot run the
-            model, or the result for ``example`` differs from the simulation by more than -20 dB
-            and by more than quantization itself makes.
+            model, or a layer or a result differs from the simulation, or results depend on calls
+            before, which no graph keeps.
         MissingExtraError: the package of the runtime is not installed.
 
     Example:
@@ -81,10 +87,11 @@ def deploy(
         >>> int8.target
         'torch'
     """
+    kept = [] if batches is None else kept_batches("deploy", batches)
     with uncompiled():
         if target == _FASTEST:
             _require_example(_FASTEST, example)
-            task = Task(simulated_copy(model), example, progress)
+            task = Task(simulated_copy(model), example, progress, batches=kept, compares=check)
             result, report = build_fastest(task)
             result.report = report  # type: ignore[assignment]
             name = report.candidates[0].engine.name
@@ -93,10 +100,10 @@ def deploy(
             if not isinstance(chosen, Torch):
                 _require_example(chosen.name, example)
             chosen.check()
-            task = Task(simulated_copy(model), example, progress)
+            task = Task(simulated_copy(model), example, progress, batches=kept, compares=check)
             result, name = chosen.build(task), chosen.name
-        found = _UNCHECKED if example is None else task.check.found(result)
-        result.checked = found  # type: ignore[assignment]
+        result.checked = task.line_of(result)  # type: ignore[assignment]
+        add_placeholder_(result, placeholder_for(model, example))
     if not isinstance(result, EngineModule):
         result.target = name  # type: ignore[assignment]
     return result

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from torchq.errors import ExportError, TorchqError
-from torchq.graph import call_model
 from torchq.lowering.api import float_copy
-from torchq.lowering.check import ReferenceCheck
+from torchq.lowering.check import ReferenceCheck, call_once
+from torchq.lowering.state import carried_state
 from torchq.runtime import Runtime
 from torchq.runtimes.export import OpenLengths, export_graph, lengths_to_try, probes
 from torchq.runtimes.interface import GraphInterface
+from torchq.runtimes.other_inputs import other_inputs
 from torchq.utils.optional import import_optional
 
 log = logging.getLogger(__name__)
@@ -31,15 +32,73 @@ log = logging.getLogger(__name__)
 class Task:
     """A calibrated model that nobody changes, and how it will be called; see ``deploy``."""
 
-    def __init__(self, model: nn.Module, example: Any, progress: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Any,
+        progress: bool = False,
+        *,
+        batches: Sequence[Any] = (),
+        compares: bool = True,
+    ) -> None:
         self.model, self.example, self.progress = model, example, progress
+        self.batches = batches
+        self.compares = compares and example is not None
         self._graphs: dict[Any, tuple[Tensor, GraphInterface] | ExportError] = {}
-        self._probes: dict[int, list[ReferenceCheck]] = {}
+        self._probes: dict[tuple[int, bool], list[ReferenceCheck]] = {}
 
     @cached_property
-    def check(self) -> ReferenceCheck:
-        """The results of the simulation for the example."""
-        return ReferenceCheck(self.model, self.example)
+    def outcome(self) -> Any:
+        """What the simulation returns for the example."""
+        return self.checks[0].outcome if self.compares else call_once(self.model, self.example)
+
+    @cached_property
+    def checks(self) -> tuple[ReferenceCheck, ...]:
+        """The results of the simulation for the example and for inputs of other values."""
+        return tuple(self._checks_of(self.model)) if self.compares else ()
+
+    @cached_property
+    def float_checks(self) -> tuple[ReferenceCheck, ...]:
+        """The same of the model as it was before it was quantized."""
+        return tuple(self._checks_of(self.float_model)) if self.compares else ()
+
+    def _checks_of(self, model: nn.Module) -> Iterator[ReferenceCheck]:
+        yield ReferenceCheck(model, self.example)
+        if self.batches:
+            for number, batch in enumerate(self.batches):
+                yield ReferenceCheck(model, batch, f"batch {number}")
+            return
+        for example in other_inputs(model, self.example):
+            try:
+                yield ReferenceCheck(model, example, "an input of other values")
+            except Exception as error:  # a model may refuse numbers in any way it likes
+                log.debug("the model does not run on other values: %s", error)
+            else:
+                return
+
+    @cached_property
+    def state(self) -> tuple[str, ...]:
+        """Buffers and attributes that one call leaves for the next."""
+        return () if self.example is None else carried_state(self.model, self.example)
+
+    def require_no_state(self, label: str) -> None:
+        """Raise an error where results depend on calls before, as those of a graph do not."""
+        if self.state:
+            names = ", ".join(self.state[:3])
+            raise ExportError(
+                f"deploy: target {label!r}: {names}: changes in a call and changes the next one; "
+                "expected a model whose results depend on its arguments alone, as a graph holds "
+                "one value. Pass the state as an argument and return it, or use target='torch'"
+            )
+
+    def line_of(self, result: nn.Module) -> str:
+        """Return in a line how a deployed model was compared, and how far it agrees."""
+        if self.example is None:
+            return "not compared with the simulation: pass an example to deploy"
+        if not self.compares:
+            return "not compared with the simulation: check=False"
+        found = "; ".join(check.found(result) for check in self.checks)
+        return f"compared with the simulation on {found}"
 
     @cached_property
     def float_model(self) -> nn.Module:
@@ -51,25 +110,24 @@ class Task:
         """Sets of lengths that could stay open, the largest first."""
         return lengths_to_try(self.model, self.example)
 
-    def checks_of_other_lengths(self, lengths: OpenLengths) -> list[ReferenceCheck]:
-        """Return the results of the simulation for inputs of other lengths."""
-        key = self.lengths.index(lengths)
-        if key not in self._probes:
-            self._probes[key] = []
-            for example in probes(self.model, self.example, lengths):
+    def checks_of_other_lengths(
+        self, lengths: OpenLengths, *, quantized: bool = True
+    ) -> list[ReferenceCheck]:
+        """Return the results of the simulation, or of the float model, for other lengths."""
+        model, key = self.model if quantized else self.float_model, self.lengths.index(lengths)
+        if (key, quantized) not in self._probes:
+            checks = self._probes[key, quantized] = []
+            for example in probes(model, self.example, lengths):
                 try:
-                    self._probes[key].append(ReferenceCheck(self.model, example))
+                    checks.append(ReferenceCheck(model, example, "an example of another shape"))
                 except ExportError:
                     raise
                 except Exception as error:  # a model may refuse a batch in any way it likes
                     log.debug("the model does not run on other lengths: %s", error)
-        return self._probes[key]
+        return self._probes[key, quantized]
 
     def _outcome(self, model: nn.Module) -> Any:
-        if model is self.model:
-            return self.check.outcome
-        with torch.no_grad():
-            return call_model(model, self.example)
+        return self.outcome if model is self.model else call_once(model, self.example)
 
     def graph(
         self, runtime: Runtime | None, dynamo: bool, lengths: OpenLengths

@@ -36,6 +36,9 @@ from torchq.runtimes.interface import (
 
 log = logging.getLogger(__name__)
 
+#: What an error says where a trace holds one of several ways.
+WARNS = "the exporter based on TorchScript warns"
+
 
 @dataclass(frozen=True)
 class OpenLengths:
@@ -141,7 +144,11 @@ def export_graph(
     """
     results, structure = flatten(outcome)
     opened = {name: {dim: f"{name}_{dim}" for dim in dims} for name, dims in lengths.others.items()}
-    with tempfile.TemporaryDirectory() as folder, _flat_results(model, structure), _quiet():
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _flat_results(model, structure),
+        _quiet() if dynamo else _without_warnings_of_tracing(),
+    ):
         path = Path(folder, "model.onnx")
         export_onnx(
             model,
@@ -184,8 +191,40 @@ def _quiet() -> Iterator[None]:
 
     What they say is checked afterwards: the results, and lengths that were taken for constants.
     """
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), _no_output():
+    with warnings.catch_warnings(), _quiet_output():
         warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def _without_warnings_of_tracing() -> Iterator[None]:
+    """Keep the printed graphs from the user, and make an error of what tracing warns of.
+
+    A trace holds one way through a forward, the values that Python read, and the order in which
+    elements with equal indices were added; it says so in warnings.
+    """
+    with warnings.catch_warnings(record=True) as caught, _quiet_output():
+        warnings.simplefilter("always")
+        yield
+    for warning in caught:
+        if _is_of_tracing(warning):
+            text = next(iter(str(warning.message).splitlines()), "")
+            raise ExportError(
+                f"deploy: {WARNS}: {text}; expected a graph that "
+                "holds for all inputs. Use target='torch'"
+            )
+
+
+def _is_of_tracing(warning: warnings.WarningMessage) -> bool:
+    if issubclass(warning.category, torch.jit.TracerWarning):
+        return True
+    is_users = issubclass(warning.category, UserWarning)
+    return is_users and "/torch/onnx/" in warning.filename.replace(os.sep, "/")
+
+
+@contextmanager
+def _quiet_output() -> Iterator[None]:
+    with contextlib.redirect_stdout(io.StringIO()), _no_output():
         yield
 
 

@@ -47,4 +47,11 @@ class Torch(Engine):
         """See :meth:`Engine.build`; the task may have no example."""
         if not self.quantized:
             return copy_module(task.float_model)
-        return lower_model(task.model, task.example, fuse=self.fuse, progress=task.progress)
+        return lower_model(
+            task.model,
+            task.example,
+            fuse=self.fuse,
+            progress=task.progress,
+            checks=task.checks,
+            with_state=[name.rpartition(".")[0] for name in task.state],
+        )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from torchq.errors import ExportError
 from torchq.graph import call_arguments
+from torchq.lowering.check import RESULT_TOLERANCE
 from torchq.onnx.interface import argument_names
 from torchq.runtime import Codes, Placement, Writer
 from torchq.runtimes.checks import ACTIVATIONS, AVG_POOLS, MAX_POOLS
@@ -92,20 +93,22 @@ class ExecuTorch(GraphEngine):
     def build(self, task: Task) -> EngineModule:
         """See :meth:`torchq.runtimes.Engine.build`."""
         self.check()
+        task.require_no_state(self.label)
         with progress_stages("deploy", ("lower for executorch",), enabled=task.progress):
             model = copy_module(task.model if self.quantized else task.float_model)
-            _, structure = flatten(task.check.outcome)
+            _, structure = flatten(task.outcome)
             tensors = _take_tensors_alone(model, task.example, structure)
             graph, report = lowered(*traced(model, tuple(tensors.values())))
             interface = _interface(task, tensors, structure)
             stored = torch.frombuffer(bytearray(graph), dtype=torch.uint8)
             module = PteModule(self, stored, interface, report)
-            found = task.check.difference(module)
-        if found:
-            raise ExportError(
-                f"deploy: target {self.label!r}: {found}. Compare the layers with "
-                "torchq.layer_errors, or use target='torch'"
-            )
+            for check in task.checks:
+                found = check.difference(module, RESULT_TOLERANCE)
+                if found:
+                    raise ExportError(
+                        f"deploy: target {self.label!r}: {found}, for {check.what}. Compare the "
+                        "layers with torchq.layer_errors, or use target='torch'"
+                    )
         return module
 
     def open(self, read: ReadGraph, threads: int, usual: Shapes = ()) -> Run:

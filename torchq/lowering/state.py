@@ -1,0 +1,92 @@
+"""What a model keeps from one call to the next, which no graph does."""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq.graph import call_model, tensors_in
+from torchq.nn import TensorQuantizer
+from torchq.utils import RandomState, state_kept
+
+#: Attributes that every module has; what they hold is looked at by name.
+_COMMON = frozenset(vars(nn.Module()))
+
+
+def carried_state(model: nn.Module, example: Any) -> tuple[str, ...]:
+    """Return the buffers and attributes that a call changes and that change the next call.
+
+    What a call only notes, such as a cache of masks, changes no result. The model stays as it is.
+    """
+    start = RandomState.now()
+    with torch.no_grad(), state_kept(model):
+        before = dict(_state(model))
+        first = list(tensors_in(call_model(model, example)))
+        after = dict(_state(model))
+        changed = [name for name, value in after.items() if not _same(before.get(name), value)]
+        if not changed:
+            return ()
+        start.restore()
+        second = list(tensors_in(call_model(model, example)))
+    start.restore()
+    equal = len(first) == len(second) and all(map(_same, first, second))
+    return () if equal else tuple(changed)
+
+
+def _state(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield buffers and attributes of all modules by their paths, as copies."""
+    for path, module in model.named_modules():
+        if isinstance(module, TensorQuantizer):
+            continue
+        own = {name: value for name, value in vars(module).items() if name not in _COMMON}
+        for name, value in {**own, **module._buffers}.items():
+            full = f"{path}.{name}" if path else name
+            if isinstance(value, Tensor):
+                yield full, value.detach().clone()
+            else:
+                yield full, value.copy() if isinstance(value, (dict, list, set)) else value
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return True if two values are equal, or one object; NaN equals itself."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        return one.is_meta or torch.equal(one.nan_to_num(), other.nan_to_num())
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if one is other:
+        return True
+    try:
+        return bool(one == other)
+    except Exception:  # Objects compare themselves in any way they like.
+        return False
+
+
+def sets_attributes(module: nn.Module) -> bool:
+    """Return True if the forward of a module of a user sets an attribute of the module."""
+    cls = type(module)
+    if cls.__module__.startswith(("torch.", "torchq.")):
+        return False
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls.forward)))
+    except (OSError, TypeError, SyntaxError):  # There is no source to read.
+        return False
+    return any(_is_set(node) for node in ast.walk(tree))
+
+
+def _is_set(node: ast.AST) -> bool:
+    """Return True for an attribute of ``self``, or an element of one, that is assigned."""
+    if not isinstance(node, (ast.Attribute, ast.Subscript)) or not isinstance(node.ctx, ast.Store):
+        return False
+    base: Any = node
+    while isinstance(base, ast.Subscript):
+        base = base.value
+    is_attribute = isinstance(base, ast.Attribute) and isinstance(base.value, ast.Name)
+    return is_attribute and base.value.id == "self"
