@@ -170,3 +170,105 @@ def test_wrong_arguments_and_other_batches_are_errors() -> None:
         Detections(threshold=0.1, slack=0.2)
     with pytest.raises(ConfigError, match="got 1 images in the output and 2 in the reference"):
         Detections().agreement(image(), 2 * image())
+
+
+def boxes(count: int = 200) -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    corner = torch.rand(2, count, 2, generator=generator) * 600
+    return torch.cat([corner, corner + 20 + torch.rand(2, count, 2, generator=generator) * 60], -1)
+
+
+def with_background(column: int, lost: bool = False) -> tuple[Tensor, Tensor]:
+    """Scores of a softmax over the background and three classes; five objects in each image."""
+    scores = torch.full((2, 200, 4), 0.001)
+    scores[..., column] = 0.997
+    if not lost:
+        row = torch.full((4,), 0.02)
+        row[(column + 1) % 4] = 0.94
+        scores[:, ::40] = row
+    return scores, boxes()
+
+
+def head_of_one_class() -> Tensor:
+    generator = torch.Generator().manual_seed(6)
+    rows = torch.rand(2, 300, 6, generator=generator)
+    rows[..., :2] *= 600
+    rows[..., 2:4] = rows[..., 2:4] * 80 + 20
+    rows[..., 4] *= 0.01
+    rows[:, ::50, 4:] = 0.9
+    return rows
+
+
+def yolo_of_classes() -> Tensor:
+    generator = torch.Generator().manual_seed(7)
+    rows = torch.rand(2, 8, 300, generator=generator)
+    rows[:, :2] *= 600
+    rows[:, 2:4] = rows[:, 2:4] * 80 + 20
+    rows[:, 4:] *= 0.01
+    rows[:, 5, ::60] = 0.8
+    return rows
+
+
+def corners_score_label() -> Tensor:
+    found = torch.cat([boxes(10), torch.full((2, 10, 1), 0.9), torch.ones(2, 10, 1)], -1)
+    found[..., 5] = torch.arange(10) % 3
+    return found
+
+
+OUTPUTS: dict[str, tuple[Any, int]] = {
+    "background first": (with_background(0), 10),
+    "background last": (with_background(3), 10),
+    "one class, centres": (head_of_one_class(), 12),
+    "classes, centres": (yolo_of_classes(), 10),
+    "corners, score, label": (corners_score_label(), 20),
+    "dicts": (
+        [
+            {"boxes": b[:7], "scores": torch.full((7,), 0.8), "labels": torch.arange(7)}
+            for b in boxes()
+        ],
+        14,
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", OUTPUTS)
+def test_an_output_agrees_with_itself_and_counts_its_objects(layout: str) -> None:
+    output, objects = OUTPUTS[layout]
+    metric = torchq.analysis.Detections()
+    metric.check_layout(output)
+    itself = metric.agreement(output, output)
+    assert itself.value == 1 and itself.count == objects
+    assert f"{objects} detections" in str(itself)
+
+
+@pytest.mark.parametrize("column", [0, 3])
+def test_a_model_that_loses_all_objects_is_seen(column: int) -> None:
+    """The background counted as objects: precision .986, recall .978."""
+    found = torchq.analysis.Detections().agreement(
+        with_background(column, lost=True), with_background(column)
+    )
+    assert (found.recall, found.value) == (0, 0)
+
+
+def test_a_layout_in_which_the_background_is_an_object_is_refused() -> None:
+    """Scores of a sigmoid for the background do not add up to 1."""
+    scores, places = with_background(0)
+    scores = torch.cat([scores, scores[..., 1:2]], -1) + 0.2
+    with pytest.raises(ConfigError, match=r"finds .* objects in an output whose places all have"):
+        torchq.analysis.Detections().check_layout((scores, places))
+
+
+def test_a_layout_of_the_user_that_reads_noise_is_refused() -> None:
+    generator = torch.Generator().manual_seed(1)
+
+    def layout(output: Any) -> list[Detected]:
+        made = boxes(9)[0] + torch.rand(9, 4, generator=generator) * 300
+        return [Detected(made, torch.full((9,), 0.9), torch.zeros(9))]
+
+    with pytest.raises(ConfigError, match="agrees with itself by"):
+        torchq.analysis.Detections(layout).check_layout(torch.zeros(1))
+
+
+def test_thresholds_that_are_no_numbers_are_named() -> None:
+    with pytest.raises(ConfigError, match="got threshold="):
+        torchq.analysis.Detections(threshold="x")  # type: ignore[arg-type]

@@ -16,13 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from torchq.errors import CalibrationError, ConfigError
-from torchq.graph import call_model, tensors_in
+from torchq.graph import call_model, map_tensors, tensors_in
 from torchq.utils import device_of, short_repr, untouched
 
 #: Boxes of an image that are looked at, each with a label: those with the largest scores.
 _MOST = 300
 #: Detections of all batches below which a figure says little.
 _FEW = 20
+#: How far from 1 the scores of a place may add up to be those of a softmax, after quantization.
+_SOFTMAX = 0.05
+#: Images of a head of YOLO have at least so many places.
+_PLACES = 8
+_OWN_LAYOUT = (
+    "Pass torchq.analysis.Detections(layout=function), which returns a Detected for each image"
+)
 
 
 @dataclass(frozen=True)
@@ -104,7 +111,8 @@ class Detections:
     Args:
         layout: from an output to a :class:`Detected` for each image. None finds out: lists of
             dicts with "boxes", "scores" and "labels" (torchvision); boxes (N, A, 4) and scores
-            (N, A, C) beside each other; (N, K, 6) with corners, score and label; heads of YOLO as
+            (N, A, C) beside each other, of which the scores of a softmax have a column for the
+            background, the largest one; (N, K, 6) with corners, score and label; heads of YOLO as
             (N, 4 + C, A), or (N, A, 5 + C) with a score for objects, of centres and sizes.
         threshold: scores from which on a box counts.
         slack: how far below it a box of the other model may be, to be no error.
@@ -205,6 +213,32 @@ class Detections:
                 stacklevel=3,
             )
 
+    def check_layout(self, reference: Any) -> None:
+        """Try the metric on an output and itself, and on one that shows the background alone.
+
+        Args:
+            reference: an output of the float model.
+
+        Raises:
+            ConfigError: an output does not agree with itself, or objects are found where every
+                place has the scores that most have: the layout is another one.
+        """
+        itself = self.agreement(reference, reference)
+        if itself.count and not itself.value > 1 - 1e-6:
+            raise ConfigError(
+                f"Detections: an output agrees with itself by {itself.value:.3f}; expected 1. Its "
+                f"layout is read in a wrong way. {_OWN_LAYOUT}"
+            )
+        read = self.layout or detections_in
+        empty = background_of(reference)
+        found = sum(len(image.above(self.threshold).scores) for image in read(empty))
+        if found and empty is not reference:
+            raise ConfigError(
+                f"Detections: finds {found} objects in an output whose places all have the scores "
+                "that most of them have; expected none, as that is the background. Its layout is "
+                f"read in a wrong way. {_OWN_LAYOUT}"
+            )
+
     def against(self, model: nn.Module, batches: Sequence[Any]) -> Callable[[nn.Module], float]:
         """Return a metric of quantized models: how far they detect what ``model`` does.
 
@@ -216,6 +250,8 @@ class Detections:
             CalibrationError: ``model`` detects nothing in them.
         """
         expected = _outputs(model, batches)
+        for output in expected[:1]:
+            self.check_layout(output)
         whole = [sum(row) for row in zip(*map(self.sums, expected, expected), strict=True)]
         self.check_count(whole)
 
@@ -277,21 +313,72 @@ def detections_in(output: Any) -> list[Detected]:
         return [_of_dict(image) for image in output]
     tensors = [t.detach().float().cpu() for t in tensors_in(output) if t.is_floating_point()]
     threes = [t for t in tensors if t.dim() == 3]
-    boxes = next((t for t in threes if t.shape[-1] == 4), None)
-    if boxes is not None:
+    fours = [t for t in threes if t.shape[-1] == 4]
+    if fours:
+        # Scores of three classes and the background have four columns too.
+        boxes = next((t for t in fours if not _is_softmax(t)), fours[0])
         same = [t for t in threes if t is not boxes and t.shape[:2] == boxes.shape[:2]]
         if same:
-            return [_of_scores(b, s) for b, s in zip(boxes, same[0], strict=True)]
-    if threes and threes[0].shape[-1] == 6:
+            scores = without_background(same[0])
+            return [_of_scores(b, s) for b, s in zip(boxes, scores, strict=True)]
+    if threes and threes[0].shape[-1] == 6 and not _is_head_of_one_class(threes[0]):
         return [Detected(rows[:, :4], rows[:, 4], rows[:, 5].round()) for rows in threes[0]]
     if threes and min(threes[0].shape[1:]) > 4:
         return [_of_head(rows) for rows in threes[0]]
     raise ConfigError(
         f"Detections: got the output {short_repr(output)} with tensors of shapes "
         f"{[tuple(t.shape) for t in tensors]}; expected dicts with boxes, scores and labels, boxes "
-        "(N, A, 4) with scores (N, A, C), (N, K, 6), or a head of YOLO. Pass "
-        "torchq.analysis.Detections(layout=function), which returns a Detected for each image"
+        f"(N, A, 4) with scores (N, A, C), (N, K, 6), or a head of YOLO. {_OWN_LAYOUT}"
     )
+
+
+def _is_head_of_one_class(rows: Tensor) -> bool:
+    """Return True for (N, A, 6) of a YOLO with one class: centres, sizes and two scores.
+
+    The last column of corners, score and label is a whole number.
+    """
+    last = rows[..., 5]
+    return not torch.equal(last, last.round())
+
+
+def _is_softmax(x: Tensor) -> bool:
+    """Return True if numbers of (N, A, C) are >= 0 and add up to 1 at each place."""
+    if x.shape[-1] < 2 or not x.numel():
+        return False
+    adds_up = (x.sum(-1) - 1).abs() < _SOFTMAX
+    return bool((x >= -_SOFTMAX).all()) and float(adds_up.float().mean()) > 0.99
+
+
+def without_background(scores: Tensor) -> Tensor:
+    """Return scores (N, A, C) without the column of the background that a softmax has.
+
+    Where the scores of each place add up to 1, most places are background, and its column is the
+    one with the largest mean: the first of SSD, the last of DETR.
+    """
+    if not _is_softmax(scores):
+        return scores
+    background = int(scores.mean((0, 1)).argmax())
+    # Labels stay what they are: a score of 0 stands in the place of the background.
+    return scores.index_fill(-1, torch.tensor([background]), 0.0)
+
+
+def background_of(output: Any) -> Any:
+    """Return an output whose places all have what most of them have; lists of boxes as they are."""
+    if isinstance(output, Sequence) and output and all(map(_is_image, output)):
+        return output
+
+    def typical(x: Tensor) -> Tensor:
+        if x.dim() != 3 or not x.is_floating_point() or max(x.shape[1:]) < _PLACES:
+            return x
+        if x.shape[-1] == 6 and not _is_head_of_one_class(x):
+            return x  # These are detections already, of which each may be an object.
+        places = 1 if x.shape[1] >= x.shape[2] else 2
+        middle = x.float().median(places, keepdim=True).values.to(x.dtype)
+        return middle.expand_as(x).clone()
+
+    changed = map_tensors(output, typical)
+    pairs = zip(tensors_in(output), tensors_in(changed), strict=True)
+    return output if all(one is other for one, other in pairs) else changed
 
 
 def _is_image(value: Any) -> bool:

@@ -364,9 +364,11 @@ class _Measurement:
 
     def run(self, call: Callable[[], Any]) -> None:
         """Run one batch: float, with each layer alone beside it, and then quantized."""
+        start = utils.RandomState.now()
         watched = [(r.layer.module, r.after_float) for r in self.records]
         with quantizing_only(self.known), utils.watching(watched):
             expected = [tensor.clone() for tensor in results_in(call())]
+        start.restore()  # Both draw the same random numbers.
         compared = [(r.layer.module, r.after_quantized) for r in self.records]
         with quantizing_only(self.known, self.known), utils.watching(compared):
             found = results_in(call())

@@ -17,7 +17,7 @@ from torchq.analysis.layers import active_quantizers
 from torchq.errors import ConfigError
 from torchq.graph import Forward, call_model, results_in, tensors_in
 from torchq.nn import quantizing_only
-from torchq.utils import device_of, progress_bar, untouched
+from torchq.utils import RandomState, device_of, progress_bar, untouched
 
 #: What Transformers ("logits", "logits_per_image") and torchvision ("out") call scores of classes.
 _NAMES = ("logits", "out")
@@ -275,6 +275,7 @@ class Outputs:
         metric: name of the user's metric; empty without one.
         float_score: the metric of the float model.
         score: the metric of the quantized model.
+        objects: how many objects the float model detects, with the metric "detections".
         comparable: False where shapes differ from those of the float model, as of lists of boxes.
     """
 
@@ -284,6 +285,7 @@ class Outputs:
     metric: str = ""
     float_score: float | None = None
     score: float | None = None
+    objects: int = 0
     comparable: bool = True
 
     @property
@@ -306,7 +308,8 @@ class Outputs:
         """The measured figures, as the rest of a sentence."""
         ratio = decibel_text(self.sqnr)
         if self.score is not None and self.float_score is not None:
-            return f"{self.metric} {self.float_score:.4g} becomes {self.score:.4g}"
+            of = f" of {self.objects:,} objects" if self.objects else ""
+            return f"{self.metric}{of} {self.float_score:.4g} becomes {self.score:.4g}"
         if not self.comparable:
             return (
                 'outputs have other shapes than those of the float model; metric="detections" and '
@@ -352,16 +355,14 @@ def compare_outputs(
     known, sums = active_quantizers(model), Sums()
     call = partial(call_model, model, forward=forward, device=device_of(model))
     scores: list[float | None] = [None, None]
+    objects = 0
     with untouched(model):
         for batch in progress_bar(batches, description="compare outputs", enabled=progress):
+            start = RandomState.now()
             with quantizing_only(known):
                 expected = call(batch)
-            found = call(batch)
-            add_sums(sums, "noise", Sqnr().sums(found, expected, batch))
-            add_sums(sums, "agreement", _agreement(found, expected))
-            if isinstance(chosen, (Score, Detections)):
-                add_sums(sums, "float", chosen.sums(expected, expected, batch))
-                add_sums(sums, "quantized", chosen.sums(found, expected, batch))
+            start.restore()  # Both draw the same random numbers.
+            _add_figures(sums, chosen, call(batch), expected, batch)
         if isinstance(chosen, Evaluation):
             with quantizing_only(known):
                 scores[0] = chosen.of(model)
@@ -370,6 +371,7 @@ def compare_outputs(
         scores = [chosen.value(sums[name]) for name in ("float", "quantized")]
         if isinstance(chosen, Detections):
             chosen.check_count(sums["float"])
+            objects = chosen.of_sums(sums["float"]).count
     same, predictions, others = sums.get("agreement", [0.0, 0.0, 0.0])
     return Outputs(
         sqnr=Sqnr().value(sums["noise"]) if sums else math.nan,
@@ -378,8 +380,20 @@ def compare_outputs(
         metric="" if chosen is None else chosen.name,
         float_score=scores[0],
         score=scores[1],
+        objects=objects,
         comparable=not others,
     )
+
+
+def _add_figures(sums: Sums, metric: Any, found: Any, expected: Any, batch: Any) -> None:
+    """Add what one batch gives to the sums of all figures."""
+    if isinstance(metric, Detections) and not sums:
+        metric.check_layout(expected)
+    add_sums(sums, "noise", Sqnr().sums(found, expected, batch))
+    add_sums(sums, "agreement", _agreement(found, expected))
+    if isinstance(metric, (Score, Detections)):
+        add_sums(sums, "float", metric.sums(expected, expected, batch))
+        add_sums(sums, "quantized", metric.sums(found, expected, batch))
 
 
 def user_metric(where: str, metric: Any) -> Score | Evaluation | Detections | None:

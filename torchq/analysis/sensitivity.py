@@ -40,6 +40,7 @@ from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward, call_model, floats_in, map_tensors
 from torchq.nn import TensorQuantizer, quantizing_only
 from torchq.utils import (
+    RandomState,
     check_batches,
     device_of,
     evaluating,
@@ -397,6 +398,11 @@ class _Run:
         )
         with torch.no_grad():
             for batch, name in shown:
+                # All runs of a batch draw the same random numbers.
+                if name == _NOTHING:
+                    start = RandomState.now()
+                else:
+                    start.restore()
                 noted = self._noting(reached) if name == _EVERYTHING else ()
                 with quantizing_only(known, cases[name]), watching(noted, before=True):
                     output = self.call(batch)
