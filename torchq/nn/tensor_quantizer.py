@@ -23,14 +23,9 @@ from torchq.functional import (
     range_gradient_scale,
     scale_gradient,
 )
+from torchq.nn import optional_buffers
 from torchq.nn.given_numbers import checked_numbers, checked_qparams
-from torchq.nn.optional_buffers import (
-    FACTORS,
-    HELD,
-    follow_keys,
-    lacking_keys,
-    register_assigned,
-)
+from torchq.nn.optional_buffers import FACTORS, HELD
 from torchq.utils import constant_while_tracing, short_repr
 
 # Keeps these calls whole when a model is traced with torch.fx.
@@ -634,7 +629,7 @@ class TensorQuantizer(nn.Module):
         describes = prefix + "amax" in state_dict  # A float checkpoint leaves all as it is.
         held = HELD[:1] if self.descriptor.symmetric else HELD
         if describes:
-            follow_keys(self, (*FACTORS, *HELD), state_dict, prefix, self.amax)
+            optional_buffers.follow_keys(self, (*FACTORS, *HELD), state_dict, prefix, self.amax)
         for end in self._ends:
             key = prefix + end
             if key in state_dict:
@@ -642,15 +637,15 @@ class TensorQuantizer(nn.Module):
                 if state_dict[key].shape != getattr(self, end).shape:
                     self._adopt(torch.empty_like(state_dict[key], device=self.amax.device), end)
         missing = args[2]
-        own = {prefix + name for name in ("amax", "amin", "unsigned")}
         before = list(missing)  # The layer may have named this range, which it knows to be lost.
         super()._load_from_state_dict(state_dict, prefix, *args)
         if describes:
             # The range was set too, and a range that is set drops what is held.
-            register_assigned(self, HELD, state_dict, prefix)
-            missing += lacking_keys(held, state_dict, prefix)
+            optional_buffers.register_assigned(self, HELD, state_dict, prefix)
+            missing += optional_buffers.lacking_keys(held, state_dict, prefix)
         else:
-            known = own | {prefix + buffer.name for buffer in (*FACTORS, *HELD)}
+            optional = [buffer.name for buffer in (*FACTORS, *HELD)]
+            known = {prefix + name for name in ("amax", "amin", "unsigned", *optional)}
             added = missing[len(before) :]
             missing[:] = before + [name for name in added if name not in known]
         if prefix + "unsigned" in state_dict and "unsigned" in self._buffers:

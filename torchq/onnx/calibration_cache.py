@@ -110,7 +110,9 @@ def apply_calibration_cache(
 def _set_scale(quantizer: TensorQuantizer, scale: float) -> None:
     """Hold a scale as it is, or set the range where scales are rounded."""
     d = quantizer.descriptor
-    if scale > 0 and d.num_bits == 8 and d.symmetric and d.block_scale_format is None:
+    # A cache holds a 127th of each range. Unsigned codes have twice as many steps in it.
+    is_int8 = d.num_bits == 8 and d.symmetric and d.format.signed
+    if scale > 0 and is_int8 and d.block_scale_format is None:
         quantizer.set_qparams(scale)
     elif d.symmetric:
         quantizer.set_amax(scale * _QMAX)

@@ -337,7 +337,8 @@ def _entries(data: dict[str, Any], keys: tuple[str, ...], where: str) -> Iterato
         if not isinstance(entries, list):
             raise ConfigError(f"{where}: {key}: got a {type(entries).__name__}; expected a list")
         for entry in entries:
-            yield dict(check_fields(entry, f"{where}: {key}", known=entry, required=("name",)))
+            known = entry if isinstance(entry, dict) else ()
+            yield dict(check_fields(entry, f"{where}: {key}", known=known, required=("name",)))
 
 
 def _read_1(entry: dict[str, Any]) -> QParams:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from torchq.onnx.ir import (
     Value,
     computed_by,
     data_type,
+    input_at,
     is_constant,
     is_output,
     load_model,
@@ -27,9 +28,10 @@ from torchq.onnx.ir import (
 )
 from torchq.onnx.passes.constants import known_types
 from torchq.onnx.qdq import pair_name, read_record
+from torchq.runtimes.checks import LAYERS
 from torchq.runtimes.tensorrt.rules import check_residual_adds
 from torchq.runtimes.tensorrt.typed import formal_of, schema_of
-from torchq.utils import bullets
+from torchq.utils import bullets, short_repr
 
 NOT_RUN = "not run: TensorRT's parser, its builder, any GPU. Nothing is known of speed."
 _FLOATS = ("FLOAT", "FLOAT16", "BFLOAT16")
@@ -90,6 +92,9 @@ def check_file(path: str | os.PathLike[str]) -> FileCheck:
         MissingExtraError: A package of the extra "export" is not installed.
     """
     model = load_model(path)
+    problem = _damage(read_record(model))
+    if problem:
+        raise ExportError(f"{path}: its record has {problem}. The file is damaged: export it again")
     precision = _precision(model)
     if precision is None:
         raise ExportError(
@@ -101,6 +106,22 @@ def check_file(path: str | os.PathLike[str]) -> FileCheck:
     counts = ", ".join(f"{len(nodes_of(model, kind))} {kind}" for kind in kinds)
     kept = dict(read_record(model).get("kept", {}))
     return FileCheck(os.fspath(path), precision, problems, kept, counts)
+
+
+def _damage(record: Mapping[str, object]) -> str:
+    """Return what no export writes into a record; "" where nothing is wrong."""
+    precision = record.get("precision", "float32")
+    if precision not in (*SCALE_TYPES, "float32"):
+        return (
+            f"the precision {precision!r}; expected one of {', '.join((*SCALE_TYPES, 'float32'))}"
+        )
+    kept, infinite = record.get("kept", {}), record.get("infinite", [])
+    texts = [*kept, *kept.values()] if isinstance(kept, dict) else [None]
+    if not all(isinstance(text, str) for text in texts):
+        return f"kept={short_repr(kept)}; expected reasons by the names of nodes"
+    if not (isinstance(infinite, list) and all(isinstance(name, str) for name in infinite)):
+        return f"infinite={short_repr(infinite)}; expected names of tensors"
+    return ""
 
 
 def _precision(model: Model) -> str | None:
@@ -194,9 +215,12 @@ class _Types:
                 yield from self._readers_type(node, own, name)
             numbers = value_of(scale).float()
             low, high = float(numbers.min()), float(numbers.max())
-            short = SCALE_TYPES.get(own.lower())
-            if short is not None and not (short.least <= low and high <= short.qmax):
+            least, most = _normal_numbers(own)
+            if not (least <= low and high <= most):  # NaN fails too
                 yield f"{name} has scales from {low:.3g} to {high:.3g}, no normal {own} numbers"
+            point = input_at(node, 2)
+            if is_constant(point) and bool(value_of(point).float().ne(0).any()):
+                yield f"{name} has a zero point, which TensorRT does not have"
             for user in readers(node.outputs[0]) if quantizes else ():
                 if user.op_type == "DequantizeLinear" and is_constant(user.inputs[1]):
                     other = value_of(user.inputs[1]).float()
@@ -212,13 +236,30 @@ class _Types:
                 yield f"{name} has {own} scales in front of {user.name}, which computes in {wanted}"
 
     def numbers(self) -> Iterator[str]:
-        """Yield stored numbers that became infinite."""
+        """Yield stored numbers that became infinite, or are no numbers."""
         for name, value in self.model.graph.initializers.items():
-            if self._type(value) in ("", "FLOAT") or name in self.infinite:
+            if not self._type(value) or name in self.infinite:
                 continue
-            if not bool(value_of(value).float().isfinite().all()):
-                users = _named(readers(value))
-                yield f"{name}: holds numbers that {self._type(value)} cannot, read by {users}"
+            numbers, users = value_of(value).float(), readers(value)
+            # Masks of a model hold infinity; of float32 they are the model's own.
+            is_mask = self._type(value) == "FLOAT" and not any(map(_computes, users))
+            if bool(numbers.isnan().any()) or not (is_mask or bool(numbers.isfinite().all())):
+                what = f"holds numbers that {self._type(value)} cannot"
+                yield f"{name}: {what}, read by {_named(users)}"
+
+
+def _normal_numbers(type_name: str) -> tuple[float, float]:
+    """Return the least and the largest normal number of a float type."""
+    short = SCALE_TYPES.get(type_name.lower())
+    if short is not None:
+        return short.least, short.qmax
+    single = torch.finfo(torch.float32)
+    return single.tiny, single.max
+
+
+def _computes(node: Node) -> bool:
+    """Return True for a pair, and for a layer with stored weights."""
+    return node.op_type in ("QuantizeLinear", "DequantizeLinear", *LAYERS)
 
 
 def _behind_casts(nodes: list[Node]) -> Iterator[Node]:
