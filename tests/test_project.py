@@ -55,6 +55,14 @@ def test_scripts_are_executable_bash(script: str) -> None:
     assert (ROOT / script).stat().st_mode & 0o111
 
 
+@pytest.mark.parametrize("tool", ["ruff", "mypy", "import-linter", "codespell"])
+def test_the_tools_of_continuous_integration_have_one_version(tool: str) -> None:
+    files = [".ci/requirements.txt", "docs/requirements.txt"]
+    pinned = [re.findall(rf"^{tool}==[\d.]+$", read(file), re.M) for file in files]
+    assert len(pinned[0] + pinned[1]) == 1
+    assert all(f"-c {file}" in read(".ci/run") for file in files)
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_named_files_exist(document: str) -> None:
     text = read(document)

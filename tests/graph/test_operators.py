@@ -68,6 +68,7 @@ def test_maximum_is_quantized_for_runtimes_that_take_it(tmp_path: Path) -> None:
     assert not hasattr(quantized("onnxruntime"), "quant_maximum")  # its kernel is a float one
 
 
+@pytest.mark.eight_bit_products
 def test_a_deployed_maximum_computes_what_was_simulated() -> None:
     model = quantized("qnn")
     deployed = torchq.deploy(model, X, progress=False)

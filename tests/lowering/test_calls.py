@@ -95,6 +95,7 @@ def test_copies_keep_the_kernels(copied: Callable[[nn.Module], nn.Module]) -> No
     assert torch.equal(twin(X), deployed(X))
 
 
+@pytest.mark.eight_bit_products
 def test_dynamic_ranges_have_kernels_too() -> None:
     model = Products().eval()
     torchq.quantize_(model, torchq.recipes.int8_dynamic(), example=X)

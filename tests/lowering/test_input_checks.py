@@ -76,6 +76,7 @@ def test_nan_does_not_become_a_number(name: str, fuse: bool) -> None:
             int8(x)
 
 
+@pytest.mark.eight_bit_products
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("name", ["conv", "static"])
 def test_infinity_saturates_as_in_the_simulation(name: str, sign: int) -> None:

@@ -178,6 +178,7 @@ def test_subclasses_are_lowered_unless_they_compute_something_else() -> None:
     ]
 
 
+@pytest.mark.eight_bit_products
 def test_layers_of_the_compatibility_package_are_lowered() -> None:
     legacy = pytest.importorskip("torchq.compat.pytorch_quantization.nn")
     x = torch.randn(2, 8, 6, 6)

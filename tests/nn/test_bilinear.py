@@ -45,6 +45,7 @@ def test_every_recipe_selects_it(recipe: str, batch: dict[str, Tensor]) -> None:
     assert model(**batch).isfinite().all()
 
 
+@pytest.mark.eight_bit_products
 def test_deployed_models_simulate_it_and_say_so(model: Pairing, batch: dict[str, Tensor]) -> None:
     deployed = torchq.deploy(model, (batch["x"], batch["y"]))
     rows = {row.name: row for row in torchq.summary(deployed).layers}

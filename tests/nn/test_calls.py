@@ -177,6 +177,7 @@ def test_exports_to_onnx(name: str, tmp_path: Path) -> None:
     assert (got - expected).abs().max() < 0.02 * expected.abs().max()
 
 
+@pytest.mark.eight_bit_products
 def test_deploys_on_an_integer_kernel(name: str) -> None:
     _, module, x = quantized(name)
     model = nn.Sequential(module).eval()

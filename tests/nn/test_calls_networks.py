@@ -86,6 +86,7 @@ def test_weights_of_children_are_quantized_where_they_are_used(example: Any) -> 
         assert torch.equal(got, F.linear(call.input_quantizer(y), weight))
 
 
+@pytest.mark.eight_bit_products
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:While .*, we found certain side effects:UserWarning")
 def test_a_network_with_calls_goes_all_the_way(tmp_path: Path) -> None:
@@ -400,6 +401,7 @@ class ReadsTransposed(nn.Module):
         return self.steps.weight @ self.first(x).transpose(1, 2)
 
 
+@pytest.mark.eight_bit_products
 def test_a_layer_whose_weight_another_product_uses_holds_its_quantizers() -> None:
     model, x = ReadsTransposed().eval(), torch.randn(2, 3, 4)
     assert not torchq.quantize_(model, example=x).skipped

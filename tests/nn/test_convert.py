@@ -291,6 +291,7 @@ def test_every_recipe_selects_them_by_their_base() -> None:
     assert [d.name for d in by_base.skipped] == ["stem", "conv"]
 
 
+@pytest.mark.eight_bit_products
 def test_save_load_deploy(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = Video().eval(), torch.randn(4, 3, 8, 8)
@@ -396,6 +397,7 @@ def test_the_originals_are_trained() -> None:
     assert "0.parametrizations.weight.original1" in gradients
 
 
+@pytest.mark.eight_bit_products
 @pytest.mark.parametrize("name", PARAMETRIZATIONS)
 def test_integer_kernels_get_the_computed_weight(name: str) -> None:
     model = quantized(name)

@@ -50,6 +50,7 @@ def quantized(generator: torch.Generator, **fields: Any) -> nn.Module:
 _LAYERS = ("Conv2d", "Linear")
 
 
+@pytest.mark.eight_bit_products("openvino")
 @pytest.mark.filterwarnings("ignore:export_onnx")  # Float outputs of layers: not at issue here.
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino", None])
 @pytest.mark.parametrize("unsigned", [True, False])

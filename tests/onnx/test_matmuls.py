@@ -211,6 +211,7 @@ def test_shapes_without_copied_lengths_and_casts_to_bfloat16(tmp_path: Path) -> 
     assert [node.op_type for node in graph.graph] == ["Reshape", "Cast", "Cast"]
 
 
+@pytest.mark.eight_bit_products("openvino")
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("dynamo", EXPORTERS)
 @pytest.mark.parametrize("target", [None, "onnxruntime", "openvino", "tensorrt"])

@@ -86,6 +86,7 @@ def test_only_what_weights_cannot_express_stays_a_pooling(
     assert torchq.verify_onnx(model, path, [IMAGES], progress=False).ok
 
 
+@pytest.mark.eight_bit_products
 def test_a_kernel_that_computes_something_else_is_found(path: Path) -> None:
     """The kernel of ONNX Runtime divides by the area of a whole window."""
     pooled = Pooled(nn.AvgPool2d(4, ceil_mode=True))

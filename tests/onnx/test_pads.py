@@ -111,7 +111,7 @@ SINGLE = torchq.runtimes.TensorRt(precision="float32")
 
 
 @pytest.mark.sample(5)
-@pytest.mark.eight_bit_products
+@pytest.mark.eight_bit_products("openvino")
 @pytest.mark.parametrize("target", [None, "onnxruntime", "openvino", SINGLE, "qnn"], ids=str)
 @pytest.mark.parametrize("dynamo", EXPORTERS)
 def test_zeros_become_pads(target: Any, dynamo: bool, path: Path) -> None:
@@ -172,7 +172,7 @@ def test_other_pads_stay(pad: Pad, last: nn.Module, path: Path) -> None:
     assert sqnr(run_file(path, x)[0], model(x)) > 100
 
 
-@pytest.mark.eight_bit_products
+@pytest.mark.eight_bit_products("openvino")
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
 @pytest.mark.parametrize("value", [-1.0, 1.0])
 def test_codes_behind_other_numbers(target: str, value: float, path: Path) -> None:
@@ -297,7 +297,7 @@ def open_file(path: Path, x: Tensor, target: str) -> nn.Module:
     return exported(Mobile(), x, path, target, dynamic_shapes=shapes)
 
 
-@pytest.mark.eight_bit_products
+@pytest.mark.eight_bit_products("openvino")
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
 def test_open_lengths_become_known(target: str, tmp_path: Path) -> None:
     path, fixed, x = tmp_path / "model.onnx", tmp_path / "fixed.onnx", images(2, 3, 13, 16)

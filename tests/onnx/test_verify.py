@@ -216,6 +216,7 @@ def test_activations_of_four_bits_verify_with_every_sign(
     assert report.ok, str(report)
 
 
+@pytest.mark.eight_bit_products("openvino")
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
 def test_zero_points_in_the_middle_verify_with_every_sign(target: str, path: Path) -> None:
     """Codes with the zero point 128 may be written as signed ones."""

@@ -122,6 +122,7 @@ class HalfInside(nn.Module):
         return self.head(y), y
 
 
+@pytest.mark.eight_bit_products("openvino")
 @pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore:export_onnx")
 @pytest.mark.parametrize("target", [None, "onnxruntime", "openvino", "tensorrt"])
@@ -153,6 +154,7 @@ def test_a_right_file_of_a_model_that_is_half_inside_agrees(path: Path) -> None:
     assert report.ok, str(report)
 
 
+@pytest.mark.eight_bit_products("openvino")
 @pytest.mark.sample(4)
 @pytest.mark.filterwarnings("ignore:export_onnx")  # the layers are no good for the target
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino", "tensorrt", "qnn"])

@@ -98,6 +98,7 @@ def test_weights_are_values_of_the_grid(dtype: torch.dtype, block: int | None) -
             assert len(module.weight.unique()) <= 8 * module.weight_quantizer.amax.numel()
 
 
+@pytest.mark.eight_bit_products
 def test_results_are_saved_restored_and_deployed(tmp_path: Path) -> None:
     model = calibrated(bits=(8, 8))
     gptq_(model, batches(), progress=False)

@@ -169,6 +169,7 @@ def test_weights_have_scales_where_the_target_takes_them(
             assert weight.inputs[0].const_value.shape[axis_of(weight)] == qparams.scale.numel()
 
 
+@pytest.mark.eight_bit_products("openvino")
 def test_the_file_computes_what_the_model_simulates(written: tuple[str, nn.Module, Path]) -> None:
     _, model, path = written
     report = torchq.verify_onnx(model, path, [torch.randn(4, 3, 16, 16)])

@@ -68,6 +68,7 @@ def test_calls_and_operators_of_one_forward_are_quantized() -> None:
     assert vars(block).keys() == vars(Attention().eval()).keys()
 
 
+@pytest.mark.eight_bit_products
 def test_export_and_deploy_agree(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     model = quantized()

@@ -80,6 +80,7 @@ def test_what_is_left_of_a_fused_norm_does_not_hide_the_relu() -> None:
     assert outputs(model) == {"0": True}
 
 
+@pytest.mark.eight_bit_products
 def test_deployed_layers_quantize_their_results() -> None:
     torch.manual_seed(0)
     x, model = torch.randn(2, 3, 9, 9), Readers().eval()
