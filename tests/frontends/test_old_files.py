@@ -207,6 +207,7 @@ def test_a_condition_is_one_call_of_a_trace() -> None:
     assert torch.equal(found.graph_module(feeds["x"])[0], run_reference(model, feeds)[0])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("channels", [1, 3])
 def test_conditions_on_dimensions_are_decided_by_exports(channels: int, tmp_path: Path) -> None:
     model, batches = with_conditions_on_dimensions()

@@ -58,6 +58,7 @@ def contents(path: Path) -> Counter[bytes]:
 SINGLE = torchq.runtimes.TensorRt(precision="float32")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("target", [None, SINGLE, "openvino"], ids=str)
 def test_codes_survive_the_way_there_and_back(target: Any, tmp_path: Path) -> None:
     model, x = Residual().eval(), torch.randn(4, 8, 8, 8)
@@ -105,6 +106,7 @@ def test_pairs_become_quantizers(zero_point: int, dtype: torch.dtype, format: An
     assert [q.descriptor.format for q in quantizers] == [format]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("unsigned", [False, True], ids=["int4", "uint4"])
 def test_weights_of_four_bits_keep_their_codes(unsigned: bool, tmp_path: Path) -> None:
     four = onnx.TensorProto.UINT4 if unsigned else onnx.TensorProto.INT4
@@ -129,6 +131,7 @@ def test_weights_of_four_bits_keep_their_codes(unsigned: bool, tmp_path: Path) -
         torchq.from_onnx(w.model(y))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("symmetric", [True, False], ids=["int4", "uint4 with zero points"])
 def test_weights_in_blocks_keep_their_codes(symmetric: bool, tmp_path: Path) -> None:
     weight = QuantDescriptor(4, block_size=16, symmetric=symmetric, unsigned=not symmetric)

@@ -58,6 +58,7 @@ CASES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CASES)
 def test_files_are_quantized_for_a_runtime(name: str, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
