@@ -23,6 +23,17 @@ def delimited(number: int, data: bytes) -> bytes:
     return varint(number << 3 | 2) + varint(len(data)) + data
 
 
+#: The numbers of types in raw data of NVIDIA's Caffe.
+RAW_TYPES = {"<f8": 0, "<f4": 1, "<f2": 2}
+
+
+def raw_blob(array: Any, kind: str) -> bytes:
+    """Return a BlobProto of NVIDIA's Caffe: ``raw_data_type`` = 10, ``raw_data`` = 12."""
+    shape = delimited(7, delimited(1, b"".join(map(varint, array.shape))))
+    data = delimited(12, np.asarray(array, kind).tobytes())
+    return shape + varint(10 << 3) + varint(RAW_TYPES[kind]) + data
+
+
 def blob(array: Any, old: bool) -> bytes:
     """Return a BlobProto: ``shape`` = 7 and ``data`` = 5, or the four sizes of old files."""
     data = delimited(5, np.asarray(array, "<f4").tobytes())

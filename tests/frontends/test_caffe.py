@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.frontends.caffe_writer import caffemodel, delimited, varint
+from tests.frontends.caffe_writer import RAW_TYPES, caffemodel, delimited, raw_blob, varint
 from torchq.errors import FrontendError
 from torchq.frontends.caffe.messages import parse_text
 
@@ -117,6 +117,28 @@ layer { name: "ip" type: "InnerProduct" bottom: "data" top: "ip"
 layer { name: "accuracy" type: "Accuracy" bottom: "ip" bottom: "label" top: "accuracy" }
 layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }
 """
+
+
+@pytest.mark.parametrize("kind", RAW_TYPES)
+def test_raw_data_of_every_width_is_read(kind: str) -> None:
+    weight = np.arange(6, dtype="f").reshape(2, 3) / 4  # numbers that half precision has
+    layer = delimited(1, b"ip") + delimited(7, raw_blob(weight, kind))
+    model = torchq.from_caffe(TRAINED, delimited(100, layer))
+    assert model(torch.ones(1, 3, 1, 1)).tolist() == [weight.sum(1).tolist()]
+
+
+@pytest.mark.parametrize(
+    ("blob", "message"),
+    [
+        (varint(10 << 3) + varint(7) + delimited(12, b"\0" * 12), "ip.*got raw data of type 7"),
+        (delimited(10, b"\0" * 6), "ip.*got half_data, which a fork of Caffe writes"),
+    ],
+)
+def test_other_numbers_are_refused_by_name(blob: bytes, message: str) -> None:
+    shape = delimited(7, delimited(1, varint(2) + varint(3)))
+    layer = delimited(1, b"ip") + delimited(7, shape + blob)
+    with pytest.raises(FrontendError, match=message):
+        torchq.from_caffe(TRAINED, delimited(100, layer))
 
 
 def test_labels_and_losses_are_dropped() -> None:

@@ -17,7 +17,7 @@ from torchq.fusion.modules import CONVOLUTIONS, TRANSPOSED
 from torchq.graph import Flow, Forward, call_model, tensors_in
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.nn.correction import forget_corrections
-from torchq.utils import device_of, table, undone_on_error
+from torchq.utils import device_of, state_kept, table, undone_on_error
 from torchq.workflow import quantizers, weight_quantizers
 from torchq.workflow.layer_matrices import weight_channels, weight_matrix
 
@@ -260,8 +260,9 @@ def change_checked(
 
 
 def float_outputs(model: nn.Module, batch: Any, forward: Forward | None = None) -> list[Tensor]:
-    """Return the floating-point outputs of a model, in float64."""
-    out = call_model(model, batch, forward=forward, device=device_of(model))
+    """Return the floating-point outputs of a model, in float64; it keeps its state."""
+    with state_kept(model):
+        out = call_model(model, batch, forward=forward, device=device_of(model))
     return [tensor.double() for tensor in tensors_in(out) if tensor.is_floating_point()]
 
 

@@ -29,6 +29,7 @@ from torchq.utils import (
     matches,
     pattern_text,
     progress_bar,
+    state_kept,
     watching,
 )
 from torchq.workflow import quantizers
@@ -430,4 +431,5 @@ class Replay:
 
     def _call(self, index: int) -> None:
         device = device_of(self.model)
-        call_model(self.model, self.batches[index], forward=self._forward, device=device)
+        with state_kept(self.model):
+            call_model(self.model, self.batches[index], forward=self._forward, device=device)

@@ -29,7 +29,7 @@ from torchq.ptq.layers import (
     scale_,
     why_fixed,
 )
-from torchq.utils import device_of, evaluating, kept_batches, progress_bar, watching
+from torchq.utils import device_of, evaluating, kept_batches, progress_bar, state_kept, watching
 from torchq.workflow import quantizers
 from torchq.workflow.layer_matrices import channel_ranges, spread
 
@@ -249,7 +249,8 @@ def _observe_inputs(
     watched = [(group.layers[0], partial(note, group.names[0])) for group in groups]
     with watching(watched, before=True):
         for batch in progress_bar(batches, description="smooth_", enabled=progress):
-            call_model(model, batch, forward=forward, device=device_of(model))
+            with state_kept(model):
+                call_model(model, batch, forward=forward, device=device_of(model))
     result = {}
     for name, parts in moments_by_layer.items():
         largest = torch.stack([p[0] for p in parts])

@@ -173,19 +173,23 @@ class _Held:
 
     def _note(self, value: Any) -> None:
         """Enter a value, if it is a container or a tensor, and what is in it."""
+        if type(value) in _NO_STATE:
+            return
         if isinstance(value, Tensor):
             if not isinstance(value, nn.Parameter):
                 self.tensors[id(value)] = value
-            return
-        if _is_of_a_user(value):
-            value = vars(value)
+        elif isinstance(value, _CONTAINERS):
+            self._note_container(value)
+        elif _may_hold_results(type(value)) and hasattr(value, "__dict__"):  # type: ignore[arg-type]
+            self._note_container(vars(value))
+
+    def _note_container(self, value: Any) -> None:
         if id(value) in self._containers or len(self._containers) > _MOST_OBJECTS:
             return
-        if isinstance(value, (dict, list, set, collections.deque)):
+        if not isinstance(value, tuple):
             self._containers[id(value)] = (value, value.copy())
-        if isinstance(value, (dict, list, tuple, set, collections.deque)):
-            for item in value.values() if isinstance(value, dict) else value:
-                self._note(item)
+        for item in value.values() if isinstance(value, dict) else value:
+            self._note(item)
 
     def restore(self) -> None:
         """Give modules their attributes, and containers in them, back."""
@@ -197,12 +201,16 @@ class _Held:
             (value.update if isinstance(value, (dict, set)) else value.extend)(content)
 
 
-def _is_of_a_user(value: Any) -> bool:
-    """Return True for a plain object that a forward may store results in, such as a cache."""
-    cls = type(value)
-    library = cls.__module__.partition(".")[0]
-    is_plain = type(getattr(value, "__dict__", None)) is dict and not callable(value)
-    return is_plain and library not in _LIBRARIES and not isinstance(value, nn.Module)
+_NO_STATE = frozenset([bool, int, float, complex, str, bytes, type(None), torch.dtype])
+_CONTAINERS = (dict, list, tuple, set, collections.deque)
+
+
+@functools.cache
+def _may_hold_results(cls: type[Any]) -> bool:
+    """Return True for the class of plain objects that a forward may store results in."""
+    is_called = any("__call__" in vars(base) for base in cls.__mro__)
+    is_plain = not issubclass(cls, (nn.Module, type)) and not is_called
+    return is_plain and cls.__module__.partition(".")[0] not in _LIBRARIES
 
 
 #: Where classes come from that hold no results; those of the user's own are told by the rest.

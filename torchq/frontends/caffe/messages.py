@@ -195,11 +195,15 @@ def numbers(value: int | memoryview, size: int, where: str) -> bytes:
 _LAYERS_V1, _LAYERS = 2, 100
 # (name, blobs) of V1LayerParameter and LayerParameter.
 _LAYER_FIELDS = {_LAYERS_V1: (4, 6), _LAYERS: (1, 7)}
-# BlobProto: num, channels, height, width; data; shape; double_data. BlobShape: dim.
+# BlobProto: num, channels, height, width; data; shape; double_data. BlobShape: dim. Of NVIDIA's
+# Caffe: raw_data, and its type, which is a number of the enumeration `Type` there. Field 10 of
+# other forks is half_data.
 _LEGACY = (1, 2, 3, 4)
 _DATA = 5
 _SHAPE = 7
 _DOUBLE_DATA = 8
+_RAW_TYPE, _RAW_DATA = 10, 12
+_RAW_TYPES = {0: torch.float64, 1: torch.float32, 2: torch.float16}
 _DIM = 1
 
 
@@ -228,13 +232,28 @@ def _layer(
     return name, [_blob(blob, f"{where}: layer {name!r}") for blob in blobs]
 
 
+def _raw_type(value: int | memoryview, where: str) -> torch.dtype:
+    if isinstance(value, int) and value in _RAW_TYPES:
+        return _RAW_TYPES[value]
+    raise FrontendError(
+        f"{where}: got raw data of type {value if isinstance(value, int) else 'unknown'}; expected "
+        "doubles, floats or half floats. Save the weights in float32"
+    )
+
+
 def _blob(data: memoryview, where: str) -> Tensor:
     legacy = dict.fromkeys(_LEGACY, 1)
     shape: list[int] | None = None
     parts: list[bytes] = []
     dtype = torch.float32
+    raw_type: int | memoryview = 1
     for number, value in fields(data, where):
-        if number in _LEGACY and isinstance(value, int):
+        if number == _RAW_TYPE:
+            raw_type = value
+        elif number == _RAW_DATA and not isinstance(value, int):
+            dtype = _raw_type(raw_type, where)
+            parts.append(bytes(value))
+        elif number in _LEGACY and isinstance(value, int):
             legacy[number] = value
         elif number == _SHAPE and not isinstance(value, int):
             shape = []
@@ -243,6 +262,11 @@ def _blob(data: memoryview, where: str) -> Tensor:
         elif number in (_DATA, _DOUBLE_DATA):
             dtype = torch.float32 if number == _DATA else torch.float64
             parts.append(numbers(value, dtype.itemsize, where))
+    if not parts and isinstance(raw_type, memoryview):
+        raise FrontendError(
+            f"{where}: got half_data, which a fork of Caffe writes; expected data. Save the "
+            "weights in float32"
+        )
     sizes = list(legacy.values()) if shape is None else shape
     content = bytearray(b"".join(parts))
     if math.prod(sizes) * dtype.itemsize != len(content):
