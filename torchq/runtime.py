@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -279,15 +279,53 @@ def runtime_of(target: str | Runtime | None) -> Runtime | None:
     return RUNTIMES[target]
 
 
-#: The attribute of a model that names the runtime it was quantized for.
-_ATTRIBUTE = "_torchq_target"
+#: The attributes of a model that name the runtime it was quantized for, and its settings.
+_ATTRIBUTE, _SETTINGS = "_torchq_target", "_torchq_target_settings"
+_PLAIN = (str, bool, int, float)
+
+
+def settings_of(runtime: Runtime | None) -> dict[str, Any]:
+    """Return the settings of a runtime that are others than those of the registered one."""
+    registered = None if runtime is None else RUNTIMES.get(runtime.name)
+    if registered is None or type(registered) is not type(runtime):
+        return {}
+    names = [one.name for one in fields(registered)]
+    own = {name: getattr(runtime, name) for name in names}
+    usual = {name: getattr(registered, name) for name in names}
+    return {n: v for n, v in own.items() if v != usual[n] and isinstance(v, _PLAIN)}
+
+
+def runtime_with(name: str | None, settings: Mapping[str, Any]) -> Runtime | None:
+    """Return the registered runtime of a name with other settings; None for an unknown name.
+
+    Raises:
+        ConfigError: It has no such settings.
+    """
+    registered = None if name is None else RUNTIMES.get(name)
+    if registered is None or not settings:
+        return registered
+    try:
+        return replace(registered, **settings)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"load: settings: got {short_repr(dict(settings))} for {name!r} ({error}); expected "
+            "settings that it has. The file is damaged"
+        ) from None
 
 
 def remember_target(model: nn.Module, runtime: Runtime | None) -> None:
-    """Keep with a model which runtime it is quantized for; None forgets it."""
+    """Keep with a model which runtime it is quantized for, with its settings; None forgets it."""
     vars(model).pop(_ATTRIBUTE, None)
+    vars(model).pop(_SETTINGS, None)
     if runtime is not None:
         vars(model)[_ATTRIBUTE] = runtime.name
+        if settings := settings_of(runtime):
+            vars(model)[_SETTINGS] = settings
+
+
+def planned_runtime(model: nn.Module) -> Runtime | None:
+    """Return the runtime that a model was quantized for, with its settings; None for none."""
+    return runtime_with(planned_target(model), vars(model).get(_SETTINGS, {}))
 
 
 def planned_target(model: nn.Module) -> str | None:

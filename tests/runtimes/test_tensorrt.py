@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections.abc import Callable
@@ -533,3 +534,31 @@ def test_deploy_runs_the_file_in_float32(monkeypatch: pytest.MonkeyPatch) -> Non
     deployed = torchq.deploy(model, X, target="tensorrt", progress=False)
     assert deployed.target == "tensorrt" and deployed.settings.precision == "float32"
     assert (deployed(X) - model(X)).abs().max() < 1e-2
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+def test_the_precision_of_a_plan_is_that_of_its_files(precision: str, tmp_path: Path) -> None:
+    """A model that was quantized for float32 was written in float16."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 16, 8, 8)
+
+    def net() -> nn.Sequential:
+        return nn.Sequential(nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3)).eval()
+
+    model = net()
+    torchq.quantize_(model, target=TensorRt(precision=precision), example=x, progress=False)
+    torchq.calibrate(model, [x], progress=False)
+    torchq.save(model, tmp_path / "m.pt")
+    for one in (model, copy.deepcopy(model), torchq.load(net(), tmp_path / "m.pt")):
+        torchq.export_onnx(one, x, tmp_path / "m.onnx", progress=False)
+        assert check_file(tmp_path / "m.onnx").precision == precision
+    content = torch.load(tmp_path / "m.pt")
+    assert content["torchq"].get("settings", {}) == (
+        {} if precision == "float16" else {"precision": precision}
+    )
+    content["torchq"]["settings"] = {"precision": "float3"}
+    torch.save(content, tmp_path / "m.pt")
+    with pytest.raises(ConfigError, match=r"load: settings: got {'precision': 'float3'}"):
+        torchq.load(net(), tmp_path / "m.pt")
+    torchq.restore_(model)
+    assert torchq.plan(model).settings == {}

@@ -54,7 +54,7 @@ from torchq.onnx.torch_exporters import (
     run_torchscript,
     write_pairs,
 )
-from torchq.runtime import RUNTIMES, Runtime, check_planned, planned_target, runtime_of
+from torchq.runtime import RUNTIMES, Runtime, check_planned, planned_runtime, runtime_of
 from torchq.utils import (
     bullets,
     deployed_part,
@@ -226,8 +226,7 @@ def _report_on(graph: Model, path: Path, runtime: Runtime | None, **fields: Any)
 
 def _runtime_for(model: nn.Module, target: str | Runtime | None) -> Runtime | None:
     """Return the runtime of a file: the given one, or that of the plan; ConfigError for others."""
-    planned = planned_target(model) or ""
-    runtime = RUNTIMES.get(planned) if target is None else runtime_of(target)
+    runtime = planned_runtime(model) if target is None else runtime_of(target)
     check_planned("export_onnx", model, runtime)
     check_dtypes(model, runtime)
     return runtime

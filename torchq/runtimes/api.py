@@ -10,7 +10,7 @@ from torch import nn
 from torchq.errors import ConfigError
 from torchq.lowering.api import simulated_copy
 from torchq.lowering.placeholder import add_placeholder_, placeholder_for
-from torchq.runtime import RUNTIMES, Runtime, check_planned, planned_target, runtime_of, targets
+from torchq.runtime import RUNTIMES, Runtime, check_planned, planned_runtime, runtime_of, targets
 from torchq.runtimes.engine import Engine, Task
 from torchq.runtimes.fastest import build_fastest
 from torchq.runtimes.graph_engine import EngineModule
@@ -112,7 +112,7 @@ def deploy(
 def _engine(model: nn.Module, example: Any, target: str | Runtime | None) -> Engine:
     """Return the runtime that runs a model here: the wanted one, or else the one of its plan."""
     if target is None:
-        planned = RUNTIMES.get(planned_target(model) or "")
+        planned = planned_runtime(model)
         if isinstance(planned, Engine) and planned.measured and example is not None:
             return planned
         return Torch()

@@ -23,7 +23,7 @@ from torchq.nn.calls.routes import CallSite
 from torchq.nn.convert import unchanged_on_error, unparametrized
 from torchq.nn.modules.frozen_batchnorm import thawed
 from torchq.nn.modules.operators import OPERATORS, QuantCat, stand_in
-from torchq.runtime import RUNTIMES, remember_target
+from torchq.runtime import remember_target, runtime_with
 from torchq.swap.plan import ALREADY, Decision, Operators, Plan, canonical_groups
 from torchq.swap.same_results import (
     EQUAL,
@@ -83,6 +83,7 @@ def plan_of(model: nn.Module) -> Plan:
     whole: Plan = vars(model).get(_ATTRIBUTE, found)
     kept_fields: dict[str, Any] = {
         "target": whole.target,
+        "settings": whole.settings,
         "recipe": whole.recipe,
         "work": whole.work,
     }
@@ -220,6 +221,7 @@ def apply_(model: nn.Module, plan: Plan, example: Any = None) -> None:
         raise ConfigError(
             f"apply_: {where}: got {got!r}; expected {expected}. Use what torchq.plan returned"
         )
+    runtime = runtime_with(plan.target, plan.settings)
     with unchanged_on_error(model):
         if as_it_is(model).outcome() == plan.outcome():
             _set_modes(model, plan)
@@ -236,7 +238,7 @@ def apply_(model: nn.Module, plan: Plan, example: Any = None) -> None:
             else:
                 plan = replace(plan, check=_carry_out_and_check(model, plan, example))
         vars(model)[_ATTRIBUTE] = plan
-        remember_target(model, None if plan.target is None else RUNTIMES.get(plan.target))
+        remember_target(model, runtime)
 
 
 def _carry_out_and_check(model: nn.Module, plan: Plan, example: Any) -> str:

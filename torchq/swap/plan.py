@@ -170,6 +170,7 @@ class Plan:
             stay off, say.
         fusions: what :func:`torchq.fuse_` did before.
         target: the runtime that it is for, or None.
+        settings: those of the runtime that are others than its usual ones.
         recipe: the name of the rules.
         work: what each module computes: multiply-adds with an example, else its weights.
         forwards: path of a module with operators or calls that are known by their places in its
@@ -186,6 +187,7 @@ class Plan:
     modes: Mapping[str, str] = field(default_factory=dict)
     fusions: tuple[Mapping[str, Any], ...] = ()
     target: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
     recipe: str = ""
     work: Work | None = None
     forwards: Mapping[str, str] = field(default_factory=dict)
@@ -270,6 +272,7 @@ class Plan:
         rows = (replace(d, names=d.names[:1], by="", note="") for d in self.replaced)
         decisions = tuple(sorted(rows, key=lambda d: d.names))
         same: dict[str, Any] = {"modes": {}, "target": None, "recipe": "", "work": None}
+        same["settings"] = {}
         return replace(self, decisions=decisions, **same, check="")
 
     def to_dict(self) -> dict[str, Any]:
@@ -281,6 +284,7 @@ class Plan:
         operators   path of a module -> its class, and ``sites``; see :class:`Operators`
         forwards    path of a module -> the hash of its code. Left out where there is none.
         check       left out where it is empty
+        settings    those of the target that are others than its usual ones; left out without any
         work        ``measured``, ``amounts`` and ``classes`` of what each module computes, or None
         ==========  ==============================================================================
 
@@ -436,7 +440,7 @@ _PARTS = (
     *("operators", "placed", "shared", "modes", "work"),
 )
 #: Those that are left out where they are empty.
-_MAYBE = ("forwards", "check")
+_MAYBE = ("forwards", "check", "settings")
 
 
 _MODES = ("off", "observe", "quantize", "observe+quantize")

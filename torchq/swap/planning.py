@@ -11,7 +11,7 @@ from torchq.config import QuantConfig, Rule
 from torchq.errors import ConfigError, QuantizationError
 from torchq.nn.calls.find import find_calls
 from torchq.nn.convert import unchanged_on_error
-from torchq.runtime import Runtime, remember_target, runtime_of
+from torchq.runtime import Runtime, remember_target, runtime_of, settings_of
 from torchq.swap.apply import (
     as_it_is,
     carry_out_,
@@ -230,6 +230,7 @@ def _planned(
         shared=(),
         modes=_open_branches(operators) if placement and placement.one_branch else {},
         target=None if runtime is None else runtime.name,
+        settings=settings_of(runtime),
         recipe=rules.config.name,
         work=work_of(model, products),
     )
