@@ -111,6 +111,7 @@ def train(model: nn.Module, batches: Sequence[Tensor]) -> None:
         loss = torch.stack([result.square().mean() for result in results]).sum()
         optimizer.zero_grad()
         loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # some diverge to infinity otherwise
         optimizer.step()
     model.eval()
 
