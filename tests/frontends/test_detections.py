@@ -73,7 +73,7 @@ def test_detections_of_ssd_in_a_file_follow_the_image(
     assert len(counts) >= 3, counts
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @EXPORTERS
 def test_a_file_of_ssd_finds_nothing_where_nothing_is(dynamo: bool, tmp_path: Path) -> None:
     model = ssd({"confidence_threshold: 0.3": "confidence_threshold: 0.6"})

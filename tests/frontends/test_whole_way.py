@@ -112,7 +112,7 @@ def sentences(count: int) -> dict[str, Tensor]:
 CASES = [(detector, images, nn.Conv2d, 3), (transformer, sentences, nn.Linear, 12)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("make", "batch", "kind", "least"), CASES, ids=["detector", "transformer"])
 @pytest.mark.parametrize("dynamo", [True, False], ids=["export", "torchscript"])
 def test_the_whole_way(

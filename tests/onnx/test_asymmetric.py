@@ -79,6 +79,7 @@ def test_the_runtime_gets_the_same_numbers(generator: torch.Generator, path: Pat
     assert torch.equal(torch.from_numpy(y), model(x))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dynamo", [True, False])
 def test_few_bits_per_axis_and_both_exporters(
     dynamo: bool, generator: torch.Generator, path: Path

@@ -179,6 +179,7 @@ def test_encodings_that_do_not_fit_are_one_error(path: Path) -> None:
         apply_encodings(model, grids, x)
 
 
+@pytest.mark.slow
 def test_a_quantizer_of_two_tensors_wants_one_grid(path: Path) -> None:
     model, x = quantized(Residual, (4, 3, 16, 16))
     report = export_encodings(model, x, path)
@@ -205,6 +206,7 @@ def test_one_command_makes_a_file_of_encodings(
     assert "not allowed with argument --encodings" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_report_names_what_readers_do_otherwise(path: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 3, 16, 16)

@@ -506,7 +506,7 @@ def calibrated_on(model: nn.Module, *examples: Tensor) -> Any:
     return model
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @BOTH
 def test_a_model_that_was_read_keeps_the_names_of_its_file(path: Path, dynamo: bool) -> None:
     model = calibrated_on(two_inputs(), *batch())

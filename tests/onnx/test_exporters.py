@@ -105,7 +105,7 @@ def model_with(*kinds: str) -> nn.Module:
     return model
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("dynamo", [True, False])
 @pytest.mark.parametrize("kind", DESCRIPTORS)
 def test_a_file_has_the_numbers_of_the_model(kind: str, dynamo: bool, path: Path) -> None:

@@ -283,7 +283,7 @@ class Listener(nn.Module):
         return self.over_time(self.features(x))[0]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.filterwarnings("ignore:Exporting a model to ONNX with a batch_size")
 @pytest.mark.filterwarnings("ignore:.* only .* quantized")

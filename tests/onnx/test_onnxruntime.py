@@ -298,6 +298,7 @@ def test_other_transpositions_stay(open_lengths: str, dynamo: bool, path: Path) 
     assert torchq.verify_onnx(model, path, [x], progress=False).ok
 
 
+@pytest.mark.slow
 def test_modules_that_were_traced_for_a_target_export(path: Path) -> None:
     """The concatenations of a DenseNet are found by a trace, which torch.export must not repeat."""
     densenet = pytest.importorskip("torchvision.models.densenet")

@@ -110,7 +110,7 @@ class Shared(nn.Module):
 SINGLE = torchq.runtimes.TensorRt(precision="float32")
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.eight_bit_products("openvino")
 @pytest.mark.parametrize("target", [None, "onnxruntime", "openvino", SINGLE, "qnn"], ids=str)
 @pytest.mark.parametrize("dynamo", EXPORTERS)

@@ -59,7 +59,7 @@ def share_equal(model: nn.Module, path: Path, x: Tensor) -> float:
     return float((difference < 1e-5).float().mean())
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dynamo", [True, False])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_images_get_equal_results_in_a_session(recipe: str, dynamo: bool, path: Path) -> None:
@@ -201,6 +201,7 @@ def test_tensorrt_has_signed_codes_and_rules_that_fix_unsigned_ones_stay() -> No
         assert plan.decision("2").input.unsigned is wanted and plan.decision("2").unsigned == ()
 
 
+@pytest.mark.slow
 def test_a_model_for_no_target_keeps_its_grid_with_a_warning(path: Path) -> None:
     torch.manual_seed(0)
     model, x = Residual().eval(), torch.randn(2, 3, 12, 12)

@@ -87,10 +87,15 @@ def assert_compiled_trains_equally(model: nn.Module, x: Tensor) -> None:
         )
 
 
-@pytest.mark.sample(1)
+# Learned, and in blocks; int8 is the test below.
 @pytest.mark.parametrize(
-    "recipe", ["w4a4", "mxfp8", "nvfp4"]
-)  # learned, and in blocks; int8 is the test below
+    "recipe",
+    [
+        "w4a4",
+        pytest.param("mxfp8", marks=pytest.mark.slow),
+        pytest.param("nvfp4", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_s26_compiled_whole_equals_eager(recipe: str) -> None:
     model = simulated(
