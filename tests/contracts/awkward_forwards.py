@@ -485,6 +485,17 @@ class Noise(Base):
         return h * (1 + random.random() * 0.1)
 
 
+@awkward("noise: generators of its own")
+class OwnNoise(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers, self.generator = random.Random(0), torch.Generator().manual_seed(1)
+
+    def tail(self, h: Tensor) -> Any:
+        noise = torch.rand(h.shape, generator=self.generator)
+        return h * self.numbers.random() + self.b(h + noise)
+
+
 @awkward("noise: dropout that is always on")
 class Dropout(Base):
     def tail(self, h: Tensor) -> Any:

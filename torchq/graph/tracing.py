@@ -66,10 +66,20 @@ class ForwardTracer(fx.Tracer):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Trace a call of a module; an error in the code of a graph module prints no traceback."""
-        if isinstance(m, fx.GraphModule) and forward_hook_kind(m) is None:
-            forward = m.forward
-        return super().call_module(m, forward, args, kwargs)
+        """Trace a call of a module; an error in a graph module goes to :func:`trace_call`."""
+        if not isinstance(m, fx.GraphModule):
+            return super().call_module(m, forward, args, kwargs)
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception as error:
+            raise _GraphFailed(error) from error
+
+
+class _GraphFailed(BaseException):
+    """An error in the code of a graph module inside a model.
+
+    The call around it would print the traceback of an Exception, whoever handles that.
+    """
 
 
 def _assigning(name: str) -> Callable[[fx.Proxy, Any], Any]:
@@ -157,7 +167,10 @@ def trace_call(
     constants = {k: v for k, v in values.items() if v is None or isinstance(v, (bool, int, float))}
     with state_kept(module):
         before = [(tensor, version_of(tensor)) for tensor in _stored_tensors(module)]
-        graph = tracer.trace(module, constants or None)
+        try:
+            graph = tracer.trace(module, constants or None)
+        except _GraphFailed as failed:
+            raise failed.args[0] from None
         if isinstance(tracer, ForwardTracer):
             changed = any(version_of(tensor) != version for tensor, version in before)
             attributes = [v for part in module.modules() for v in vars(part).values()]

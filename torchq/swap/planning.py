@@ -46,7 +46,14 @@ from torchq.swap.same_results import (
     unrepeatable_module,
 )
 from torchq.swap.share import counting_products, warn_if_small, work_of
-from torchq.utils import Pattern, progress_stages, qualified_name, random_kept, state_kept
+from torchq.utils import (
+    Pattern,
+    progress_stages,
+    qualified_name,
+    random_kept,
+    state_kept,
+    uncompiled,
+)
 
 _Operators: TypeAlias = tuple[tuple[Operator, Draft], ...]
 
@@ -105,7 +112,7 @@ def quantize_(
     """
     stages = progress_stages("quantize", ("plan", "swap"), enabled=progress)
     # What is made in inference mode could not be calibrated or trained outside of it.
-    with torch.inference_mode(False), stages as next_stage:
+    with torch.inference_mode(False), uncompiled(), stages as next_stage:
         found = _planned(model, config, include, exclude, target, example)
         next_stage()
         if example is None:
@@ -197,7 +204,7 @@ def plan(
             selects no module that could be quantized; or nothing at all would be quantized; or
             the model is a program of torch.export.
     """
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), uncompiled():
         found = _planned(model, config, include, exclude, target, example)
     warn_if_small(model, found.share)
     return found

@@ -4,11 +4,13 @@ import collections
 import copy
 import functools
 import inspect
+import random
 import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -158,7 +160,7 @@ _MOST_OBJECTS = 10_000
 
 
 class _Held:
-    """What the attributes of modules hold: containers with their items, and tensors.
+    """What the attributes of modules hold: containers with their items, tensors, generators.
 
     Objects of classes of the user's own are looked into as dictionaries are.
     """
@@ -166,6 +168,7 @@ class _Held:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._attributes = [(module, dict(vars(module))) for module in modules]
         self._containers: dict[int, tuple[Any, Any]] = {}
+        self._generators: list[tuple[Callable[[Any], object], Any]] = []
         self.tensors: dict[int, Tensor] = {}
         for _, values in self._attributes:
             for value in values.values():
@@ -180,6 +183,13 @@ class _Held:
                 self.tensors[id(value)] = value
         elif isinstance(value, _CONTAINERS):
             self._note_container(value)
+        elif isinstance(value, torch.Generator):
+            self._generators.append((value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            self._generators.append((value.setstate, value.getstate()))
+        elif hasattr(value, "bit_generator"):  # one of NumPy's
+            numbers = value.bit_generator
+            self._generators.append((partial(setattr, numbers, "state"), numbers.state))
         elif _may_hold_results(type(value)) and hasattr(value, "__dict__"):  # type: ignore[arg-type]
             self._note_container(vars(value))
 
@@ -199,6 +209,8 @@ class _Held:
         for value, content in self._containers.values():
             value.clear()
             (value.update if isinstance(value, (dict, set)) else value.extend)(content)
+        for set_state, state in self._generators:
+            set_state(state)
 
 
 _NO_STATE = frozenset([bool, int, float, complex, str, bytes, type(None), torch.dtype])
