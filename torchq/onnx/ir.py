@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torchq.errors import ExportError, TorchqError
-from torchq.utils import replacing
+from torchq.utils import replacing, why_no_model
 from torchq.utils.optional import OptionalModule, import_optional
 
 Model: TypeAlias = Any
@@ -86,6 +86,10 @@ def named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     except TorchqError:
         raise
     except Exception as error:
+        with open(path, "rb") as file:
+            reason = why_no_model(file.read(64))
+        if reason:
+            raise ExportError(f"{path}: {reason}") from error
         raise ExportError(
             f"{path}: is not a valid ONNX file ({first_line(error)}). Export the model again"
         ) from error

@@ -1,7 +1,7 @@
 """Leaf helpers. Imports only errors, torch, tqdm and the standard library."""
 
 from torchq.utils.batches import check_batches, kept_batches
-from torchq.utils.data import check_fields, parse_json, replacing, short_repr
+from torchq.utils.data import check_fields, parse_json, replacing, short_repr, why_no_model
 from torchq.utils.modules import (
     calls_are_recorded,
     constant_while_tracing,
@@ -74,5 +74,6 @@ __all__ = [
     "untouched",
     "unwrapped",
     "watching",
+    "why_no_model",
     "wrap",
 ]

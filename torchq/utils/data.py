@@ -69,6 +69,15 @@ def check_fields(
     return data
 
 
+def why_no_model(head: bytes) -> str:
+    """Return what the first bytes of a file are where they are those of no model; else ""."""
+    if head.startswith(b"version https://git-lfs"):
+        return "is a pointer of Git LFS in place of the file; run git lfs pull"
+    if head.lstrip()[:14].lower().startswith((b"<!doctype html", b"<html")):
+        return "is a page of HTML in place of the file; download the file itself"
+    return ""
+
+
 @contextmanager
 def replacing(*paths: str | os.PathLike[str]) -> Iterator[tuple[Path, ...]]:
     """Yield temporary paths to write to; on success the files there take the places of ``paths``.

@@ -19,7 +19,7 @@ from torchq.errors import ConfigError
 from torchq.nn import TensorQuantizer
 from torchq.nn.optional_buffers import RECORD, is_record
 from torchq.swap import plan_of
-from torchq.utils import short_repr
+from torchq.utils import short_repr, why_no_model
 
 # Bytes of an archive that are checked at once.
 _CHUNK = 1 << 20
@@ -99,6 +99,10 @@ def read_file(path: str | os.PathLike[str], map_location: Any) -> Any:
     if path.is_dir():
         return _read_folder(path, map_location)
     with path.open("rb") as file:
+        reason = why_no_model(file.read(64))
+        if reason:
+            raise ConfigError(f"load: {path}: {reason}")
+        file.seek(0)
         try:
             if path.suffix == ".safetensors":
                 return _read_safetensors(file.read(), map_location)

@@ -10,6 +10,7 @@ from torch import fx
 
 from torchq.errors import FrontendError
 from torchq.frontends.building.graph import Converters, FileNode, GraphBuilder, Value
+from torchq.utils import why_no_model
 
 #: (number of a node, number of its output).
 Output = tuple[int, int]
@@ -21,25 +22,35 @@ def origin(function: str, description: Any) -> str:
     return f"{function}: {os.fspath(description)}" if is_path else function
 
 
+#: Bytes that tell a model from what downloads leave in its place.
+_HEAD = 64
+
+
 def text_of(source: Any, where: str, what: str) -> str:
     """Return the text of a description: it holds a brace, which no path does."""
     if isinstance(source, str) and "{" in source:
         return source
     try:
-        return Path(os.fspath(source)).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+        content = Path(os.fspath(source)).read_text(encoding="utf-8")
+    except (OSError, ValueError, TypeError) as error:
         raise FrontendError(f"{where}: cannot read the {what} ({error})") from None
+    if reason := why_no_model(content[:_HEAD].encode()):
+        raise FrontendError(f"{where}: the {what} {reason}")
+    return content
 
 
 def bytes_of(source: Any, where: str, what: str) -> tuple[bytes, str]:
     """Return the bytes of a file, and how errors in them begin."""
     if isinstance(source, bytes):
         return source, f"{where}: the {what}"
-    path = Path(os.fspath(source))
     try:
-        return path.read_bytes(), f"{where}: {path.name}"
-    except OSError as error:
+        path = Path(os.fspath(source))
+        content = path.read_bytes()
+    except (OSError, TypeError) as error:
         raise FrontendError(f"{where}: cannot read the {what} ({error})") from None
+    if reason := why_no_model(content[:_HEAD]):
+        raise FrontendError(f"{where}: the {what} {reason}")
+    return content, f"{where}: {path.name}"
 
 
 class NetworkImporter:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchq.errors import FrontendError
+from torchq.utils import why_no_model
 from torchq.utils.optional import import_optional
 
 #: Types of four bits, two elements in a byte, and the torch types that their tensors get.
@@ -46,6 +47,10 @@ def read_model(source: Any) -> tuple[Any, Path | None]:
             path = Path(source)
             where = f"from_onnx: {path}"
             folder = path.resolve().parent
+            with path.open("rb") as file:
+                reason = why_no_model(file.read(64))
+            if reason:
+                raise FrontendError(f"{where}: {reason}")
             model = onnx.load_model(str(path), load_external_data=False)
         elif isinstance(source, bytes):
             model = onnx.load_model_from_string(source)
@@ -55,6 +60,8 @@ def read_model(source: Any) -> tuple[Any, Path | None]:
             model = import_optional("onnx.inliner", "from_onnx").inline_local_functions(model)
     except FileNotFoundError:
         raise FrontendError(f"{where}: there is no such file") from None
+    except FrontendError:
+        raise
     except Exception as error:  # protobuf and onnx raise many kinds of errors for broken files
         reason = f"{type(error).__name__}: {error}"
         raise FrontendError(f"{where}: cannot be read as ONNX ({reason})") from None
