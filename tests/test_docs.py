@@ -162,6 +162,7 @@ def with_marks(page: str) -> Any:
     return pytest.param(page, marks=[pytest.mark.slow] if page in LONG else [])
 
 
+@pytest.mark.eight_bit_products("deploy")
 @pytest.mark.parametrize("page", [with_marks(page) for page in PAGES if blocks(page)])
 def test_the_code_runs(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
