@@ -164,6 +164,6 @@ def _compare_bias(name: str, bias: Tensor, weight: Value) -> Iterator[LayerAgree
         else:
             continue
         if found is None:  # Exporters leave out zeros.
-            yield compare_stored(name, bias.detach().cpu(), torch.zeros(bias.shape))
+            yield compare_stored(name, bias.detach().cpu(), torch.zeros(bias.shape, device="cpu"))
         elif is_constant(found):
             yield compare_stored(name, bias.detach().cpu(), value_of(found).reshape(bias.shape))
