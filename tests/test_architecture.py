@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_FILE = 700  # lines
-MAX_FUNCTION = 40  # lines of code, the docstring not counted
 
 
 @cache
@@ -32,14 +30,6 @@ def assigns_class(tree: ast.Module) -> bool:
     return any(map(assigns, ast.walk(tree)))
 
 
-def length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Return the lines of a function without its docstring."""
-    first = function.body[0]
-    documented = ast.get_docstring(function, clean=False) is not None
-    lines = (function.end_lineno or 0) - function.lineno + 1
-    return lines - ((first.end_lineno or 0) - first.lineno + 1 if documented else 0)
-
-
 def test_import_contracts_hold() -> None:
     """Run ``lint-imports`` over the contracts in pyproject.toml."""
     pytest.importorskip("importlinter")
@@ -55,15 +45,3 @@ def test_one_file_changes_the_class_of_objects() -> None:
     texts = {path: text for path, text in sources("torchq").items() if "__class__" in text}
     found = [path for path, text in texts.items() if assigns_class(ast.parse(text))]
     assert found == ["torchq/nn/convert.py"]
-
-
-def test_files_and_functions_are_short() -> None:
-    long = []
-    for path, text in sources("torchq", "tests", "benchmarks").items():
-        if len(text.splitlines()) > MAX_FILE:
-            long.append(f"{path}: {len(text.splitlines())} lines")
-        for node in ast.walk(ast.parse(text)):
-            is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-            if is_function and (count := length(node)) > MAX_FUNCTION:
-                long.append(f"{path}: {node.name}, {count} lines")
-    assert long == []

@@ -372,7 +372,21 @@ def _run(runs: Runs, num_batches: int | None, show: bool, outputs: Outputs | Non
             count += 1
             if outputs is not None:
                 outputs.add(Fingerprint(batch), results)
+        computed = _weights_of_hooks(runs.model)
+    for module, weight in computed.items():
+        module.weight = weight
     return count
+
+
+def _weights_of_hooks(model: nn.Module) -> dict[Any, Tensor]:
+    """Return the weights that hooks compute from their parts in each forward.
+
+    The older weight_norm and spectral_norm of torch do so. Such a weight is no state: the one that
+    the module has had before may belong to other parts.
+    """
+    layers = [module for module in model.modules() if isinstance(module, QuantModule)]
+    weights = {layer: vars(layer).get("weight") for layer in layers}
+    return {layer: weight for layer, weight in weights.items() if isinstance(weight, Tensor)}
 
 
 def _observed(

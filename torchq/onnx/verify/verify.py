@@ -155,6 +155,8 @@ class _Comparison:
         graph = load_model(path)
         self._model, self._path = model, path
         self._has_integers = _has_integers(graph)
+        # Quantizers that are off, as in torchq.disabled, leave a float model.
+        self._quantizes = any(q.quantizing for q in quantizers(model).values())
         self._session, optimized = _default_session(path, "precision" in read_record(graph))
         self.files = [_File(model, path, graph, optimized=False)]
         if optimized and self.files[0].is_for_reference:
@@ -210,7 +212,7 @@ class _Comparison:
         rows = self.files[0].rows()
         if rows:
             return Verdict(self.files[0].session, *_agreement(rows))
-        if not self._has_integers:
+        if self._quantizes and not self._has_integers:
             reason = "the model is quantized, and the file has no integers"
             return Verdict("the file as it is written", False, reason)
         results = [output.result() for output in self.outputs]
