@@ -79,14 +79,18 @@ HOOKS: dict[str, Callable[[nn.Module], Any]] = {
     "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
     "prune twice": lambda layer: [prune.random_unstructured(layer, "weight", 0.3) for _ in "ab"],
     "prune the bias": lambda layer: prune.l1_unstructured(layer, "bias", 0.5),
-    "own hook": lambda layer: layer.register_forward_pre_hook(double),
+    "own hook": lambda layer: double_before_calls(layer),
 }
 
 
+def double_before_calls(layer: Any) -> None:
+    """Let a hook of a user compute the weight before a call."""
+    layer.source = layer.weight.detach().clone()
+    layer.register_forward_pre_hook(double)
+
+
 def double(layer: nn.Module, args: Any) -> None:
-    """Compute the weight before a call, as a hook of a user may."""
-    if not hasattr(layer, "source"):
-        layer.source = layer.weight.detach().clone()  # type: ignore[operator, assignment, union-attr]
+    """Compute the weight before a call."""
     with torch.no_grad():
         layer.weight.copy_(2 * layer.source)  # type: ignore[operator, union-attr]
 

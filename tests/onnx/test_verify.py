@@ -359,4 +359,4 @@ def test_a_norm_that_was_not_fused_is_named(path: Path) -> None:
     model = nn.Sequential(*layers, nn.MaxPool2d(3, 2, 1), nn.Conv2d(64, 16, 3))
     write(model, x, path, dynamo=True)
     report = torchq.verify_onnx(model, path, [x])
-    assert not report.ok and "call torchq.fuse_ before quantize_" in str(report), report
+    assert not report.ok and "call torchq.fuse_(model.eval(), example)" in str(report), report
