@@ -77,6 +77,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     return results("", tmp_path_factory.mktemp("plain"))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "setting",
     [

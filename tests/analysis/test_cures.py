@@ -130,6 +130,7 @@ def test_a_correction_that_is_off_comes_first() -> None:
     assert "gptq_" in report.cures[1].code
 
 
+@pytest.mark.slow
 def test_four_bits_are_rounded_by_gptq_before_any_layer_stays_float() -> None:
     model = quantized(W4A4)
     report, before = examined(model), same(model)

@@ -75,7 +75,7 @@ def test_a_deployed_maximum_computes_what_was_simulated() -> None:
     assert (deployed(X) - model(X)).norm() < 0.02 * model(X).norm()  # codes at a tie
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_a_file_holds_the_maximum_between_quantizers(dynamo: bool, tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")

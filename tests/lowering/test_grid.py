@@ -154,6 +154,7 @@ def share_off(model: nn.Module, simulated: nn.Module, x: Tensor) -> float:
     return off / count
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("unsigned", "most"), [(False, 1e-5), ("auto", 2e-5)])
 @pytest.mark.parametrize("network", [Residual, Gated])
 def test_one_code_in_1e5_differs_by_one(

@@ -125,7 +125,7 @@ def packed() -> int:
     return sum(type(thing) is Tensor and thing.is_mkldnn for thing in gc.get_objects())
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @needs_onednn
 @pytest.mark.parametrize(
     ("shape", "params"),
