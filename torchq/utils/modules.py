@@ -170,9 +170,19 @@ class _Held:
         self._containers: dict[int, tuple[Any, Any]] = {}
         self._generators: list[tuple[Callable[[Any], object], Any]] = []
         self.tensors: dict[int, Tensor] = {}
+        self._nested = 0
+        # The containers of modules themselves, such as their children, come first and are never
+        # too many; only what is nested in them has a limit.
         for _, values in self._attributes:
             for value in values.values():
-                self._note(value)
+                if isinstance(value, (dict, list, set, collections.deque)):
+                    self._containers[id(value)] = (value, value.copy())
+        for _, values in self._attributes:
+            for value in values.values():
+                if id(value) in self._containers:
+                    self._note_items(value)
+                else:
+                    self._note(value)
 
     def _note(self, value: Any) -> None:
         """Enter a value, if it is a container or a tensor, and what is in it."""
@@ -194,10 +204,14 @@ class _Held:
             self._note_container(vars(value))
 
     def _note_container(self, value: Any) -> None:
-        if id(value) in self._containers or len(self._containers) > _MOST_OBJECTS:
+        if id(value) in self._containers or self._nested > _MOST_OBJECTS:
             return
+        self._nested += 1
         if not isinstance(value, tuple):
             self._containers[id(value)] = (value, value.copy())
+        self._note_items(value)
+
+    def _note_items(self, value: Any) -> None:
         for item in value.values() if isinstance(value, dict) else value:
             self._note(item)
 
