@@ -225,7 +225,8 @@ def _code(
     names = ", ".join([*function.__code__.co_freevars, *hidden])
     module = ast.parse(f"def factory({names}): pass")
     module.body[0].body = [tree]  # type: ignore[attr-defined]
-    name, tree.name = tree.name, _FUNCTION  # its own name in it must stay a global one
+    name = tree.name
+    tree.name = _FUNCTION  # its own name in it must stay a global one
     source: Any = ast.fix_missing_locations(module)
     flags = function.__code__.co_flags & _FUTURE
     code = compile(source, function.__code__.co_filename, "exec", flags, dont_inherit=True)
@@ -246,7 +247,8 @@ def _is_current(function: types.FunctionType, tree: ast.FunctionDef) -> bool:
 
     It is not where a file was edited after it was imported, or where an import hook changes code.
     """
-    known, read = function.__code__, _code(function, copy.deepcopy(tree), ())
+    known = function.__code__
+    read = _code(function, copy.deepcopy(tree), ())
     if any(name.startswith("@py") for name in known.co_names):  # pytest rewrites assertions
         names_fit = set(read.co_names) <= set(known.co_names)
         return names_fit and set(read.co_varnames) <= set(known.co_varnames)

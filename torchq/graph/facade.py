@@ -338,7 +338,8 @@ def _write_scale_and_shift(
 
 def _constant(module: fx.GraphModule, name: str, value: Tensor) -> fx.Node:
     """Return a node that reads a new buffer."""
-    free, count = name, 0
+    free = name
+    count = 0
     while hasattr(module, free):
         count += 1
         free = f"{name}_{count}"

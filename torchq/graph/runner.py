@@ -262,7 +262,8 @@ class GraphRunner:
                 "start. Swap the names"
             )
         position = {node: number for number, node in enumerate(self._nodes)}
-        needed, found = {stop}, set()
+        needed = {stop}
+        found = set()
         for node in reversed(self._nodes[: position[stop] + 1]):
             if node not in needed:
                 continue
@@ -519,7 +520,8 @@ def _after(value: Any, hook: PostHook | None) -> Any:
 
 def _place(node: fx.Node) -> str:
     """Return the module path, name and source line of ``node``, as far as they are known."""
-    path, name = _module_path(node), f"node {node.name}"
+    path = _module_path(node)
+    name = f"node {node.name}"
     return ", ".join(filter(None, [f"{path} ({name})" if path else name, _source_line(node)]))
 
 

@@ -474,5 +474,6 @@ def _routed_row(target: Any) -> Operator | None:
 
 def _is_torchs(target: Any) -> bool:
     """Return True for methods of the layers of torch, which subclasses call."""
-    home, owner = getattr(target, "__module__", None) or "", target.__qualname__.partition(".")[0]
+    home = getattr(target, "__module__", None) or ""
+    owner = target.__qualname__.partition(".")[0]
     return home.startswith("torch.nn.modules.") and owner in _FOLLOWED

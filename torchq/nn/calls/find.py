@@ -67,7 +67,8 @@ class FoundCalls:
     def note_unseen(self, module: nn.Module, places: set[str]) -> None:
         """Enter the products in the source of the module that are not at one of these places."""
         for site in rewritten(type(module)).sites if self.sites else ():
-            row, name = OPERATORS[site.operator], MARK + site.name
+            row = OPERATORS[site.operator]
+            name = MARK + site.name
             if row.layer and row.word != "attention" and name not in places:
                 self.unseen.append(CallSite(row.word, site=name, is_unseen=True))
 
@@ -178,7 +179,8 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        owner, function = self._stack[-1], product_of(func, args)
+        owner = self._stack[-1]
+        function = product_of(func, args)
         found = self.found[id(owner)]
         if func is F.multi_head_attention_forward:
             found.obstacle = WHOLE_ATTENTION
