@@ -189,7 +189,9 @@ class _Types:
             elif is_constant(source):
                 yield f"{name} reads a stored tensor; store it in the type"
             elif self._type(source) == self._type(result):
-                yield f"{name} changes nothing"
+                # Files that are float32 throughout have those of torch's exporter.
+                if self.own != "FLOAT":
+                    yield f"{name} changes nothing"
             elif self._type(result) == "FLOAT":
                 if not is_output(result) and not all(map(self._is_kept, users)):
                     yield f"{name} to float32 in front of {_named(users)}, which is not kept"
