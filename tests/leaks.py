@@ -79,10 +79,16 @@ def processes() -> set[str]:
         return {f"process {child.pid} {child.name}" for child in multiprocessing.active_children()}
     if not has_children():
         return set()
-    numbers = [
-        number for task in PROCESSES.iterdir() for number in (task / "children").read_text().split()
-    ]
+    numbers = [number for task in PROCESSES.iterdir() for number in children_of(task)]
     return {f"process {number} {command_of(number)}" for number in numbers}
+
+
+def children_of(task: Path) -> list[str]:
+    """Return the numbers of the processes that a thread has started."""
+    try:
+        return (task / "children").read_text().split()
+    except OSError:  # The thread ended since it was listed.
+        return []
 
 
 def has_children() -> bool:
