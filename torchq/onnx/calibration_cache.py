@@ -42,10 +42,11 @@ def read_calibration_cache(path: str | os.PathLike[str]) -> dict[str, float]:
         CalibrationError: The file has another first line, or a damaged one, which the text names.
 
     Example:
-        >>> from tempfile import mkdtemp
-        >>> path = Path(mkdtemp(), "calib.cache")
-        >>> _ = path.write_text("TRT-8401-EntropyCalibration2\nx: 3c010204\n")
-        >>> read_calibration_cache(path)
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as folder:
+        ...     path = Path(folder, "calib.cache")
+        ...     _ = path.write_text("TRT-8401-EntropyCalibration2\nx: 3c010204\n")
+        ...     read_calibration_cache(path)
         {'x': 0.007874015718698502}
     """
     lines = Path(path).read_text("utf-8", errors="replace").splitlines()

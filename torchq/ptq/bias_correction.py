@@ -69,7 +69,7 @@ def correct_bias_(
         >>> batches = [torch.rand(16, 4)]
         >>> _ = torchq.calibrate(model, batches, correct=False, progress=False)
         >>> print(torchq.ptq.correct_bias_(model, batches, progress=False).line)
-        corrected gain and bias of 1 layers
+        corrected gain and bias of 1 layers; output ... dB -> ... dB on 1 batch
     """
     check_calibrated("correct_bias_", model)
     kept = kept_batches("correct_bias_", batches, num_batches)

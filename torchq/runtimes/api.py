@@ -78,7 +78,7 @@ def deploy(
     Example:
         >>> layers = torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 3)
         >>> model = torch.nn.Sequential(*layers).eval()
-        >>> report = torchq.quantize_(model)
+        >>> report = torchq.quantize_(model, torchq.recipes.int8(reduce_range=True))
         >>> x = torch.randn(1, 3, 8, 8)
         >>> report = torchq.calibrate(model, [x], progress=False)
         >>> int8 = torchq.deploy(model)
