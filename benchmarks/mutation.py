@@ -167,6 +167,9 @@ def _run_pytest(folder: str, arguments: Sequence[str], sender: Any) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "benchmarks"]:
         del sys.modules[name]
     os.environ["PYTHONPATH"] = folder
+    # Python would take the compiled file of a mutant of the same size and second.
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    sys.dont_write_bytecode = True
     failure = _FirstFailure()
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
