@@ -1,8 +1,12 @@
 """What a run leaves out, that it says so, and that named tests run all the same."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.slow import sample_of
+
+REPOSITORY = Path(__file__).parents[1]
 
 INI = """
 [pytest]
@@ -82,7 +86,10 @@ def test_what_a_run_leaves_out(folder: pytest.Pytester, arguments: list[str], pa
     assert says == (passed == 2 and "-m" not in arguments)
 
 
-def test_workers_of_xdist_tell_what_they_left_out(folder: pytest.Pytester) -> None:
+def test_workers_of_xdist_tell_what_they_left_out(
+    folder: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))  # processes of their own import tests.slow
     result = folder.runpytest_subprocess("-n", "2")
     result.stdout.fnmatch_lines([LEFT_OUT])
 
