@@ -329,3 +329,16 @@ def test_layers_of_as_many_channels_compute_in_integers(path: Path) -> None:
     found = kernels(path, tuple(x.shape))
     assert len(found) == 2
     assert all(kernel.endswith("i8") for kernel in found), found
+
+
+def test_what_is_compared_runs_the_kernels_of_a_session_of_the_users(path: Path) -> None:
+    """Codes shown as results made the layer behind them read int8, whose kernels lose a bit."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 16, 16)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 8, 3))
+    config = torchq.recipes.int8(reduce_range=True)
+    calibrated(model.eval(), x, config=config, target="openvino", example=x)
+    torchq.export_onnx(model, x, path, dynamo=False, progress=False)
+    report = torchq.verify_onnx(model, path, [x], progress=False)
+    assert report.ok, report.table()
+    assert [verdict.ok for verdict in report.verdicts] == [True, True, True]

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
+from torchq.functional import QParams
 from torchq.onnx.ir import (
     Model,
     Node,
@@ -20,9 +21,10 @@ from torchq.onnx.ir import (
     load_model,
     names,
     onnx_ir,
+    readers,
     save_model,
 )
-from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name
+from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, qparams_of
 from torchq.runtime import Runtime, open_session, reference_runtime
 
 #: What the session of a file is called whose codes are those of integer kernels.
@@ -63,6 +65,10 @@ class ExposedFile:
     added to what it saves, and this runs without further optimisations. Files for another runtime,
     and those that ONNX Runtime cannot optimise, are exposed as they are written.
 
+    Of files for another runtime the values of the codes are returned, and the codes are computed
+    from them. OpenVINO stores codes that a result shows as the file declares them, int8 among them,
+    and otherwise as uint8: the layer behind would run another kernel than in a user's session.
+
     Attributes:
         session: What runs, in words.
         dropped: The quantizers whose codes ONNX Runtime's optimised session does not have.
@@ -93,10 +99,15 @@ class ExposedFile:
                     model = saved
             self._count, self._names = len(model.graph.outputs), list(wanted)
             values = _values(model)
-            for name in wanted.values():
-                _expose(model, values[name])
-            save_model(model, file, check=False)
             other = runtime if runtime is not reference else None
+            self._qparams: dict[str, QParams] = {}
+            for name, codes in wanted.items():
+                if other is None or not (pairs := _dequantizers(values[codes])):
+                    _expose(values[codes], model)
+                else:
+                    _expose(pairs[0].outputs[0], model)
+                    self._qparams[name] = qparams_of(nodes[name])
+            save_model(model, file, check=False)
             run = None if other is None else other.opened(file)
             if other is not None and run is not None:
                 self.session = f"the file in {other.name}"
@@ -104,21 +115,34 @@ class ExposedFile:
 
     def run(self, feeds: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return the outputs of the file, and the codes of each quantizer in float32."""
-        found = self._run(feeds)
-        return found[: self._count], dict(zip(self._names, found[self._count :], strict=True))
+        results = self._run(feeds)
+        exposed = dict(zip(self._names, results[self._count :], strict=True))
+        for name, qparams in self._qparams.items():
+            exposed[name] = qparams.codes(qparams.scaled(exposed[name]))
+        return results[: self._count], exposed
 
 
 def _values(model: Model) -> dict[str, Value]:
     return {str(value.name): value for node in model.graph for value in node.outputs}
 
 
-def _expose(model: Model, codes: Value) -> None:
-    """Return codes of any type as floats, beside the outputs of the file."""
+def _dequantizers(codes: Value) -> list[Node]:
+    """Return the nodes that make float32 values of codes, whose codes these values tell exactly."""
+    return [
+        node
+        for node in readers(codes)
+        if node.op_type == "DequantizeLinear"
+        and data_type(node.inputs[1]) == onnx_ir.DataType.FLOAT
+    ]
+
+
+def _expose(value: Value, model: Model) -> None:
+    """Return codes, or values, of any type as floats, beside the outputs of the file."""
     single = onnx_ir.DataType.FLOAT
-    name = f"{codes.name}/float codes"
-    value = add_node(codes.producer(), "Cast", [codes], name, {"to": single.value})
-    value.type = onnx_ir.TensorType(single)
-    model.graph.outputs.append(value)
+    name = f"{value.name}/as float"
+    shown = add_node(value.producer(), "Cast", [value], name, {"to": single.value})
+    shown.type = onnx_ir.TensorType(single)
+    model.graph.outputs.append(shown)
 
 
 @dataclass(frozen=True)
