@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_weights
 
+import torchq
 from tests.fusion.blocks.layers import BatchNormAct
 from tests.fusion.common import (
     Net,
@@ -126,6 +128,32 @@ def test_activation_of_a_batchnorm_survives() -> None:
     frozen = build(AFTER["frozen"])
     fuse_(frozen)
     assert type(frozen[1]) is nn.Identity
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_networks_may_fold_their_own_batchnorms_afterwards(quantized: bool) -> None:
+    """Ultralytics does at each ``val``: it reads the BatchNorm, and scales ranges of weights."""
+    torch.manual_seed(0)
+    model = randomized(nn.Sequential(conv(6, 3), nn.BatchNorm2d(6), nn.ReLU()))
+    x = image(2, 4, 9, 8).float()
+    fuse_(model, x)
+    if quantized:
+        torchq.quantize_(model)
+        torchq.calibrate(model, [x], progress=False)
+        torchq.qat.learn_ranges_(model)
+    want, before = model(x).detach(), dict(model.state_dict())
+    layer: Any = model[0]
+    norm: Any = model[1]
+    numbers = (norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)
+    layer.weight, layer.bias = fuse_conv_bn_weights(layer.weight, layer.bias, *numbers)
+    if quantized:
+        range_of_weight = layer.weight_quantizer.amax
+        factor = (norm.weight / torch.sqrt(norm.running_var + norm.eps)).abs()
+        layer.weight_quantizer.amax = range_of_weight * factor.view_as(range_of_weight)
+        assert layer.weight_quantizer.amax is range_of_weight
+    assert torch.equal(model(x), want)
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
 
 
 def test_batchnorm_before_a_padded_convolution_is_refused_unless_padded_explicitly() -> None:

@@ -1,5 +1,6 @@
 """Quantized models in the real save and load of Hugging Face, Lightning and accelerate."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,20 @@ def quantized(model: nn.Module, x: Any, target: str | None = "onnxruntime") -> A
     return model
 
 
-def test_a_quantizer_in_several_places_has_a_tensor_for_each() -> None:
-    model = quantized(Branches().eval(), X)
-    assert model.left.input_quantizer is model.right.input_quantizer
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_quantizer_in_several_places_has_a_tensor_for_each(learned: bool) -> None:
+    """Libraries that write safetensors refuse names of one tensor, or leave all but one out."""
+    model: Any = simulated(Branches().eval(), [X], target="onnxruntime", example=X)
+    if learned:
+        torchq.qat.learn_ranges_(model)
+    quantizer = model.left.input_quantizer
+    assert quantizer is model.right.input_quantizer
     state = model.state_dict()
     places = [tensor.untyped_storage().data_ptr() for tensor in state.values() if tensor.numel()]
     assert len(set(places)) == len(places)
-    assert torch.equal(state["left.input_quantizer.amax"], state["right.input_quantizer.amax"])
+    assert state["left.input_quantizer.amax"].data_ptr() == quantizer.amax.data_ptr()
+    assert torch.equal(state["right.input_quantizer.amax"], quantizer.amax)
+    assert copy.deepcopy(model).load_state_dict(state) == ([], [])
 
 
 @pytest.mark.parametrize("target", [None, "onnxruntime"])

@@ -139,6 +139,8 @@ def is_norm(module: nn.Module | None) -> TypeGuard[Any]:
     """Return True for a BatchNorm of torch, a subclass, or a frozen one, of four buffers."""
     if isinstance(module, _NORMS):
         return True
+    if isinstance(module, nn.Identity):  # what norm_remainder has left
+        return False
     buffers = () if module is None else dict(module.named_buffers(recurse=False))
     return all(name in buffers for name in _NORM_TENSORS)
 
@@ -263,9 +265,25 @@ def norm_affine(norm: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 def norm_remainder(norm: nn.Module) -> nn.Module:
-    """Return what stays where ``norm`` was: the activation of a BatchNormAct2d, or an Identity."""
+    """Return what stays where ``norm`` was: the activation of a BatchNormAct2d, or an Identity.
+
+    The Identity has the numbers of a BatchNorm that does nothing, as buffers that no state dict
+    holds. Networks that fold their own BatchNorms later, as Ultralytics' do at each ``val`` and
+    ``predict``, look for an attribute and read them: they fold a map that changes no number.
+    """
     act = getattr(norm, "act", None)
-    return act if isinstance(act, nn.Module) else nn.Identity().train(norm.training)
+    if isinstance(act, nn.Module):
+        return act
+    identity: Any = nn.Identity().train(norm.training)
+    statistics = norm.get_buffer("running_var")
+    # Nothing loads these numbers later, so a model without memory gets them on the CPU.
+    one = torch.ones_like(statistics, device="cpu" if statistics.is_meta else statistics.device)
+    for name in ("weight", "running_var"):
+        identity.register_buffer(name, one.clone(), persistent=False)
+    for name in ("bias", "running_mean"):
+        identity.register_buffer(name, torch.zeros_like(one), persistent=False)
+    identity.eps = 0.0
+    return identity
 
 
 def block_obstacle(block: nn.Module) -> str | None:

@@ -2,7 +2,8 @@
 
 The same :class:`~torchq.nn.TensorQuantizer` object stands in several slots. Calibration
 therefore sees all tensors, a learned range has one gradient, ``deepcopy`` and ``pickle`` keep the
-sharing, and the state dict holds the range under every path.
+sharing, and the state dict holds the range under every path: the tensor itself under the first
+one, copies under the others.
 """
 
 from collections.abc import Sequence
@@ -62,6 +63,7 @@ def share_quantizers_(model: nn.Module, paths: Sequence[str]) -> TensorQuantizer
         # A scale that the first one holds as it is stays, if it is the widest.
         if not all(torch.equal(own, wide) for (_, own), (_, wide) in pairs):
             first.range = widest
+    first.shared = True
     for path in paths[1:]:
         parent, _, leaf = path.rpartition(".")
         setattr(found[parent], leaf, first)

@@ -1,7 +1,7 @@
 """The module that quantizes a tensor: a descriptor, a range, a calibrator, and two switches."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -103,6 +103,8 @@ class TensorQuantizer(nn.Module):
     # A quantizer from before there were delegates has none.
     _delegate: Delegate | None = None
     keeps_sign: bool = False
+    #: It stands in several slots, by :func:`torchq.nn.share_quantizers_`.
+    shared: bool = False
 
     def __init__(
         self,
@@ -155,12 +157,23 @@ class TensorQuantizer(nn.Module):
         if name in ("amax", "amin") and name in self._buffers and isinstance(value, (int, float)):
             text = f"{self._label}: got {name}={value}; expected a tensor. Call set_amax(number)"
             raise ConfigError(text)
-        if name in ("amax", "amin") and name in self._buffers and isinstance(value, Tensor):
+        if name in ("amax", "amin") and self._takes_numbers(name, value):
             if value.numel():
                 checked_numbers(self._label, name, value, self.amax.device)
             value = value.to(torch.float32)
             self.drop_qparams()
+            if name in self._parameters:
+                self._adopt(value.detach(), name)
+                return
         super().__setattr__(name, value)
+
+    def _takes_numbers(self, name: str, value: Any) -> bool:
+        """Return whether an end of the range gets new numbers; a learned one stays a parameter."""
+        if not isinstance(value, Tensor):
+            return False
+        return name in self._buffers or (
+            name in self._parameters and not isinstance(value, nn.Parameter)
+        )
 
     def __dir__(self) -> list[str]:
         """Return the names of all attributes, without the scale where there is none yet."""
@@ -622,6 +635,20 @@ class TensorQuantizer(nn.Module):
                     now.grad = now.grad.to(torch.float32)
         return self
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Save the tensors; a shared quantizer owns them by its first path, others have copies.
+
+        Libraries that write safetensors refuse, or remove, names that share memory.
+        """
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not self.shared or keep_vars:
+            return
+        for name in (*self._parameters, *self._buffers):
+            key = prefix + name
+            tensor = destination.get(key)
+            if tensor is not None and _stands_elsewhere(tensor, key, name, destination):
+                destination[key] = tensor.clone()
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for old, new in _LEGACY_KEYS.items():
             if prefix + old in state_dict:
@@ -687,6 +714,14 @@ class TensorQuantizer(nn.Module):
         end = "amax" if self.descriptor.symmetric else "range"
         text = f"{self.descriptor}, {end}={self.range_text()}, {self.mode}"
         return text if self._delegate is None else f"{text}, delegated"
+
+
+def _stands_elsewhere(tensor: Tensor, key: str, name: str, state: Mapping[str, Tensor]) -> bool:
+    """Return whether a state dict holds the tensor of ``key`` under another path too."""
+    return any(
+        other != key and other.endswith(name) and value.data_ptr() == tensor.data_ptr()
+        for other, value in state.items()
+    )
 
 
 # Trainers that know NVIDIA ModelOpt recognise its quantizers by the name of their class, and ask

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from torchq.errors import ConfigError
-from torchq.nn import TensorQuantizer
 from torchq.nn.optional_buffers import RECORD, is_record
 from torchq.swap import plan_of
 from torchq.utils import short_repr, why_no_model
@@ -44,10 +43,9 @@ def embed_record_(model: nn.Module) -> None:
     """Let every state dict of ``model`` hold the record of what was quantized, in place.
 
     Then ``save_pretrained`` of Hugging Face and the checkpoints of Lightning hold it too, and
-    :func:`torchq.load` makes a float model of the same architecture the quantized one. A quantizer
-    that stands in several places has a copy of its range for each there. Loading
-    such a state dict into ``model`` itself works as before; a model without this call reports the
-    entry ``torchq_record`` as unexpected.
+    :func:`torchq.load` makes a float model of the same architecture the quantized one. Loading such
+    a state dict into ``model`` itself works as before; a model without this call reports the entry
+    ``torchq_record`` as unexpected.
 
     Args:
         model: quantized, now or later; the record is made when the state dict is.
@@ -66,14 +64,6 @@ def embed_record_(model: nn.Module) -> None:
 def _add_record(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     text = json.dumps(plan_of(module).to_dict()).encode()
     state[prefix + RECORD] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
-    seen = set()
-    for name, quantizer in module.named_modules(remove_duplicate=False):
-        if isinstance(quantizer, TensorQuantizer):
-            if quantizer in seen:  # Hugging Face refuses names of one tensor that it does not know.
-                start = f"{prefix}{name}."
-                for key in [key for key in state if key.startswith(start)]:
-                    state[key] = state[key].clone()
-            seen.add(quantizer)
 
 
 def _drop_record(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
