@@ -162,6 +162,7 @@ def with_marks(page: str) -> Any:
     return pytest.param(page, marks=[pytest.mark.slow] if page in LONG else [])
 
 
+@pytest.mark.sample(9)
 @pytest.mark.eight_bit_products("deploy")
 @pytest.mark.parametrize("page", [with_marks(page) for page in PAGES if blocks(page)])
 def test_the_code_runs(

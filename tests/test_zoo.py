@@ -75,6 +75,7 @@ def weighted(model: nn.Module) -> set[int]:
     return {id(m) for m in modules if any(p.dim() > 1 for p in m.parameters(recurse=False))}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.usefixtures("cheap_init")
 @pytest.mark.parametrize("name", NAMES)
 def test_swap_and_restore(name: str) -> None:

@@ -84,6 +84,7 @@ def test_a_file_of_ssd_finds_nothing_where_nothing_is(dynamo: bool, tmp_path: Pa
     assert some.shape[2] > 1 and bool((some[..., 1] >= 0).all())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino", "tensorrt", "qnn"])
 def test_default_boxes_of_a_detector_stay_float(target: str) -> None:
     model = ssd({})

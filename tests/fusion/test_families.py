@@ -37,6 +37,7 @@ def build(case: str) -> Any:
     return randomized(nn.Sequential(CASES[case].make()).double())
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("case", CASES)
 def test_family_is_merged_exactly(case: str) -> None:
     model, expected = build(case), CASES[case]
@@ -80,6 +81,7 @@ def no_gradients(*args: Any) -> NoReturn:
     raise NotAffine("kernels may not be read from gradients")
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("case", [case for case in CASES if CASES[case].family != "dbb"])
 def test_all_but_forwards_with_item_assignment_are_followed_symbolically(
     case: str, monkeypatch: pytest.MonkeyPatch

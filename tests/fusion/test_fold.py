@@ -99,6 +99,7 @@ def build(make: Callable[[], Any]) -> Any:
     return randomized(nn.Sequential(*layers).double())
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(
     "make",
     [*AFTER.values(), *BEFORE.values()],

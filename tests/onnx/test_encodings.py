@@ -47,7 +47,7 @@ def quantized(cls: type[nn.Module], shape: tuple[int, ...], **options: Any) -> t
     return calibrated(cls(), x, target="qnn", example=x, **options), x[:1]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("version", ["1.0.0", "2.0.0"])
 @pytest.mark.parametrize(("cls", "shape"), NETWORKS)
 def test_encodings_are_those_of_the_file_with_pairs(

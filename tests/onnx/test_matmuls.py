@@ -56,7 +56,7 @@ def optimized(path: Path, open_dims: dict[str, int] | None = None) -> Counter[st
     return Counter(node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dynamo", EXPORTERS)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("bias", [True, False])

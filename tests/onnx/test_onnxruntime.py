@@ -247,7 +247,7 @@ OPEN: dict[str, dict[str, Any]] = {
 EXPORTS = [(name, False) for name in OPEN] + [(name, True) for name in ("none", "batch")]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("open_lengths", "dynamo"), EXPORTS)
 @pytest.mark.parametrize(
     ("read", "groups", "gathers"), [(halves, 2, 2), (unequal, 3, 2), (whole, 4, 1)]

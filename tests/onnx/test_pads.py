@@ -324,6 +324,7 @@ def test_files_without_computed_pads_stay(path: Path) -> None:
     assert with_lengths(graph, [("other", (1, 3, 16, 16))]) is graph
 
 
+@pytest.mark.slow
 @pytest.mark.xfail(
     reason="files of the default exporter keep the pads of usual shapes", strict=True
 )

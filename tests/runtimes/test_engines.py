@@ -387,6 +387,7 @@ def on_engine(model: nn.Module, x: Tensor, engine: str) -> tuple[nn.Module, nn.M
     return model, torchq.deploy(model, x, target=engine, progress=False)
 
 
+@pytest.mark.sample(2)
 @GRAPH_ENGINES
 @pytest.mark.parametrize("size", [(2, 2), (1, 9), (0, 0)], ids=str)
 def test_images_that_are_smaller_than_a_kernel(engine: str, size: tuple[int, int]) -> None:
@@ -403,6 +404,7 @@ def test_images_that_are_smaller_than_a_kernel(engine: str, size: tuple[int, int
     torch.testing.assert_close(model(other), simulated(other), rtol=0.1, atol=0.1)
 
 
+@pytest.mark.sample(2)
 @GRAPH_ENGINES
 @pytest.mark.parametrize("shape", [(2, 0, 8), (0, 5, 8), (0, 0, 8)], ids=str)
 def test_sequences_without_elements(engine: str, shape: tuple[int, ...]) -> None:

@@ -536,6 +536,7 @@ def test_deploy_runs_the_file_in_float32(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (deployed(X) - model(X)).abs().max() < 1e-2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
 def test_the_precision_of_a_plan_is_that_of_its_files(precision: str, tmp_path: Path) -> None:
     """A model that was quantized for float32 was written in float16."""

@@ -83,6 +83,7 @@ def outcome(model: nn.Module) -> Plan:
     return replace(plan_of(model).outcome(), fusions=())
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("make", [Net, BehindCat, activated])
 def test_train_and_fold_is_fold_and_quantize(make: Any, target: str) -> None:

@@ -119,6 +119,7 @@ def check_grids(model: nn.Module, plan: Plan) -> None:
         assert marks == (decision.bias, decision.rounded_by)
 
 
+@pytest.mark.sample(24)
 @pytest.mark.filterwarnings("ignore:.*only .* quantized")
 @pytest.mark.parametrize(("name", "target", "has_example"), [*SMALL, *LARGE, *SLOW])
 def test_plan_report_copy_file_and_loaded_model_agree(

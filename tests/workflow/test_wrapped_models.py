@@ -48,7 +48,7 @@ def as_trainers_do(model: nn.Module, path: Path) -> None:
     torch.save(model.state_dict(), path)
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("into", WRAPPERS)
 @pytest.mark.parametrize("saved", WRAPPERS)
 @pytest.mark.parametrize("write", [torchq.save, as_trainers_do])
