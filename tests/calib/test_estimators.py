@@ -169,3 +169,10 @@ def test_as_many_values_as_bins_keep_everything() -> None:
     histogram = Histogram(torch.tensor([counts]), torch.tensor([1.0]), torch.tensor([15.5]))
     assert mse(histogram, UINT4).item() == 15.5
     assert entropy(histogram, UINT4).item() == 15.5
+
+
+def test_as_many_bins_as_values_are_too_coarse() -> None:
+    counts = random_counts("laplace", 128, torch.Generator().manual_seed(0))
+    coarse, fine = histogram_of(counts), histogram_of([*counts, 0])
+    assert torch.equal(mse(coarse, INT8), largest(coarse, INT8))
+    assert not torch.equal(mse(fine, INT8), largest(fine, INT8))

@@ -219,7 +219,7 @@ def test_scale_types_round_as_torch_does(name: str, dtype: torch.dtype) -> None:
 
 
 def test_the_table_of_powers_in_exports_is_the_rounding_of_scales() -> None:
-    # Scales of blocks have several dimensions.
-    scales = torch.tensor([[0.0, 1e-30, 0.7], [1.0, 3.0, 1e30]])
-    expected = formats.POWER_OF_TWO.snap_(scales.clone())
-    assert torch.equal(formats.format._power_from_table(scales), expected)
+    # Scales of blocks have several dimensions, the one of a tensor has none.
+    for scales in (torch.tensor([[0.0, 1e-30, 0.7], [1.0, 3.0, 1e30]]), torch.tensor(0.7)):
+        expected = formats.POWER_OF_TWO.snap_(scales.clone())
+        assert torch.equal(formats.format._power_from_table(scales), expected)

@@ -195,3 +195,14 @@ def test_the_report_of_calibration_says_which_sign_was_chosen() -> None:
     report = torchq.calibrate(model, [torch.linspace(-1, 1, 32).view(8, 4)], progress=False)
     assert report.signs == {"0.input_quantizer": "signed", "2.input_quantizer": "unsigned"}
     assert "(unsigned)" in str(report)
+
+
+def test_a_state_with_signed_codes_is_refused_where_the_plan_fixed_unsigned_ones() -> None:
+    quantizer = calibrated(torch.rand(8))
+    state = quantizer.state_dict()
+    quantizer.keep_unsigned()
+    quantizer.load_state_dict(state)
+    state["unsigned"] = torch.tensor(0, dtype=torch.int8)
+    with pytest.raises(RuntimeError, match="unsigned: got 0; expected 1, which the plan has fixed"):
+        quantizer.load_state_dict(state)
+    assert quantizer.unsigned == 1
