@@ -4,7 +4,7 @@ Each recipe is a plain :class:`~torchq.QuantConfig`: print it, add rules to it, 
 
 Recipes quantize convolutions, linear layers and the projections of attention. Pooling,
 normalization and embeddings stay float unless a rule names them. Recurrent layers are quantized by
-``int8_dynamic``, and by ``int8(recurrent=True)``.
+``int8_dynamic``, and by ``int8(recurrent=True)``; average pools by ``int8(pooling=True)``.
 
 The scale of a symmetric range is ``amax / 127`` throughout. The configurations of chips are with
 the rest that is known of them, in :mod:`torchq.runtimes`.
@@ -39,6 +39,7 @@ _LINEAR = "type:torch.nn.modules.linear.Linear"
 _BILINEAR = "type:torch.nn.modules.linear.Bilinear"
 _ATTENTION = "type:torch.nn.modules.activation.MultiheadAttention"
 _RECURRENT = "type:torch.nn.modules.rnn.*"
+_AVERAGE_POOLING = "type:torch.nn.modules.pooling.*AvgPool[123]d"
 # The axis of the output channels of the weight.
 _OUTPUT_AXES = {_CONV: 0, _TRANSPOSED: 1, _LINEAR: 0, _BILINEAR: 0, _ATTENTION: 0}
 # Activations of up to this number of bits choose between signed and unsigned codes.
@@ -152,7 +153,11 @@ def _learnable(
 
 @RECIPES.register("int8")
 def int8(
-    *, reduce_range: bool = False, symmetric: bool | None = None, recurrent: bool = False
+    *,
+    reduce_range: bool = False,
+    symmetric: bool | None = None,
+    recurrent: bool = False,
+    pooling: bool = False,
 ) -> QuantConfig:
     """Return INT8 weights per output channel and INT8 activations per tensor.
 
@@ -170,6 +175,7 @@ def int8(
             unsigned where calibration sees no negative value and the target has such codes.
         recurrent: True also quantizes LSTM, GRU and RNN layers: the inputs, hidden
             states and weights of all products.
+        pooling: True also quantizes the inputs of average pools, which pytorch-quantization did.
     """
     unsigned: bool | Literal["auto"] = "auto" if symmetric else symmetric is False
     input = QuantDescriptor(unsigned=unsigned, symmetric=symmetric is not False)
@@ -177,8 +183,11 @@ def int8(
     rules = compute_layers(input, weight, per_channel=True)
     if recurrent:
         rules.append(_recurrent_layers(QuantDescriptor(), weight))
+    if pooling:
+        rules.append(Rule(_AVERAGE_POOLING, input=input, optional=True))
     name = {None: "int8", True: "int8_symmetric", False: "int8_asymmetric"}[symmetric]
-    return QuantConfig(tuple(rules), name=f"{name}_recurrent" if recurrent else name)
+    name += "_recurrent" if recurrent else ""
+    return QuantConfig(tuple(rules), name=f"{name}_pooling" if pooling else name)
 
 
 def _recurrent_layers(input: QuantDescriptor, weight: QuantDescriptor) -> Rule:

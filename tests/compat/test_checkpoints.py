@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq.compat.pytorch_quantization import calib
+from torchq.compat.pytorch_quantization import calib, quant_modules
 from torchq.compat.pytorch_quantization import nn as quant_nn
 from torchq.compat.pytorch_quantization.tensor_quant import QuantDescriptor
 
@@ -64,6 +64,26 @@ def test_old_keys_load_strictly_in_both(
     # differ by a few.
     torch.testing.assert_close(legacy(x), core(x), rtol=1e-5, atol=1e-6)
     assert list(state) == list(old_state(input_amax, weight_amax))
+
+
+def test_checkpoints_of_networks_with_average_pools_load_by_the_shortest_way() -> None:
+    """The original quantizes average pools wherever it replaces classes, so files have ranges."""
+
+    def floats_with_pool() -> nn.Sequential:
+        return nn.Sequential(*floats()[:2], nn.AdaptiveAvgPool2d(1), nn.AvgPool2d(1))
+
+    quant_modules.initialize()
+    legacy = floats_with_pool()
+    quant_modules.deactivate()
+    for module in legacy.modules():
+        if isinstance(module, quant_nn.TensorQuantizer):
+            module.amax = 2.0
+    model: Any = floats_with_pool()
+    torchq.quantize_(model, torchq.recipes.int8(pooling=True))
+    assert model.load_state_dict(legacy.state_dict(), strict=True) == ([], [])
+    assert model[2].input_quantizer.amax == model[3].input_quantizer.amax == 2.0
+    x = torch.tensor([[[[0.3, -1.7]]]])  # no tie between two codes
+    torch.testing.assert_close(legacy[2](x), model[2](x), rtol=1e-5, atol=1e-6)
 
 
 def test_core_checkpoints_load_in_legacy_modules() -> None:

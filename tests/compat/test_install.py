@@ -1,6 +1,7 @@
 """``import pytorch_quantization`` finds torchq's under every path, only while it is installed."""
 
 import importlib
+import importlib.metadata
 import logging
 import re
 import sys
@@ -70,6 +71,25 @@ def test_install_twice_and_uninstall() -> None:
     torchq.compat.uninstall()
     with pytest.raises(ImportError):
         importlib.import_module("pytorch_quantization")
+
+
+def test_libraries_find_a_distribution_while_it_is_installed() -> None:
+    """transformers asks importlib.metadata whether the package is there."""
+
+    def version() -> str:
+        return importlib.metadata.version("pytorch_quantization")
+
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        version()
+    torchq.compat.install()
+    torchq.compat.install()
+    assert version() == package.__version__
+    assert importlib.metadata.version("pytorch-quantization") == version()
+    found = [d.name for d in importlib.metadata.distributions()]
+    assert found.count("pytorch-quantization") == 1 and len(found) > 1
+    torchq.compat.uninstall()
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        version()
 
 
 def test_another_package_of_that_name_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """Quantized layers: torch's own function on quantized input and weight."""
 
+import inspect
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +12,10 @@ from torch import Tensor, nn
 
 import torchq
 from torchq.compat.pytorch_quantization import nn as quant_nn
-from torchq.compat.pytorch_quantization import tensor_quant, utils
+from torchq.compat.pytorch_quantization import quant_modules, tensor_quant, utils
 from torchq.compat.pytorch_quantization.nn.modules import _utils, quant_conv
 from torchq.compat.pytorch_quantization.tensor_quant import QuantDescriptor
+from torchq.graph.calling import tensors_in
 
 SHAPES = {1: (2, 4, 9), 2: (2, 4, 9, 8), 3: (2, 4, 6, 5, 7)}
 WEIGHTED: list[tuple[str, tuple[Any, ...], tuple[int, ...], int]] = [
@@ -92,6 +95,57 @@ def test_errors(name: str, given: tuple[int, ...]) -> None:
         make(name, given, descriptor="oops")
     with pytest.raises(ValueError, match="Only fake quantization is supported"):
         make(name, given, quant_desc_input=QuantDescriptor(fake_quant=False))
+
+
+@pytest.mark.parametrize("entry", quant_modules._DEFAULT_QUANT_MAP, ids=lambda e: e.mod_name)
+def test_a_layer_is_built_from_a_float_one_by_the_names_of_its_constructor(entry: Any) -> None:
+    """super-gradients reads the arguments of a quantized class as attributes of the float layer."""
+    recurrent = entry.mod_name.startswith("LSTM")
+    arguments = {"kernel_size": 2, "output_size": 1, "num_layers": 2, "bias": recurrent}
+    sizes = {"in_channels": 3, "out_channels": 4, "in_features": 3, "out_features": 4}
+    sizes |= {"input_size": 3, "hidden_size": 4}
+    names = list(inspect.signature(entry.replace_mod.__init__).parameters)[1:]
+    assert names.pop() == "kwargs" and not {"args", "device", "dtype"} & set(names)
+    before = getattr(nn, entry.mod_name)
+    given = {name: (sizes | arguments)[name] for name in names if name in sizes | arguments}
+    layer = before(**given)
+    read = {name: getattr(layer, name) for name in names}
+    if not isinstance(read.get("bias", False), bool):
+        read["bias"] = read["bias"] is not None
+    quantized = entry.replace_mod(**read, quant_desc_input=QuantDescriptor(num_bits=5))
+    assert quantized.extra_repr() == layer.extra_repr()
+    assert quantized.load_state_dict(layer.state_dict()) == ([], [])
+    kinds = (m for n, m in quantized.named_modules() if "_input_quantizer" in n)
+    assert all(m.num_bits == 5 for m in kinds if isinstance(m, quant_nn.TensorQuantizer))
+
+
+LAYERS_TO_TRACE: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
+    (
+        lambda: nn.Sequential(quant_nn.QuantConv2d(3, 4, 3), quant_nn.QuantAvgPool2d(2)),
+        (1, 3, 8, 8),
+    ),
+    (lambda: nn.Sequential(quant_nn.QuantLinear(3, 3), quant_nn.QuantLinear(3, 3)), (2, 3)),
+    (lambda: quant_nn.QuantLSTMCell(3, 4), (2, 3)),
+]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated, and its tracer warns of sizes.
+@pytest.mark.parametrize(("build", "shape"), LAYERS_TO_TRACE)
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_several_layers_are_traced_and_saved(
+    build: Callable[[], nn.Module], shape: tuple[int, ...], calibrated: bool
+) -> None:
+    model = build().eval()
+    x = torch.randn(shape)
+    for module in model.modules():
+        if calibrated and isinstance(module, quant_nn.TensorQuantizer):
+            module.amax = 2.0
+    traced = torch.jit.trace(model, (x,))  # It traces twice, and compares the graphs.
+    buffer = io.BytesIO()
+    torch.jit.save(traced, buffer)
+    buffer.seek(0)
+    for got, want in zip(tensors_in(torch.jit.load(buffer)(x)), tensors_in(model(x)), strict=True):
+        assert torch.equal(got, want)
 
 
 def test_defaults_belong_to_the_class() -> None:

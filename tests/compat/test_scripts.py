@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from tests.processes import run_code
 from torchq.compat.__main__ import main
@@ -106,6 +107,41 @@ def test_a_script_runs_unchanged_from_the_command_line(command_line: Any, tmp_pa
     assert (tmp_path / "model.pth").exists()
 
 
+EXPORTING = """
+import torch
+torch.onnx.export("net", f="file")
+torch.onnx.export("net", f="file", dynamo=True)
+"""
+
+
+def test_exports_of_a_script_take_the_older_exporter(
+    command_line: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def export(model: Any, f: Any = None, *, dynamo: bool = True) -> None:
+        calls.append({"model": model, "f": f, "dynamo": dynamo})
+
+    (tmp_path / "script.py").write_text(EXPORTING, encoding="utf-8")
+    monkeypatch.setattr(torch.onnx, "export", export)
+    command_line(str(tmp_path / "script.py"))
+    assert [call["dynamo"] for call in calls] == [False, True]
+    assert torch.onnx.export is export
+    (tmp_path / "failing.py").write_text("1 / 0", encoding="utf-8")
+    with pytest.raises(ZeroDivisionError):
+        command_line(str(tmp_path / "failing.py"))
+    assert torch.onnx.export is export
+
+
+def test_a_torch_without_the_older_exporter_is_named(
+    command_line: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "script.py").write_text(EXPORTING, encoding="utf-8")
+    monkeypatch.setattr(torch.onnx, "export", lambda model, f=None: None)
+    with pytest.raises(RuntimeError, match="has no TorchScript exporter; expected one"):
+        command_line(str(tmp_path / "script.py"))
+
+
 WORKER = """
 import sys
 from pytorch_quantization import nn as quant_nn
@@ -137,8 +173,9 @@ def test_spawned_workers_find_the_old_names(tmp_path: Path) -> None:
 def test_the_search_path_alone_is_enough() -> None:
     """In a process that has installed nothing."""
     code = f"import sys; sys.path.append({str(ROOT / 'torchq' / 'compat' / 'shim')!r})\n"
+    code += f"from importlib.metadata import version\nprint(version({OLD!r}))\n"
     code += f"from {OLD} import calib, nn\nprint(calib.__name__)\n"
-    assert run_code(code) == "torchq.compat.pytorch_quantization.calib\n"
+    assert run_code(code) == "2.2.1\ntorchq.compat.pytorch_quantization.calib\n"
 
 
 def test_a_module_instead_of_a_script(

@@ -11,16 +11,44 @@
 else in torchq imports this package.
 """
 
+import importlib.abc
 import importlib.util
 import sys
+from collections.abc import Iterable
+from importlib.metadata import Distribution, DistributionFinder, MetadataPathFinder
+from pathlib import Path
+from typing import Any
 
 from torchq.compat import absl_logging, pytorch_quantization
 from torchq.errors import QuantizationError
 
-__all__ = ["install", "pytorch_quantization", "uninstall"]
+__all__ = ["SHIM", "install", "pytorch_quantization", "uninstall"]
 
 _OLD = "pytorch_quantization"
 _NEW = pytorch_quantization.__name__
+#: A folder for module search paths; it has the old module, and its name and version as a package.
+SHIM = str(Path(__file__).resolve().parent / "shim")
+
+
+class _OldDistribution(importlib.abc.MetaPathFinder):
+    """Finds the name and version of the old package, which libraries ask importlib.metadata for.
+
+    It finds no module: those are in :data:`sys.modules`.
+    """
+
+    def find_spec(self, *_: Any) -> None:
+        """Return nothing."""
+
+    def find_distributions(
+        self, context: DistributionFinder.Context | None = None
+    ) -> Iterable[Distribution]:
+        """Return the distribution where it is asked for, or for all."""
+        name = None if context is None else context.name
+        if SHIM in sys.path:  # There it is found already.
+            return []
+        return MetadataPathFinder.find_distributions(
+            DistributionFinder.Context(name=name, path=[SHIM])
+        )
 
 
 def _aliases() -> dict[str, str]:
@@ -35,7 +63,8 @@ def _aliases() -> dict[str, str]:
 def install() -> None:
     """Make ``import pytorch_quantization`` give :mod:`torchq.compat.pytorch_quantization`.
 
-    The same holds for every module in the package. A second call does nothing. If ``absl``, which
+    The same holds for every module in the package, and ``importlib.metadata`` finds a distribution
+    of that name. A second call does nothing. If ``absl``, which
     the original required, is not installed, ``from absl import logging`` gives a stand-in that
     has its verbosity and its messages.
 
@@ -53,6 +82,8 @@ def install() -> None:
             )
     for old, new in _aliases().items():
         sys.modules[old] = sys.modules[new]
+    if not any(isinstance(finder, _OldDistribution) for finder in sys.meta_path):
+        sys.meta_path.append(_OldDistribution())
     if "absl" not in sys.modules and importlib.util.find_spec("absl") is None:
         sys.modules.update(absl_logging.stand_in())
 
@@ -62,6 +93,7 @@ def uninstall() -> None:
     for old, new in _aliases().items():
         if sys.modules.get(old) is sys.modules[new]:
             del sys.modules[old]
+    sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, _OldDistribution)]
     for name in absl_logging.stand_in():
         if getattr(sys.modules.get(name), "STANDS_FOR", None) == absl_logging.__name__:
             del sys.modules[name]

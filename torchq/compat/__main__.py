@@ -7,13 +7,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchq.compat import install
-
-_SHIM = str(Path(__file__).resolve().parent / "shim")
+from torchq.compat import SHIM, install
+from torchq.compat.older_exporter import older_exporter_by_default
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Install the old names, also for processes that start later, and run a script or module."""
+    """Install the old names, also for processes that start later, and run a script or module.
+
+    While it runs, exports take the exporter that was torch's default when such scripts were made.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m torchq.compat", description="Run a pytorch-quantization script on torchq."
     )
@@ -25,15 +27,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     install()
     # Worker processes import the script again. They find the old names on the search path.
-    sys.path.append(_SHIM)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), _SHIM]))
+    sys.path.append(SHIM)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), SHIM]))
     sys.argv = [options.script, *options.arguments]
-    if options.module:
-        sys.path.insert(0, os.getcwd())
-        runpy.run_module(options.script, run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, str(Path(options.script).resolve().parent))
-        runpy.run_path(options.script, run_name="__main__")
+    with older_exporter_by_default():
+        if options.module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(options.script).resolve().parent))
+            runpy.run_path(options.script, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchq.compat.traces import applied
 from torchq.errors import ConfigError
 from torchq.functional import compute_dtype
 
@@ -55,7 +56,7 @@ def _bound_gradient(grad: Tensor, is_clipped: Tensor, bound: Tensor) -> Tensor:
 
 def clip(input: Tensor, clip_value_min: Tensor, clip_value_max: Tensor) -> Tensor:
     """Return ``input`` between bounds that broadcast; gradients as of :class:`ClipFunction`."""
-    return ClipFunction.apply(input, clip_value_min, clip_value_max)
+    return applied(ClipFunction, input, clip_value_min, clip_value_max)
 
 
 class Clip(nn.Module):

@@ -1,7 +1,9 @@
 """Quantized layers: torch's own, with quantizers of the original."""
 
+import inspect
 from typing import Any
 
+from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from torchq import nn as core
@@ -42,6 +44,8 @@ class _QuantConvTransposeNd(_ConstructorOfConvNd, _ConvTransposeNd):
 class QuantLinear(_utils.QuantMixin, LegacyLayer, core.QuantLinear):
     """Quantized :class:`torch.nn.Linear`."""
 
+    __init__ = _utils.constructor(inspect.signature(nn.Linear.__init__), LegacyLayer.__init__)
+
     default_quant_desc_weight = tensor_quant.QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW
 
 
@@ -55,7 +59,6 @@ def _layer(name: str) -> type[LegacyLayer]:
         __name__,
         _QuantConvTransposeNd if "Transpose" in name else _QuantConvNd,
         default_quant_desc_weight=descriptor,
-        __init__=LegacyLayer.__init__,
     )
 
 

@@ -1,7 +1,9 @@
 """Mixins, from which scripts derive too, that give quantizers; and the base of the layers."""
 
 import copy
+import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -172,7 +174,33 @@ class LegacyLayer(QuantModule):
         super(QuantModule, self)._load_from_state_dict(state_dict, prefix, *args)
 
 
+def constructor(signature: inspect.Signature, method: Callable[..., None]) -> Callable[..., None]:
+    """Return ``method`` as a constructor that shows the arguments of a float class by name.
+
+    Those of the original do, with ``**kwargs`` for the descriptors, and without ``device``,
+    ``dtype`` and what only torch's base of recurrent layers has. Libraries, such as
+    super-gradients, read the names with ``inspect.signature`` and look for attributes of these
+    names in a float layer.
+    """
+
+    @functools.wraps(method)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        method(self, *args, **kwargs)
+
+    hidden = ("device", "dtype", "mode", "proj_size", "args", "kwargs")
+    shown = [p for name, p in signature.parameters.items() if name not in hidden]
+    shown.append(inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD))
+    __init__.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    return __init__
+
+
 def make_layer(name: str, module: str, mixin: type, **attributes: Any) -> type[LegacyLayer]:
     """Return the quantized twin of ``torch.nn``'s class ``name``, as a class of ``module``."""
-    attributes |= {"__module__": module, "__doc__": f"Quantized :class:`torch.nn.{name}`."}
+    attributes |= {
+        "__module__": module,
+        "__doc__": f"Quantized :class:`torch.nn.{name}`.",
+        "__init__": constructor(
+            inspect.signature(getattr(nn, name).__init__), LegacyLayer.__init__
+        ),
+    }
     return type(f"Quant{name}", (mixin, LegacyLayer, getattr(core, f"Quant{name}")), attributes)

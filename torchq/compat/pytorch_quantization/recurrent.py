@@ -1,5 +1,6 @@
 """Quantized LSTM with the parameters, names and arguments of torch's, and a loop of its own."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torchq.compat.pytorch_quantization import tensor_quant
 from torchq.compat.pytorch_quantization.mixins import (
     QuantMixin,
+    constructor,
     pop_quant_desc_in_kwargs,
 )
 from torchq.compat.pytorch_quantization.recurrent_step import LSTMCell as lstm_cell
@@ -46,6 +48,8 @@ class QuantLSTM(_Recurrent, nn.LSTM):
     ``_input_quantizers`` and ``_weight_quantizers`` hold one quantizer for each layer and
     direction, in torch's order, of what the step quantizes together.
     """
+
+    __init__ = constructor(inspect.signature(nn.RNNBase.__init__), _Recurrent.__init__)
 
     def init_quantizer(
         self,
@@ -118,6 +122,8 @@ class QuantLSTM(_Recurrent, nn.LSTM):
 
 class QuantLSTMCell(_Recurrent, nn.LSTMCell):
     """Quantized :class:`torch.nn.LSTMCell`."""
+
+    __init__ = constructor(inspect.signature(nn.LSTMCell.__init__), _Recurrent.__init__)
 
     def forward(
         self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None

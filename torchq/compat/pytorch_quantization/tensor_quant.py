@@ -20,6 +20,7 @@ from torch import Tensor
 
 from torchq.compat.errors import LegacyTypeError, UnsupportedError
 from torchq.compat.pytorch_quantization.descriptor import NumBits, ScaledQuantDescriptor
+from torchq.compat.traces import applied
 from torchq.errors import ConfigError, ExportError
 from torchq.formats import E4M3, Format, PerAxis, PerTensor, by_bits
 from torchq.functional import compute_dtype, fake_quantize, scale_from_amax
@@ -254,7 +255,8 @@ def tensor_quant(
         LegacyTypeError: negative values with ``unsigned``.
         ConfigError: a negative amax, or a scale beyond fp16 for fp16 inputs.
     """
-    return TensorQuantFunction.apply(inputs, _range(inputs, amax), num_bits, unsigned, narrow_range)
+    options = (num_bits, unsigned, narrow_range)
+    return applied(TensorQuantFunction, inputs, _range(inputs, amax), *options)
 
 
 def fake_tensor_quant(
@@ -279,8 +281,9 @@ def fake_tensor_quant(
     if torch.onnx.is_in_onnx_export():
         return _export_quantize_dequantize(inputs, amax, num_bits, unsigned, narrow_range)
     if not torch.compiler.is_compiling():
-        _check_range("fake_tensor_quant", amax)
-    return FakeTensorQuantFunction.apply(inputs, amax, num_bits, unsigned, narrow_range)
+        with constant_while_tracing():
+            _check_range("fake_tensor_quant", amax)
+    return applied(FakeTensorQuantFunction, inputs, amax, num_bits, unsigned, narrow_range)
 
 
 legacy_fake_tensor_quant = fake_tensor_quant
@@ -300,7 +303,8 @@ def scaled_e4m3(
     if torch.onnx.is_in_onnx_export() and (E, M) == (4, 3):
         amax = _range(inputs, E4M3.qmax if amax is None else amax)
         return _export_quantize_dequantize(inputs, amax, (4, 3))
-    return ScaledE4M3Function.apply(inputs, None if amax is None else _range(inputs, amax), E, M)
+    amax = None if amax is None else _range(inputs, amax)
+    return applied(ScaledE4M3Function, inputs, amax, E, M)
 
 
 def fake_affine_tensor_quant(
@@ -310,9 +314,8 @@ def fake_affine_tensor_quant(
 
     The gradient is 1 between the bounds, inclusive.
     """
-    return FakeAffineTensorQuantFunction.apply(
-        inputs, _range(inputs, min_range), _range(inputs, max_range), num_bits
-    )
+    bounds = (_range(inputs, min_range), _range(inputs, max_range))
+    return applied(FakeAffineTensorQuantFunction, inputs, *bounds, num_bits)
 
 
 def _export_quantize_dequantize(
