@@ -104,6 +104,11 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 
 def train(model: nn.Module, batches: Sequence[Tensor]) -> None:
     """Train in place on the squares of all outputs, and end in eval mode."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            # Means of all steps: after a few of them the usual ones are mostly what they began as,
+            # and values of a deep network with random weights vanish in eval mode.
+            module.momentum = None
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
     model.train()
     for batch in batches:
