@@ -102,7 +102,8 @@ class Observation:
     def note(self, quantizer: TensorQuantizer, args: Any, kwargs: Any, _: None) -> None:
         """Note a call of a quantizer by the float model."""
         self.reached.add(id(quantizer))
-        x, scale = args[0].detach(), quantizer.pre_quant_scale
+        x = args[0].detach()
+        scale = quantizer.pre_quant_scale
         if not bool(torch.isfinite(x).all()):
             self.not_finite.add(id(quantizer))
         elif x.numel():
@@ -120,17 +121,19 @@ def observe(
 
     Who feeds whom is read from one more run of the first batch, with the quantizers as they are.
     """
-    found: Observation | None = None
+    observation: Observation | None = None
     with untouched(model):
         for batch in batches:
-            if found is None:
-                found = Observation(batch)
-                _follow(model, found, run)
-            notes = [(quantizer, partial(found.note, quantizer)) for quantizer in known.values()]
+            if observation is None:
+                observation = Observation(batch)
+                _follow(model, observation, run)
+            notes = [
+                (quantizer, partial(observation.note, quantizer)) for quantizer in known.values()
+            ]
             with passing(model), watching(notes, before=True):
                 run(batch)
-            found.batches += 1
-    return found
+            observation.batches += 1
+    return observation
 
 
 _ADDITIONS = frozenset(["add", "add_", "__add__", "__iadd__", "__radd__"])
@@ -233,8 +236,10 @@ def unseen(patient: Patient) -> Found:
         if id(quantizer) in patient.weights or id(quantizer) in patient.seen.reached:
             continue
         owner = path.rpartition(".")[0]
-        known = quantizer.calibrated and not quantizer.descriptor.dynamic
-        severity: Severity = "warning" if known or quantizer.descriptor.dynamic else "error"
+        has_static_range = quantizer.calibrated and not quantizer.descriptor.dynamic
+        severity: Severity = (
+            "warning" if has_static_range or quantizer.descriptor.dynamic else "error"
+        )
         remedy = f"torchq.quantize_(model, config, exclude=[{owner!r}]), or batches that reach it"
         yield severity, path, f"none of {patient.seen.batches} batches reached it", remedy
 
@@ -244,8 +249,8 @@ def uncalibrated(patient: Patient) -> Found:
     """Yield quantizers without a range, which take that of each call for the time."""
     for path, quantizer in patient.active.items():
         if not quantizer.calibrated and not quantizer.descriptor.dynamic:
-            text = "has no range yet, and takes that of each call"
-            yield "error", path, text, "torchq.calibrate(model, batches)"
+            evidence = "has no range yet, and takes that of each call"
+            yield "error", path, evidence, "torchq.calibrate(model, batches)"
 
 
 @check("dynamic_range")
@@ -253,9 +258,9 @@ def dynamic_range(patient: Patient) -> Found:
     """Yield quantizers that take the range of each call, as their descriptor says."""
     for path, quantizer in patient.active.items():
         if quantizer.descriptor.dynamic:
-            text = "takes the range of each call, as its descriptor says; no file can hold that"
+            evidence = "takes the range of each call, as its descriptor says; no file can hold that"
             remedy = "a recipe without dynamic ranges, to export"
-            yield "info", path, text, remedy
+            yield "info", path, evidence, remedy
 
 
 @check("zero_range")
@@ -267,16 +272,20 @@ def zero_range(patient: Patient) -> Found:
             continue
         share = f"{count} of {amax.numel()}"
         if quantizer.descriptor.learn_amax:
-            text = f"{share} learned ranges are 0 or negative (smallest {float(amax.min()):.3g})"
-            remedy = f"{_CALIBRATE}, then train with a smaller learning rate: "
-            remedy += "torchq.qat.param_groups(model, lr=...)"
-            yield "error", path, text, remedy
+            evidence = (
+                f"{share} learned ranges are 0 or negative (smallest {float(amax.min()):.3g})"
+            )
+            remedy = (
+                f"{_CALIBRATE}, then train with a smaller learning rate: "
+                "torchq.qat.param_groups(model, lr=...)"
+            )
+            yield "error", path, evidence, remedy
         elif id(quantizer) in patient.weights:
             remedy = "nothing, if the channels are meant to be 0"
             yield "info", path, f"{share} channels of the weight are 0", remedy
         else:
-            text = f"{share} ranges are 0, so everything becomes 0"
-            yield "error", path, text, f"{_CALIBRATE} with data that is not 0"
+            evidence = f"{share} ranges are 0, so everything becomes 0"
+            yield "error", path, evidence, f"{_CALIBRATE} with data that is not 0"
 
 
 @check("nan_range")
@@ -285,14 +294,14 @@ def nan_range(patient: Patient) -> Found:
     for path, _, amax in _fixed(patient):
         bad = int((~torch.isfinite(amax)).sum())
         if bad:
-            text = f"{bad} of {amax.numel()} ranges are NaN or infinite"
-            yield "error", path, text, _CALIBRATE
+            evidence = f"{bad} of {amax.numel()} ranges are NaN or infinite"
+            yield "error", path, evidence, _CALIBRATE
     if patient.seen is None:
         return
     for path, quantizer in patient.active.items():
         if id(quantizer) in patient.seen.not_finite:
-            text = "was given NaN or infinity by the float model; the layers behind follow"
-            yield "error", path, text, "check the data and the float model"
+            evidence = "was given NaN or infinity by the float model; the layers behind follow"
+            yield "error", path, evidence, "check the data and the float model"
             return
 
 
@@ -301,36 +310,37 @@ def reaches(patient: Patient) -> Iterator[tuple[str, float, float, bool]]:
 
     The last item is True where a range may be shorter on purpose.
     """
-    seen = {} if patient.seen is None else patient.seen.samples
+    sample_by_id = {} if patient.seen is None else patient.seen.samples
     for path, quantizer, _ in _fixed(patient):
-        sample = seen.get(id(quantizer), Sample())
-        known = max(float(end.detach().abs().max()) for _, end in quantizer.range.ends())
-        largest, d = max(-sample.low, sample.high), quantizer.descriptor
-        if id(quantizer) not in patient.weights and largest > 0 and 0 < known < float("inf"):
+        sample = sample_by_id.get(id(quantizer), Sample())
+        range_end = max(float(end.detach().abs().max()) for _, end in quantizer.range.ends())
+        largest = max(-sample.low, sample.high)
+        d = quantizer.descriptor
+        if id(quantizer) not in patient.weights and largest > 0 and 0 < range_end < float("inf"):
             # Other methods than "max" cut the range, tenfold with 4 bits, and so does training.
             cuts = d.learn_amax or d.calib_method not in ("max", "moving_average")
-            yield path, known, largest, cuts
+            yield path, range_end, largest, cuts
 
 
 def exceeded(patient: Patient) -> list[str]:
     """Return the quantizers of inputs whose range is too short or far too long for their values."""
     return [
         path
-        for path, known, largest, cuts in reaches(patient)
-        if (largest > known * _BEYOND and not cuts) or known > largest * _CUT
+        for path, range_end, largest, cuts in reaches(patient)
+        if (largest > range_end * _BEYOND and not cuts) or range_end > largest * _CUT
     ]
 
 
 @check("range_off", needs_batches=True)
 def range_off(patient: Patient) -> Found:
     """Yield ranges of inputs that the values of the batches exceed by far, or hardly use."""
-    for path, known, largest, cuts in reaches(patient):
-        if largest > known * _APART and not cuts:
-            text = f"its range ends at {known:.3g}, and values reach {largest:.3g}"
-            yield "error", path, text, _CALIBRATE
-        elif known > largest * _CUT:
-            text = f"its range ends at {known:.3g}, and no value exceeds {largest:.3g}"
-            yield "warning", path, text, f"{_CALIBRATE}, if these batches are data of the task"
+    for path, range_end, largest, cuts in reaches(patient):
+        if largest > range_end * _APART and not cuts:
+            evidence = f"its range ends at {range_end:.3g}, and values reach {largest:.3g}"
+            yield "error", path, evidence, _CALIBRATE
+        elif range_end > largest * _CUT:
+            evidence = f"its range ends at {range_end:.3g}, and no value exceeds {largest:.3g}"
+            yield "warning", path, evidence, f"{_CALIBRATE}, if these batches are data of the task"
 
 
 @check("wrong_order")
@@ -338,8 +348,8 @@ def wrong_order(patient: Patient) -> Found:
     """Yield calibrations that did not finish, and weights that changed after theirs."""
     for path, quantizer in patient.quantizers.items():
         if quantizer.observing:
-            text = f"is in mode {quantizer.mode!r}: a calibration began and did not finish"
-            yield "error", path, text, "torchq.calibrate(model, batches)"
+            evidence = f"is in mode {quantizer.mode!r}: a calibration began and did not finish"
+            yield "error", path, evidence, "torchq.calibrate(model, batches)"
     paths = {id(q): path for path, q in patient.quantizers.items()}
     for quantizer, weight in quantized_weights(patient.model):
         if quantizer.quantizing and id(quantizer) in paths:
@@ -354,22 +364,26 @@ def _stale(path: str, quantizer: TensorQuantizer, weight: Tensor) -> Found:
     # Other methods than "max" cut the range on purpose, but none makes it wider than the weight.
     worst = max(wide, narrow if descriptor.calib_method == "max" else narrow / _CUT)
     if worst > _CHANGED:
-        text = f"its range is off by a factor of {max(wide, narrow):.3g}: the weight changed after "
-        text += "it was calibrated (fused, loaded or trained)"
+        evidence = (
+            f"its range is off by a factor of {max(wide, narrow):.3g}: the weight changed after "
+            "it was calibrated (fused, loaded or trained)"
+        )
         remedy = "fuse and load weights first; then torchq.calibrate(model, batches, force=True)"
         severe = worst > _STALE
-        yield "error" if severe else "warning", path, text, remedy
+        yield "error" if severe else "warning", path, evidence, remedy
 
 
-def _ratios(known: Tensor, now: Tensor) -> tuple[float, float]:
+def _ratios(amax: Tensor, weight_amax: Tensor) -> tuple[float, float]:
     """Return the largest ratio of range to weight, and of weight to range, over all channels."""
-    if now.numel() != known.numel():
+    if weight_amax.numel() != amax.numel():
         return 1.0, 1.0
-    now, known = now.reshape(-1), known.reshape(-1)
-    live = (now > 0) & (known > 0) & torch.isfinite(known)
+    now = weight_amax.reshape(-1)
+    calibrated = amax.reshape(-1)
+    # Dead channels and ranges that are not finite have checks of their own.
+    live = (now > 0) & (calibrated > 0) & torch.isfinite(calibrated)
     if not bool(live.any()):
         return 1.0, 1.0
-    ratio = now[live] / known[live]
+    ratio = now[live] / calibrated[live]
     return float(1 / ratio.min()), float(ratio.max())
 
 
@@ -395,9 +409,9 @@ def skipped_layer(patient: Patient) -> Found:
     for path, module in patient.model.named_modules():
         if _is_computing(module) and id(module) not in read:
             count = sum(p.numel() for p in module.parameters(recurse=False))
-            text = f"{type(module).__name__} with {count:,} parameters stays float"
+            evidence = f"{type(module).__name__} with {count:,} parameters stays float"
             remedy = "torchq.plan(model, config) says why; nothing, if it was excluded on purpose"
-            yield "info", path, text, remedy
+            yield "info", path, evidence, remedy
 
 
 @check("functional_call", needs_batches=True)
@@ -406,25 +420,25 @@ def functional_call(patient: Patient) -> Found:
     assert patient.seen is not None
     names = {id(module): path for path, module in patient.model.named_modules()}
     parameters = {id(p): path for path, p in patient.model.named_parameters()}
-    for key, found in find_calls(patient.model, patient.seen.example).calls.items():
+    for key, calls in find_calls(patient.model, patient.seen.example).calls.items():
         module = patient.model.get_submodule(names[key])
         if isinstance(module, (QuantModule, TensorQuantizer)) or quantized_as(type(module)):
             continue
         # Attention has products of data alone; other calls have a weight, or compute one.
-        sites = [site for site in found.sites if site.kind != "attention"]
-        products = sorted(found.unreached.keys() - {"embedding"})
+        sites = [site for site in calls.sites if site.kind != "attention"]
+        products = sorted(calls.unreached.keys() - {"embedding"})
         kinds = list(dict.fromkeys([site.kind for site in sites] + products))
         if not kinds:
             continue
-        text = f"its forward calls {', '.join(kinds)} with a weight that stays float"
+        evidence = f"its forward calls {', '.join(kinds)} with a weight that stays float"
         weights = [joined(names[key], site.weight) for site in sites if site.weight]
-        weights += sorted(parameters[source] for source in found.sources)
+        weights += sorted(parameters[source] for source in calls.sources)
         if weights:
-            text += f" ({', '.join(dict.fromkeys(weights))})"
+            evidence += f" ({', '.join(dict.fromkeys(weights))})"
         remedy = "torchq.quantize_(model, config, example=example)"
-        if products or found.obstacle:
+        if products or calls.obstacle:
             remedy = "let a layer of its own make the call, such as torch.nn.Linear"
-        yield "warning", names[key], text, remedy
+        yield "warning", names[key], evidence, remedy
 
 
 @check("one_sided_add", needs_batches=True)
@@ -436,25 +450,27 @@ def one_sided_add(patient: Patient) -> Found:
     """
     assert patient.seen is not None
     for path in dict.fromkeys(patient.seen.one_sided):
-        text = "adds a quantized operand to one that is not, so the addition runs in float"
+        evidence = "adds a quantized operand to one that is not, so the addition runs in float"
         remedy = "torchq.quantize_(model, config, target=..., example=example), or quantize both"
-        yield "warning", path, text, remedy
+        yield "warning", path, evidence, remedy
 
 
 @check("weight_axis")
 def weight_axis(patient: Patient) -> Found:
     """Yield weight quantizers whose ranges do not follow the output channels."""
     paths = {id(quantizer): path for path, quantizer in patient.active.items()}
-    known = {id(quantizer): quantizer for quantizer in patient.active.values()}
+    quantizer_by_id = {id(quantizer): quantizer for quantizer in patient.active.values()}
     for module in patient.model.modules():
         for key, axes in channel_axes(module).items():
-            axis = known[key].descriptor.axis if key in known else None
+            axis = quantizer_by_id[key].descriptor.axis if key in quantizer_by_id else None
             if axis is None or axis == axes:
                 continue
             name = module.float_class.__name__ if isinstance(module, QuantModule) else "its layer"
-            text = f"has ranges along axis {axis}; the output channels of {name} are axis {axes}"
+            evidence = (
+                f"has ranges along axis {axis}; the output channels of {name} are axis {axes}"
+            )
             remedy = f"QuantDescriptor(axis={axes}) for its weight, as recipes have"
-            yield "error", paths[key], text, remedy
+            yield "error", paths[key], evidence, remedy
 
 
 @check("range_spread")
@@ -472,11 +488,13 @@ def range_spread(patient: Patient) -> Found:
         unequal = spread(channel_ranges(module).detach().double()) if weight.numel() else 1.0
         if unequal > _SPREAD:
             times = f"{unequal:.0f} times the median one"
-            text = f"its largest channel is {times}, with one scale for all"
+            evidence = f"its largest channel is {times}, with one scale for all"
             axes = channel_axes(module).get(id(quantizer), (0,))
-            remedy = f"weight=QuantDescriptor(axis={axes})"
-            remedy += ", or torchq.ptq.equalize_(model, example) before calibration"
-            yield "warning", joined(path, "weight_quantizer"), text, remedy
+            remedy = (
+                f"weight=QuantDescriptor(axis={axes}), "
+                "or torchq.ptq.equalize_(model, example) before calibration"
+            )
+            yield "warning", joined(path, "weight_quantizer"), evidence, remedy
 
 
 @check("batchnorm_left", needs_batches=True)
@@ -486,9 +504,11 @@ def batchnorm_left(patient: Patient) -> Found:
     for path, layer in patient.seen.norms.items():
         if not isinstance(patient.model.get_submodule(layer), QuantModule):
             continue
-        text = f"normalises the output of the quantized {layer}, at the cost of a float operator"
+        evidence = (
+            f"normalises the output of the quantized {layer}, at the cost of a float operator"
+        )
         remedy = "torchq.fuse_(model.eval(), example), which keeps the codes of the layer"
-        yield "warning", path, text, remedy
+        yield "warning", path, evidence, remedy
 
 
 @check("damage", needs_batches=True)

@@ -142,27 +142,31 @@ class Detections:
     ) -> None:
         are_numbers = all(isinstance(number, (int, float)) for number in (slack, threshold, iou))
         if not are_numbers or not (0 <= slack < threshold < 1 and 0 < iou < 1):
-            text = f"Detections: got threshold={threshold}, slack={slack}, iou={iou}; expected "
-            text += "0 <= slack < threshold < 1 and 0 < iou < 1"
-            raise ConfigError(text)
+            raise ConfigError(
+                f"Detections: got threshold={threshold}, slack={slack}, iou={iou}; expected "
+                "0 <= slack < threshold < 1 and 0 < iou < 1"
+            )
         self.layout, self.threshold, self.slack, self.iou = layout, threshold, slack, iou
 
     def sums(self, output: Any, reference: Any, batch: Any = None) -> list[float]:
         """Return the counts and sums of one batch, which add up over batches."""
         read = self.layout or detections_in
-        found, expected = read(output), read(reference)
-        if len(found) != len(expected):
-            text = f"Detections: got {len(found)} images in the output and {len(expected)} in the "
-            text += "reference; expected the same batch"
-            raise ConfigError(text)
-        rows = [self._of_image(q, f) for q, f in zip(found, expected, strict=True)]
+        detected, expected = read(output), read(reference)
+        if len(detected) != len(expected):
+            raise ConfigError(
+                f"Detections: got {len(detected)} images in the output and {len(expected)} in the "
+                "reference; expected the same batch"
+            )
+        rows = [self._of_image(q, f) for q, f in zip(detected, expected, strict=True)]
         return [sum(column) for column in zip(*rows, strict=True)] if rows else [0.0] * 9
 
     def _of_image(self, quantized: Detected, of_float: Detected) -> list[float]:
         least = self.threshold - self.slack
-        q, f = quantized.above(least), of_float.above(least)
+        q = quantized.above(least)
+        f = of_float.above(least)
         pairs = _matches(q, f, self.iou)
-        strong_q, strong_f = q.scores >= self.threshold, f.scores >= self.threshold
+        strong_q = q.scores >= self.threshold
+        strong_f = f.scores >= self.threshold
         both = [(i, j) for i, j in pairs if strong_q[i] and strong_f[j]]
         change = [float(q.scores[i] - f.scores[j]) for i, j in pairs if strong_f[j]]
         overlaps = []
@@ -178,12 +182,12 @@ class Detections:
 
     def of_sums(self, sums: Sequence[float]) -> DetectionAgreement:
         """Return the agreement for sums over all batches."""
-        found, expected, both, near_q, near_f, change, changed, overlap, masks = sums
+        detected, expected, both, near_q, near_f, change, changed, overlap, masks = sums
         return DetectionAgreement(
-            _share(both, found, expected),
-            _share(both, expected, found),
-            _share(near_q, found, expected),
-            _share(near_f, expected, found),
+            _share(both, detected, expected),
+            _share(both, expected, detected),
+            _share(near_q, detected, expected),
+            _share(near_f, expected, detected),
             change / changed if changed else 0.0,
             overlap / masks if masks else math.nan,
             int(expected),
@@ -201,10 +205,11 @@ class Detections:
         """
         count = self.of_sums(sums).count
         if not count:
-            text = "Detections: the float model detects nothing in these batches; expected "
-            text += f"{_FEW} objects or more. Pass images of the task, scaled as in training, or a "
-            text += "lower threshold"
-            raise CalibrationError(text)
+            raise CalibrationError(
+                "Detections: the float model detects nothing in these batches; expected "
+                f"{_FEW} objects or more. Pass images of the task, scaled as in training, or a "
+                "lower threshold"
+            )
         if count < _FEW:
             warnings.warn(
                 f"Detections: the float model detects {count} objects in these batches; expected "
@@ -231,12 +236,12 @@ class Detections:
             )
         read = self.layout or detections_in
         empty = background_of(reference)
-        found = sum(len(image.above(self.threshold).scores) for image in read(empty))
-        if found and empty is not reference:
+        objects = sum(len(image.above(self.threshold).scores) for image in read(empty))
+        if objects and empty is not reference:
             raise ConfigError(
-                f"Detections: finds {found} objects in an output whose places all have the scores "
-                "that most of them have; expected none, as that is the background. Its layout is "
-                f"read in a wrong way. {_OWN_LAYOUT}"
+                f"Detections: finds {objects} objects in an output whose places all have the "
+                "scores that most of them have; expected none, as that is the background. Its "
+                f"layout is read in a wrong way. {_OWN_LAYOUT}"
             )
 
     def against(self, model: nn.Module, batches: Sequence[Any]) -> Callable[[nn.Module], float]:
@@ -256,8 +261,8 @@ class Detections:
         self.check_count(whole)
 
         def detections(quantized: nn.Module) -> float:
-            found = _outputs(quantized, batches)
-            rows = list(map(self.sums, found, expected))
+            outputs = _outputs(quantized, batches)
+            rows = list(map(self.sums, outputs, expected))
             return self.value([sum(column) for column in zip(*rows, strict=True)])
 
         return detections
@@ -417,5 +422,6 @@ def _of_head(rows: Tensor) -> Detected:
         scores = rows[:, 4:]
     else:
         scores = rows[:, 5:] * rows[:, 4:5]
-    middle, half = rows[:, :2], rows[:, 2:4] / 2
+    middle = rows[:, :2]
+    half = rows[:, 2:4] / 2
     return _of_scores(torch.cat([middle - half, middle + half], 1), scores)

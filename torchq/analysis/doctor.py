@@ -85,13 +85,15 @@ class DoctorReport:
     def headline(self) -> str:
         """The counts, in one sentence."""
         counts = Counter(finding.severity for finding in self.findings)
-        found = [
+        counted = [
             f"{counts[s]} {s}{'s' if counts[s] != 1 and s != 'info' else ''}"
             for s in SEVERITIES
             if counts[s]
         ]
-        text = f"{', '.join(found) or 'nothing found'} in {len(self.checks)} checks"
-        return text + (f"; {len(self.skipped)} more checks need batches" if self.skipped else "")
+        sentence = f"{', '.join(counted) or 'nothing found'} in {len(self.checks)} checks"
+        return sentence + (
+            f"; {len(self.skipped)} more checks need batches" if self.skipped else ""
+        )
 
     def __str__(self) -> str:
         lines = []
@@ -149,32 +151,36 @@ def doctor(
     """
     model = unwrapped(model)
     user_metric(_WHERE, metric)
-    kept = None if batches is None else kept_batches(_WHERE, batches, num_batches)
+    sample_batches = None if batches is None else kept_batches(_WHERE, batches, num_batches)
     options: dict[str, Any] = {"forward": forward, "progress": progress}
-    known, seen = known_quantizers(model), None
-    if kept is not None:
+    by_path = known_quantizers(model)
+    observation = None
+    if sample_batches is not None:
         run = partial(call_model, model, forward=forward, device=device_of(model))
-        seen = observe(model, known, progress_bar(kept, description=_WHERE, enabled=progress), run)
+        observation = observe(
+            model, by_path, progress_bar(sample_batches, description=_WHERE, enabled=progress), run
+        )
     report = examine(
         model,
-        seen,
-        lambda: compare_outputs(model, kept or (), metric, **options),
-        lambda: ranking_of(model, kept or (), metric, **options),
+        observation,
+        lambda: compare_outputs(model, sample_batches or (), metric, **options),
+        lambda: ranking_of(model, sample_batches or (), metric, **options),
     )
     if strict and not report.ok:
-        found = f"got {len(report.errors)} errors; expected none"
-        raise QuantizationError(f"{_WHERE}: {found}\n{report}")
+        mismatch = f"got {len(report.errors)} errors; expected none"
+        raise QuantizationError(f"{_WHERE}: {mismatch}\n{report}")
     return report
 
 
 def known_quantizers(model: nn.Module) -> dict[str, TensorQuantizer]:
     """Return the quantizers of a model by path; an error says that it has none."""
-    known = quantizers(model)
-    if not known:
-        text = f"{_WHERE}: {type(model).__name__} has no quantizer; expected a quantized model. "
-        text += "Run torchq.quantize_(model) first"
-        raise ConfigError(text)
-    return known
+    by_path = quantizers(model)
+    if not by_path:
+        raise ConfigError(
+            f"{_WHERE}: {type(model).__name__} has no quantizer; expected a quantized model. "
+            "Run torchq.quantize_(model) first"
+        )
+    return by_path
 
 
 def examine(
@@ -184,17 +190,17 @@ def examine(
     ranking: Callable[[], SensitivityReport],
 ) -> DoctorReport:
     """Return the report of :func:`doctor`; ``outputs`` and ``ranking`` are called if needed."""
-    known = known_quantizers(model)
-    patient = Patient(model, known, weight_quantizers(model), seen)
+    by_path = known_quantizers(model)
+    patient = Patient(model, by_path, weight_quantizers(model), seen)
     chosen = [kind for kind in CHECKS if seen is not None or not CHECKS[kind].needs_batches]
-    findings = [Finding(kind, *found) for kind in chosen for found in CHECKS[kind].find(patient)]
+    findings = [Finding(kind, *row) for kind in chosen for row in CHECKS[kind].find(patient)]
     # An error is mended first: what it does to the outputs says nothing of the rest.
     if seen is not None and all(finding.severity != "error" for finding in findings):
-        found = outputs()
-        patient = replace(patient, outputs=found)
-        if found.grade != "good" and (found.comparable or found.score is not None):
+        compared = outputs()
+        patient = replace(patient, outputs=compared)
+        if compared.grade != "good" and (compared.comparable or compared.score is not None):
             patient = replace(patient, cures=tuple(cures(patient, damage_shares(ranking()))))
-        findings += [Finding("damage", *found) for found in damage(patient)]
+        findings += [Finding("damage", *row) for row in damage(patient)]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     skipped = tuple(kind for kind in CHECKS if kind not in chosen)
     return DoctorReport(tuple(findings), tuple(chosen), skipped, patient.outputs, patient.cures)
@@ -226,12 +232,13 @@ def damage_shares(ranking: SensitivityReport) -> dict[str, float]:
 
 def culprits(shares: dict[str, float]) -> list[str]:
     """Return the layers to exclude: the fewest that do half of the damage, if three or fewer do."""
-    found, together = [], 0.0
+    worst_layers = []
+    together = 0.0
     for name, share in list(shares.items())[:_BLAMED]:
-        found.append(name)
+        worst_layers.append(name)
         together += share
         if together >= _MOST:
-            return found
+            return worst_layers
     return []
 
 
@@ -240,27 +247,36 @@ def cures(patient: Patient, shares: dict[str, float]) -> list[Cure]:
 
     Where few layers do most of the damage, only what helps these counts.
     """
-    plan, blamed = plan_of(patient.model), culprits(shares)
+    plan = plan_of(patient.model)
+    blamed = culprits(shares)
     layers = [d for d in plan.replaced if d.weight is not None]
     hurt = [d for d in layers if not blamed or set(d.names) & set(blamed)]
     names = {name for d in hurt for name in d.names}
     rounded = _has_rounded_weights(patient.model)
-    found = [_recalibrate(patient, rounded), _grid(patient, plan, names)]
+    candidates = [_recalibrate(patient, rounded), _grid(patient, plan, names)]
     few = [d for d in hurt if _bits(d) <= _FEW_BITS]
     if few and not rounded:
-        text = f"Weights of {_bits(few[0])} bits are rounded to nearest: gptq_ rounds them for the "
-        text += "least error of the results, which takes seconds to minutes."
-        found.append(Cure(text, "torchq.ptq.gptq_(model, batches)"))
-    found.append(_ends(layers, names))
+        advice = (
+            f"Weights of {_bits(few[0])} bits are rounded to nearest: gptq_ rounds them for the "
+            "least error of the results, which takes seconds to minutes."
+        )
+        candidates.append(Cure(advice, "torchq.ptq.gptq_(model, batches)"))
+    candidates.append(_ends(layers, names))
     unequal = sorted(names & {path.rpartition(".")[0] for _, path, _, _ in range_spread(patient)})
     if unequal:
-        text = f"{joined_names(unequal[:_BLAMED])}: one scale for channels of very different size."
-        found.append(Cure(text, "torchq.ptq.equalize_(model, example) before torchq.calibrate"))
+        advice = (
+            f"{joined_names(unequal[:_BLAMED])}: one scale for channels of very different size."
+        )
+        candidates.append(
+            Cure(advice, "torchq.ptq.equalize_(model, example) before torchq.calibrate")
+        )
     if blamed:
         share = sum(shares[name] for name in blamed)
-        text = f"Leave {joined_names(blamed)} in float, which takes away {share:.0%} of the damage."
-        found.append(Cure(text, f"torchq.quantize_(model, config, exclude={blamed!r})"))
-    return [cure for cure in found if cure is not None]
+        advice = (
+            f"Leave {joined_names(blamed)} in float, which takes away {share:.0%} of the damage."
+        )
+        candidates.append(Cure(advice, f"torchq.quantize_(model, config, exclude={blamed!r})"))
+    return [cure for cure in candidates if cure is not None]
 
 
 @torch.no_grad()
@@ -275,18 +291,23 @@ def _has_rounded_weights(model: nn.Module) -> bool:
 
 
 def _recalibrate(patient: Patient, rounded: bool) -> Cure | None:
-    off, few = exceeded(patient), 0
+    off = exceeded(patient)
+    few = 0
     if not (off or rounded or any(q.descriptor.learn_amax for q in patient.active.values())):
         few = len(uncorrected(patient.model))
     if off:
-        text = f"The range of {joined_names(off[:_BLAMED])} does not fit these values: "
-        text += "calibrate on data of the task."
+        advice = (
+            f"The range of {joined_names(off[:_BLAMED])} does not fit these values: "
+            "calibrate on data of the task."
+        )
     elif few:
-        text = f"The results of {few} layers were never corrected: calibrate "
-        text += "does so, unless the model was trained with these ranges."
+        advice = (
+            f"The results of {few} layers were never corrected: calibrate "
+            "does so, unless the model was trained with these ranges."
+        )
     else:
         return None
-    return Cure(text, "torchq.calibrate(model, batches, force=True)")
+    return Cure(advice, "torchq.calibrate(model, batches, force=True)")
 
 
 def _grid(patient: Patient, plan: Plan, names: set[str]) -> Cure | None:
@@ -304,9 +325,11 @@ def _grid(patient: Patient, plan: Plan, names: set[str]) -> Cure | None:
     few = len(names & one_signed)
     if plan.target is not None or not few:
         return None
-    text = f"{few} inputs without negative values have signed codes, of which half are wasted: a "
-    text += "target chooses the codes for the values, where it has such codes."
-    return Cure(text, "torchq.quantize_(model, config, target=..., example=example)")
+    advice = (
+        f"{few} inputs without negative values have signed codes, of which half are wasted: a "
+        "target chooses the codes for the values, where it has such codes."
+    )
+    return Cure(advice, "torchq.quantize_(model, config, target=..., example=example)")
 
 
 def _ends(layers: Sequence[Decision], hurt: set[str]) -> Cure | None:
@@ -315,15 +338,19 @@ def _ends(layers: Sequence[Decision], hurt: set[str]) -> Cure | None:
     narrow = [d.name or "(root)" for d in ends if min(_bits(d), _bits(d, "input")) < _BYTE]
     if not narrow:
         return None
-    text = f"{joined_names(list(dict.fromkeys(narrow)))}: the first and last layer are few and "
-    text += "sensitive, and want 8 bits."
-    return Cure(text, f"torchq.quantize_(model, config.with_ends({_BYTE}))")
+    advice = (
+        f"{joined_names(list(dict.fromkeys(narrow)))}: the first and last layer are few and "
+        "sensitive, and want 8 bits."
+    )
+    return Cure(advice, f"torchq.quantize_(model, config.with_ends({_BYTE}))")
 
 
 def _bits(decision: Decision, slot: str = "weight") -> int:
     """Return the width of integer codes; 8 for what has none."""
-    found = decision.descriptors.get(slot)
-    return found.format.bits if found is not None and found.format.is_integer else _BYTE
+    descriptor = decision.descriptors.get(slot)
+    return (
+        descriptor.format.bits if descriptor is not None and descriptor.format.is_integer else _BYTE
+    )
 
 
 def joined_names(names: Sequence[str]) -> str:

@@ -111,7 +111,9 @@ class QuantizerStatistics:
 
     def row(self) -> QuantizerRow:
         """Return what was seen."""
-        descriptor, lost, silent = self.quantizer.descriptor, self.lost, self.silent
+        descriptor = self.quantizer.descriptor
+        lost = self.lost
+        silent = self.silent
         amax = None
         if self.quantizer.calibrated and not descriptor.dynamic:
             smallest, largest = torch.aminmax(self.quantizer.amax.detach())
@@ -217,15 +219,18 @@ class LayerErrors:
         return next((row for row in self.rows if math.isnan(row.sqnr + row.local_sqnr)), None)
 
     def _ending(self) -> str:
-        worst, broken = self.worst[0], self.first_not_finite
-        text = f"output {decibel_text(self.output_sqnr)}; "
+        worst = self.worst[0]
+        broken = self.first_not_finite
+        ending = f"output {decibel_text(self.output_sqnr)}; "
         if broken is None:
-            text += f"most error is born in {worst.name}"
-            text += f" ({decibel_text(worst.local_sqnr)} by itself)"
+            local = decibel_text(worst.local_sqnr)
+            ending += f"most error is born in {worst.name} ({local} by itself)"
         else:
-            text += f"NaN or infinity comes first from {broken.name or '(root)'}: look at its "
-            text += "weight, its bias and what it is given"
-        return text + (f"; not reached: {', '.join(self.unseen)}" if self.unseen else "")
+            ending += (
+                f"NaN or infinity comes first from {broken.name or '(root)'}: look at its "
+                "weight, its bias and what it is given"
+            )
+        return ending + (f"; not reached: {', '.join(self.unseen)}" if self.unseen else "")
 
     def __str__(self) -> str:
         head = ("layer", "type", "local SQNR", "SQNR", "cosine", "born here", "clipped", "codes")
@@ -233,8 +238,8 @@ class LayerErrors:
         for row in self.rows:
             codes = str(row.used_codes) if row.used_codes else ""
             figures = (decibel_text(row.local_sqnr), decibel_text(row.sqnr), f"{row.cosine:.5f}")
-            rest = (bar(row.born, 10), percent_text(row.clipped), codes, str(row.dead_channels))
-            rows.append((row.name or "(root)", row.kind, *figures, *rest))
+            details = (bar(row.born, 10), percent_text(row.clipped), codes, str(row.dead_channels))
+            rows.append((row.name or "(root)", row.kind, *figures, *details))
         return utils.table(rows, self._ending())
 
 
@@ -290,7 +295,9 @@ class _Record:
     """What is known about one layer, which enters ``order`` when it is called first."""
 
     def __init__(self, layer: QuantizedLayer, order: list["_Record"]) -> None:
-        self.layer, self.calls, self.order = layer, 0, order
+        self.layer = layer
+        self.calls = 0
+        self.order = order
         self.local, self.accumulated = Noise(), Noise()
         self.expected: list[list[Tensor]] = []  # the float outputs of the running batch
         axes = channel_axes(layer.module)
@@ -310,10 +317,10 @@ class _Record:
         if not self.calls:
             self.order.append(self)
         self.calls += 1
-        own = self.layer.quantizers.values()
+        layer_quantizers = self.layer.quantizers.values()
         if not kwargs:
             args = _part_of_call(self.layer, args, output)
-        with quantizing_only(own, own), utils.watching(self._watched()):
+        with quantizing_only(layer_quantizers, layer_quantizers), utils.watching(self._watched()):
             # The forward itself: hooks, such as this one, have run around it.
             alone = self.layer.module.forward(*args, **kwargs)
         for value, reference in zip(floats_in(alone), expected, strict=False):
@@ -371,8 +378,8 @@ class _Measurement:
         start.restore()  # Both draw the same random numbers.
         compared = [(r.layer.module, r.after_quantized) for r in self.records]
         with quantizing_only(self.known, self.known), utils.watching(compared):
-            found = results_in(call())
-        for place, (value, reference) in enumerate(zip(found, expected, strict=False)):
+            quantized = results_in(call())
+        for place, (value, reference) in enumerate(zip(quantized, expected, strict=False)):
             self.outputs.setdefault(place, Noise()).add(value, reference)
         for record in self.records:
             record.expected.clear()
@@ -383,8 +390,9 @@ class _Measurement:
         if not self.batches:
             raise CalibrationError(f"{_WHERE}: got no batch; expected at least one")
         if not self.order:
-            text = f"{_WHERE}: no quantized layer was called; expected batches that reach one"
-            raise CalibrationError(text)
+            raise CalibrationError(
+                f"{_WHERE}: no quantized layer was called; expected batches that reach one"
+            )
         unseen = tuple(r.layer.name for r in self.records if not r.calls)
         rows = tuple(record.row() for record in self.order)
         output = mean_ratio([(noise.signal, noise.noise) for noise in self.outputs.values()])

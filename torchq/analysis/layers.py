@@ -46,25 +46,26 @@ def quantized_layers(model: nn.Module, where: str) -> list[QuantizedLayer]:
     """
     weights = weight_quantizers(model)
     held = {id(holder) for module in model.modules() for _, holder in _holders(module)}
-    found = []
+    layers = []
     for name, module in model.named_modules():
         if id(module) in held:
             continue
-        own = dict(_direct(name, module))
+        direct = dict(_direct(name, module))
         if isinstance(module, QuantModule):
             for path, holder in _holders(module):
-                own.update(_direct(joined(name, path), holder))
-            found.append(_layer(name, module, own, weights))
+                direct.update(_direct(joined(name, path), holder))
+            layers.append(_layer(name, module, direct, weights))
         else:
-            found += [_layer(path, q, {path: q}, weights) for path, q in own.items()]
+            layers += [_layer(path, q, {path: q}, weights) for path, q in direct.items()]
     if isinstance(model, TensorQuantizer) and model.quantizing:
-        found.append(_layer("", model, {"": model}, weights))
-    found = [layer for layer in found if layer.quantizers]
-    if not found:
-        text = f"{where}: {type(model).__name__} has no quantizer that is on; expected a quantized "
-        text += "model. Run torchq.quantize_(model) and torchq.calibrate(model, batches) first"
-        raise ConfigError(text)
-    return found
+        layers.append(_layer("", model, {"": model}, weights))
+    layers = [layer for layer in layers if layer.quantizers]
+    if not layers:
+        raise ConfigError(
+            f"{where}: {type(model).__name__} has no quantizer that is on; expected a quantized "
+            "model. Run torchq.quantize_(model) and torchq.calibrate(model, batches) first"
+        )
+    return layers
 
 
 def _holders(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -92,9 +93,9 @@ def joined(parent: str, child: str) -> str:
 def _layer(
     name: str, module: nn.Module, found: dict[str, TensorQuantizer], weights: set[int]
 ) -> QuantizedLayer:
-    own = {path: q for path, q in found.items() if id(q) in weights}
-    inputs = {path: q for path, q in found.items() if path not in own}
-    return QuantizedLayer(name, module, inputs, own)
+    of_weights = {path: q for path, q in found.items() if id(q) in weights}
+    inputs = {path: q for path, q in found.items() if path not in of_weights}
+    return QuantizedLayer(name, module, inputs, of_weights)
 
 
 def channel_axes(module: nn.Module) -> dict[int, tuple[int, ...]]:
@@ -108,7 +109,7 @@ def channel_axes(module: nn.Module) -> dict[int, tuple[int, ...]]:
     weights = {id(quantizer): weight for quantizer, weight in module.quantized_weights()}
     if not isinstance(module, RoutedModule):
         return dict.fromkeys(weights, (module.channel_axis,))
-    found = {}
+    axes_by_id = {}
     for site, holder in module.holders():
         key = id(getattr(holder, "weight_quantizer", None))
         if key in weights:
@@ -116,8 +117,8 @@ def channel_axes(module: nn.Module) -> dict[int, tuple[int, ...]]:
             descriptor = site_descriptors(site, weights[key].dim(), None, like_linear)[1]
             if descriptor is not None and descriptor.axis is not None:
                 axis = descriptor.axis
-                found[key] = (axis,) if isinstance(axis, int) else axis
-    return found
+                axes_by_id[key] = (axis,) if isinstance(axis, int) else axis
+    return axes_by_id
 
 
 def active_quantizers(model: nn.Module) -> list[TensorQuantizer]:
@@ -132,8 +133,8 @@ def passing(model: nn.Module) -> Iterator[None]:
     Attention, for one, takes a shorter way past quantizers that are off. Corrections, which belong
     to quantized results, are out of the way.
     """
-    known = list(quantizers(model).values())
-    active = [quantizer for quantizer in known if quantizer.quantizing]
+    all_quantizers = list(quantizers(model).values())
+    active = [quantizer for quantizer in all_quantizers if quantizer.quantizing]
     before = [(quantizer, quantizer.delegate) for quantizer in active]
     try:
         for quantizer in active:
@@ -142,7 +143,7 @@ def passing(model: nn.Module) -> Iterator[None]:
             for layer in corrected_layers(model):
                 stack.enter_context(state_kept(layer))
                 layer.forget_correction()
-            stack.enter_context(quantizing_only(known, active))
+            stack.enter_context(quantizing_only(all_quantizers, active))
             yield
     finally:
         for quantizer, delegate in before:

@@ -115,13 +115,15 @@ class MixedPrecision(QuantConfig):
         rows = [("layer", "format", "weights", f"damage ({self.metric})")]
         for c in self.choices:
             rows.append((c.name or "(root)", c.format, f"{c.weights:,}", f"{c.damage:.2e}"))
-        costs, asked = (
-            ", ".join(f"{kind} {value:.4g}" for kind, value in figures.items())
-            for figures in (self.costs, self.budget)
-        )
+        costs = _listed(self.costs)
+        budget = _listed(self.budget)
         return utils.table(
-            rows, f"budget {asked}; costs {costs}; predicted damage {self.damage:.2e}"
+            rows, f"budget {budget}; costs {costs}; predicted damage {self.damage:.2e}"
         )
+
+
+def _listed(figures: Mapping[str, float]) -> str:
+    return ", ".join(f"{kind} {value:.4g}" for kind, value in figures.items())
 
 
 @utils.uncompiled()
@@ -176,38 +178,41 @@ def mixed_precision(
     """
     check_budget(budget)
     check_formats(formats)
-    kept = utils.kept_batches(_WHERE, batches)
+    sample_batches = utils.kept_batches(_WHERE, batches)
     base = utils.copy_module(utils.unwrapped(model)).eval()
     restore_(base)
     chosen = dict(map(_named, formats))
     candidates = {
-        name: _candidate(base, choice, kept, exclude, forward)
+        name: _candidate(base, choice, sample_batches, exclude, forward)
         for name, choice in chosen.items()
         if name != FLOAT
     }
     names = list(dict.fromkeys(name for c in candidates.values() for name in c.decisions))
     options: dict[str, Any] = {"forward": forward, "progress": progress}
-    found, metric_name = _damages(base, candidates, kept, metric, options)
-    broken = next((key for key, damage in found.items() if math.isnan(damage)), None)
+    damages, metric_name = _damages(base, candidates, sample_batches, metric, options)
+    broken = next((key for key, damage in damages.items() if math.isnan(damage)), None)
     if broken is not None:
         raise CalibrationError(
             f"{_WHERE}: got a damage of NaN for {broken[0]} in {broken[1]}; expected a number. The "
             "output holds NaN or infinity: torchq.layer_errors names the layer it comes from"
         )
-    run = partial(call_model, base, kept[0], forward=forward, device=utils.device_of(base))
-    facts = gather_facts(base, names, run, batch_size(kept[0]))
-    return _Search(candidates, list(chosen), found, facts).config(budget, metric_name)
+    run = partial(
+        call_model, base, sample_batches[0], forward=forward, device=utils.device_of(base)
+    )
+    facts = gather_facts(base, names, run, batch_size(sample_batches[0]))
+    return _Search(candidates, list(chosen), damages, facts).config(budget, metric_name)
 
 
 def check_budget(budget: Mapping[str, float]) -> None:
     """Raise ConfigError unless every kind of budget is known and every bound is positive."""
     if not isinstance(budget, Mapping) or not budget:
-        text = f"{_WHERE}: got budget {budget!r}; expected a mapping such as {{'mean_bits': 5}}"
-        raise ConfigError(text)
+        raise ConfigError(
+            f"{_WHERE}: got budget {budget!r}; expected a mapping such as {{'mean_bits': 5}}"
+        )
     for kind, bound in budget.items():
         if kind not in BUDGETS:
-            known = ", ".join(BUDGETS)
-            raise ConfigError(f"{_WHERE}: got budget {kind!r}; expected one of {known}")
+            kinds = ", ".join(BUDGETS)
+            raise ConfigError(f"{_WHERE}: got budget {kind!r}; expected one of {kinds}")
         if not bound > 0:
             raise ConfigError(f"{_WHERE}: got {kind}={bound!r}; expected a positive number")
 
@@ -225,17 +230,18 @@ def _named(choice: FormatChoice) -> tuple[str, QuantConfig | None]:
     if isinstance(choice, QuantConfig):
         return choice.name, choice
     if isinstance(choice, str):
-        found = _WIDTHS.fullmatch(choice)
+        width_match = _WIDTHS.fullmatch(choice)
         # The recipe called w4a4 has other first and last layers; here a layer has its own format.
-        if found is None:
+        if width_match is None:
             return choice, recipes.by_name(choice)
-        widths = int(found[1]), None if found[2] is None else int(found[2])
+        widths = int(width_match[1]), None if width_match[2] is None else int(width_match[2])
     elif isinstance(choice, int):
         widths = choice, choice
     else:
-        text = f"{_WHERE}: got format {choice!r}; expected a name such as 'w4a8', a recipe, a "
-        text += "width or a QuantConfig"
-        raise ConfigError(text)
+        raise ConfigError(
+            f"{_WHERE}: got format {choice!r}; expected a name such as 'w4a8', a recipe, a "
+            "width or a QuantConfig"
+        )
     config = recipes.integer(*widths)
     return config.name, config
 
@@ -291,8 +297,8 @@ def gather_facts(
 
 
 def _weight_count(module: nn.Module) -> int:
-    own = [p for p in module.parameters(recurse=False) if p.dim() > 1]
-    return sum(p.numel() for p in own or module.parameters() if p.dim() > 1)
+    direct_weights = [p for p in module.parameters(recurse=False) if p.dim() > 1]
+    return sum(p.numel() for p in direct_weights or module.parameters() if p.dim() > 1)
 
 
 def _widths(decision: Decision | None) -> tuple[int, int]:
@@ -358,12 +364,12 @@ def _damages(
             if metric == "fisher":
                 raise
             metric = "sqnr"
-    found: Damages = {}
+    damages: Damages = {}
     for format, candidate in candidates.items():
         report = sensitivity(candidate.model, batches, metric, **options)
         for name, harm in report.harms().items():
-            found[name, format] = math.inf if math.isnan(harm) else harm
-    return found, metric if isinstance(metric, str) else getattr(metric, "__name__", "metric")
+            damages[name, format] = math.inf if math.isnan(harm) else harm
+    return damages, metric if isinstance(metric, str) else getattr(metric, "__name__", "metric")
 
 
 def _run_alone(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -422,8 +428,8 @@ class Problem:
         starts = [_least(self.damages, shares.sum(0))]
         starts.append(_least(shares.amax(0).where(allowed, math.inf), self.damages))
         within = [_within(self.damages, shares, start) for start in starts]
-        found = [_improved(self.damages, shares, choice) for choice in within if choice]
-        return min(found, key=lambda choice: self.figures(choice)[0], default=None)
+        improved = [_improved(self.damages, shares, choice) for choice in within if choice]
+        return min(improved, key=lambda choice: self.figures(choice)[0], default=None)
 
     def front(self, budget: Mapping[str, float], count: int) -> list[list[int]]:
         """Return choices that no other one beats in both damage and cost, the cheapest first.
@@ -435,23 +441,23 @@ class Problem:
         low, high = self.bounds(kind)
         steps = range(count) if low > 0 else []
         tried = [low * (high / low) ** (i / (count - 1)) for i in steps] or [high]
-        found: list[list[int]] = []
+        choices: list[list[int]] = []
         for bound in tried:
             choice = self.solve({**budget, kind: max(bound, 1e-30) * _ALLOWED})
-            damages = [self.figures(c)[0] for c in (choice, *found[-1:]) if c is not None]
-            if choice is not None and (not found or damages[0] < damages[1]):
-                found.append(choice)
-        return found
+            damages = [self.figures(c)[0] for c in (choice, *choices[-1:]) if c is not None]
+            if choice is not None and (not choices or damages[0] < damages[1]):
+                choices.append(choice)
+        return choices
 
     def require(self, budget: Mapping[str, float]) -> list[int]:
         """Return :meth:`solve`; an error names the least that is possible."""
-        found = self.solve(budget)
-        if found is not None:
-            return found
+        solution = self.solve(budget)
+        if solution is not None:
+            return solution
         least = ", ".join(f"{kind}={self.bounds(kind)[0]:.6g}" for kind in budget)
-        asked = ", ".join(f"{kind}={bound:.6g}" for kind, bound in budget.items())
+        bounds = ", ".join(f"{kind}={bound:.6g}" for kind, bound in budget.items())
         raise ConfigError(
-            f"mixed_precision: got the budget {asked}; expected at least {least}, the least that "
+            f"mixed_precision: got the budget {bounds}; expected at least {least}, the least that "
             "these formats need. Raise the budget or add smaller formats"
         )
 
@@ -499,7 +505,8 @@ def _improved(damages: Tensor, shares: Tensor, choice: list[int]) -> list[int]:
     least = -1e-12 * float(damages.where(damages.isfinite(), 0).abs().max())
     while True:
         room = _ALLOWED - _sums(shares, choice)
-        worse, more = _changes(damages, choice).flatten(), _changes(shares, choice).flatten(1)
+        worse = _changes(damages, choice).flatten()
+        more = _changes(shares, choice).flatten(1)
         fits = (more <= room[:, None]).all(0)
         gain = (worse / more.sum(0).clamp(min=1e-15)).where(fits & (worse < least), 0.0)
         changes = [int(gain.argmin())]
@@ -573,10 +580,10 @@ class _Search:
     def _problem(self, groups: list[list[str]]) -> Problem:
         """Return the sums of damages and of costs for each group in each format."""
         total = sum(facts.weights for facts in self.facts.values())
-        found = {(n, f): self._damage(n, f) for n in self.facts for f in self.formats}
+        damages = {(n, f): self._damage(n, f) for n in self.facts for f in self.formats}
         costs = {
             (name, format): _costs(self.facts[name], self._decision(name, format), total)
-            for name, format in found
+            for name, format in damages
         }
 
         def summed(figures: Mapping[tuple[str, str], float]) -> Tensor:
@@ -584,7 +591,7 @@ class _Search:
             return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
         by_kind = {k: summed({key: cost[k] for key, cost in costs.items()}) for k in BUDGETS}
-        return Problem(summed(found), by_kind)
+        return Problem(summed(damages), by_kind)
 
     def _point(
         self, groups: dict[int, list[str]], problem: Problem, choices: Sequence[int]
@@ -598,7 +605,8 @@ class _Search:
         return FrontPoint(costs, damage, {name: chosen[name] for name in self.facts})
 
     def _choice(self, name: str, format: str, group: int) -> LayerChoice:
-        weights, widths = self.facts[name].weights, _widths(self._decision(name, format))
+        weights = self.facts[name].weights
+        widths = _widths(self._decision(name, format))
         return LayerChoice(name, format, self._damage(name, format), weights, *widths, group)
 
 

@@ -108,8 +108,8 @@ def scores_in(output: Any) -> list[Tensor]:
 
 def only_scores(output: Any) -> Tensor | None:
     """Return the scores where it is plain which tensor holds them: by its name, or alone."""
-    found = _named(output) or results_in(output)
-    return found[0] if len(found) == 1 and _has_classes(found[0]) else None
+    candidates = _named(output) or results_in(output)
+    return candidates[0] if len(candidates) == 1 and _has_classes(candidates[0]) else None
 
 
 def _named(output: Any) -> list[Tensor]:
@@ -155,12 +155,12 @@ class Sqnr:
 
     def sums(self, output: Any, reference: Any, batch: Any) -> list[float]:
         """Return signal and noise of each output of one batch, one after the other."""
-        found: list[float] = []
+        sums: list[float] = []
         for value, expected in zip(results_in(output), results_in(reference), strict=False):
             noise = Noise()
             noise.add(value, expected)
-            found += [noise.signal, noise.noise]
-        return found
+            sums += [noise.signal, noise.noise]
+        return sums
 
     def value(self, sums: list[float]) -> float:
         """Return the ratio in dB for sums over all batches."""
@@ -184,7 +184,8 @@ class Score(_OfUser):
 
     def sums(self, output: Any, reference: Any, batch: Any) -> list[float]:
         """Return the score of one batch times its size, and the size."""
-        score, size = self.function(output, batch), batch_size(batch)
+        score = self.function(output, batch)
+        size = batch_size(batch)
         return [float(score) * size, float(size)]
 
     def value(self, sums: list[float]) -> float:
@@ -254,9 +255,9 @@ def percent_text(share: float) -> str:
 def plain(value: Any, digits: int | None = None) -> Any:
     """Return JSON data of so many significant digits; None stands for what is not finite."""
     if isinstance(value, dict):
-        return {key: plain(item, digits) for key, item in value.items()}
+        return {key: plain(entry, digits) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item, digits) for item in value]
+        return [plain(entry, digits) for entry in value]
     if not isinstance(value, float):
         return value
     if not math.isfinite(value):
@@ -318,10 +319,10 @@ class Outputs:
         if self.agreement is None:
             return f"signal to noise at its output is {ratio}"
         count = f"{self.predictions:,} predictions"
-        text = f"{self.agreement:.1%} of {count} are those of the float model"
+        sentence = f"{self.agreement:.1%} of {count} are those of the float model"
         if self.predictions < _FEW:
-            return f"signal to noise is {ratio}; {text}, too few to be sure"
-        return text
+            return f"signal to noise is {ratio}; {sentence}, too few to be sure"
+        return sentence
 
 
 def _below(value: float, bounds: tuple[float, float]) -> int:
@@ -352,19 +353,19 @@ def compare_outputs(
         CalibrationError: The float model detects nothing in the batches.
     """
     chosen = user_metric("compare_outputs", metric)
-    known, sums = active_quantizers(model), Sums()
+    active, sums = active_quantizers(model), Sums()
     call = partial(call_model, model, forward=forward, device=device_of(model))
     scores: list[float | None] = [None, None]
     objects = 0
     with untouched(model):
         for batch in progress_bar(batches, description="compare outputs", enabled=progress):
             start = RandomState.now()
-            with quantizing_only(known):
+            with quantizing_only(active):
                 expected = call(batch)
             start.restore()  # Both draw the same random numbers.
             _add_figures(sums, chosen, call(batch), expected, batch)
         if isinstance(chosen, Evaluation):
-            with quantizing_only(known):
+            with quantizing_only(active):
                 scores[0] = chosen.of(model)
             scores[1] = chosen.of(model)
     if isinstance(chosen, (Score, Detections)) and sums:
@@ -405,9 +406,10 @@ def user_metric(where: str, metric: Any) -> Score | Evaluation | Detections | No
     except ConfigError:
         chosen = None
     if not isinstance(chosen, (Score, Evaluation, Detections)):
-        text = f"{where}: got metric {metric!r}; expected a function metric(output, batch) or "
-        text += 'metric(model), "detections", or None'
-        raise ConfigError(text)
+        raise ConfigError(
+            f"{where}: got metric {metric!r}; expected a function metric(output, batch) or "
+            'metric(model), "detections", or None'
+        )
     return chosen
 
 
@@ -419,6 +421,6 @@ def _agreement(found: Any, expected: Any) -> list[float]:
     if ours is None or theirs is None or ours.shape != theirs.shape:
         return [0.0, 0.0, differ]
     axis = class_axis(theirs)
-    known = ~(ours.isnan() | theirs.isnan()).any(axis)  # NaN never agrees.
-    same = known & (ours.argmax(axis) == theirs.argmax(axis))
+    comparable = ~(ours.isnan() | theirs.isnan()).any(axis)  # NaN never agrees.
+    same = comparable & (ours.argmax(axis) == theirs.argmax(axis))
     return [float(same.sum()), float(same.numel()), differ]

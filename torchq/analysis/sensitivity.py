@@ -206,9 +206,10 @@ def sensitivity(
     check_batches(_WHERE, batches, num_batches)
     layers = quantized_layers(model, _WHERE)
     if scope not in tuple(_SCOPES):
-        text = f"{_WHERE}: got scope {scope!r}; expected one of {', '.join(map(repr, _SCOPES))}"
-        raise ConfigError(text)
-    groups = {layer.name: own for layer in layers if (own := getattr(layer, _SCOPES[scope]))}
+        raise ConfigError(
+            f"{_WHERE}: got scope {scope!r}; expected one of {', '.join(map(repr, _SCOPES))}"
+        )
+    groups = {layer.name: group for layer in layers if (group := getattr(layer, _SCOPES[scope]))}
     call = partial(call_model, model, forward=forward, device=device_of(model))
     run = _Run(model, layers, groups, call, progress)
     chosen = None if metric == "fisher" else find_metric(_WHERE, metric)
@@ -264,24 +265,26 @@ def _drawn_gradients(
 ) -> list[Sequence[Tensor | None]]:
     """Return gradients at ``points`` along random directions of batch ``number``."""
     generator = torch.Generator().manual_seed(number)
-    found: list[Sequence[Tensor | None]] = []
+    gradients: list[Sequence[Tensor | None]] = []
     for probe in range(_PROBES):
         with torch.enable_grad():
             along = (_drawn_direction(scores, generator) * scores).sum()
-        kept = probe < _PROBES - 1
-        found.append(torch.autograd.grad(along, points, retain_graph=kept, allow_unused=True))
-    return found
+        another_follows = probe < _PROBES - 1
+        gradients.append(
+            torch.autograd.grad(along, points, retain_graph=another_follows, allow_unused=True)
+        )
+    return gradients
 
 
 def _class_scores(output: Any) -> Tensor:
     """Return the first output with classes that a gradient leads to; an error names what to do."""
-    found = [scores for scores in scores_in(output) if scores.requires_grad]
-    if not found:
+    candidates = [scores for scores in scores_in(output) if scores.requires_grad]
+    if not candidates:
         raise ConfigError(
             "sensitivity: metric='fisher' got a model whose output has no classes, or no gradient; "
             "expected scores of shape (N, classes, ...). Use metric='sqnr'"
         )
-    return found[0]
+    return candidates[0]
 
 
 def _drawn_direction(scores: Tensor, generator: torch.Generator) -> Tensor:
@@ -325,8 +328,8 @@ class _Taps:
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         outputs = floats_in(output)
         points = [torch.zeros_like(t, requires_grad=True) for t in outputs]
-        kept = [t.detach() for t in outputs]
-        self._taps.append(_Tap(module, args, kwargs, kept, len(self.points)))
+        float_outputs = [t.detach() for t in outputs]
+        self._taps.append(_Tap(module, args, kwargs, float_outputs, len(self.points)))
         self.points += points
         waiting = iter(points)
         # The sum is a new tensor, so that code in place does not change the one that is kept.
@@ -342,10 +345,10 @@ class _Taps:
                 moved = floats_in(disturbance.run(tap.args, tap.kwargs))
                 for place, value in enumerate(moved[: len(tap.outputs)]):
                     move = value - tap.outputs[place]
-                    found = [g[tap.first + place] for g in gradients]
-                    new = [_of_samples(g * move, size) for g in found if g is not None]
-                    known = products.get(disturbance.key)
-                    products[disturbance.key] = _added(known, new)
+                    tap_gradients = [g[tap.first + place] for g in gradients]
+                    new = [_of_samples(g * move, size) for g in tap_gradients if g is not None]
+                    earlier = products.get(disturbance.key)
+                    products[disturbance.key] = _added(earlier, new)
         return {
             key: sum(float(part.double().square().sum()) for part in parts)
             for key, parts in products.items()
@@ -385,7 +388,9 @@ class _Run:
         self, metric: Sqnr | Score | Detections, batches: Iterable[Any], most: int | None
     ) -> dict[str, float]:
         """Measure the outputs for each layer, batch by batch."""
-        known, cases, reached = active_quantizers(self.model), self._cases(), set[str]()
+        active = active_quantizers(self.model)
+        cases = self._cases()
+        reached = set[str]()
         sums: Sums = {}
         expected: Any = None
         count = item_count(batches, most)
@@ -404,7 +409,7 @@ class _Run:
                 else:
                     start.restore()
                 noted = self._noting(reached) if name == _EVERYTHING else ()
-                with quantizing_only(known, cases[name]), watching(noted, before=True):
+                with quantizing_only(active, cases[name]), watching(noted, before=True):
                     output = self.call(batch)
                 expected = output if name == _NOTHING else expected
                 add_sums(sums, name, metric.sums(output, expected, batch))
@@ -415,21 +420,23 @@ class _Run:
 
     def _cases(self) -> dict[str, list[TensorQuantizer]]:
         """Return the quantizers that are on in each run; nothing quantized comes first."""
-        own = {name: list(quantizers.values()) for name, quantizers in self.groups.items()}
-        return {_NOTHING: [], _EVERYTHING: active_quantizers(self.model), **own}
+        of_groups = {name: list(quantizers.values()) for name, quantizers in self.groups.items()}
+        return {_NOTHING: [], _EVERYTHING: active_quantizers(self.model), **of_groups}
 
     def _noting(self, reached: set[str]) -> Iterator[tuple[nn.Module, Callable[..., None]]]:
         """Yield what adds the name of a layer if it or a quantizer of it is called."""
-        for name, own in self.groups.items():
-            for part in (self.model.get_submodule(name), *own.values()):
+        for name, group in self.groups.items():
+            for part in (self.model.get_submodule(name), *group.values()):
                 yield part, lambda *_, name=name: reached.add(name)
 
     def evaluate(self, metric: Evaluation) -> dict[str, float]:
         """Let the user's function run the model once for each layer."""
-        known, cases, values = active_quantizers(self.model), self._cases(), {}
+        active = active_quantizers(self.model)
+        cases = self._cases()
+        values = {}
         shown = progress_bar(list(cases), description=_WHERE, unit="run", enabled=self.progress)
         for name in shown:
-            with quantizing_only(known, cases[name]):
+            with quantizing_only(active, cases[name]):
                 values[name] = metric.of(self.model)
         return values
 
@@ -437,20 +444,26 @@ class _Run:
         """Estimate the cost of each layer from gradients."""
         everything = {p: q for a in self.layers for p, q in a.quantizers.items()}
         chosen = self.groups | {_EVERYTHING: everything}
-        disturbances = [d for name, own in chosen.items() for d in self._disturbances(name, own)]
+        disturbances = [
+            d for name, group in chosen.items() for d in self._disturbances(name, group)
+        ]
         shown = progress_bar(batches, description=_WHERE, most=most, enabled=self.progress)
         with quantizing_only(active_quantizers(self.model)):
             return _required(fisher_costs(self.call, shown, disturbances)) | {_NOTHING: 0.0}
 
     def _disturbances(self, key: str, chosen: dict[str, TensorQuantizer]) -> list[Disturbance]:
         """Return what quantizing ``chosen`` alone does to each layer that has some of them."""
-        wanted = {id(q) for q in chosen.values()}
-        found = []
+        chosen_ids = {id(q) for q in chosen.values()}
+        disturbances = []
         for layer in self.layers:
-            own = [q for q in layer.quantizers.values() if id(q) in wanted]
-            if own:
-                found.append(Disturbance(key, layer.module, partial(_run_with, layer.module, own)))
-        return found
+            layer_quantizers = [q for q in layer.quantizers.values() if id(q) in chosen_ids]
+            if layer_quantizers:
+                disturbances.append(
+                    Disturbance(
+                        key, layer.module, partial(_run_with, layer.module, layer_quantizers)
+                    )
+                )
+        return disturbances
 
 
 def _required(found: dict[str, T]) -> dict[str, T]:

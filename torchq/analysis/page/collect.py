@@ -72,11 +72,13 @@ def collect(
     errors = layer_errors(model, batches, **options)
     ranking = ranking_of(model, batches, metric, **options)
     shown = progress_bar(batches, description="values", enabled=progress)
-    seen = observe(model, quantizers(model), shown, run)
-    examined = examine(model, seen, lambda: outputs, lambda: ranking)
+    observation = observe(model, quantizers(model), shown, run)
+    examined = examine(model, observation, lambda: outputs, lambda: ranking)
     worst = [name or "(root)" for name in culprits(damage_shares(ranking))]
     found_plan, plan_note = _plan(model, batches, plan, options)
-    found = _histogram_rows(layers, {} if seen is None else seen.samples, progress)
+    histograms = _histogram_rows(
+        layers, {} if observation is None else observation.samples, progress
+    )
     data = {
         "torchq": __version__,
         "torch": torch.__version__,
@@ -87,7 +89,7 @@ def collect(
         "verdict": verdict(outputs, errors, ranking, examined),
         "ranking": {"metric": ranking.metric, "unit": ranking.unit, "worst": worst},
         "layers": _layer_rows(layers, errors, ranking, _facts(model, layers, batches[0], run)),
-        "quantizers": _quantizer_rows(layers, errors, found),
+        "quantizers": _quantizer_rows(layers, errors, histograms),
         "channels": dict(_channel_rows(layers)),
         "findings": [vars(finding) for finding in examined.findings],
         "checks": list(examined.checks),
@@ -113,9 +115,9 @@ def _plan(
         return plan, ""
     if not plan:
         return None, "No plan was asked for: pass plan=True, or a result of torchq.mixed_precision."
-    asked: dict[str, Any] = {"budget": {"mean_bits": 6.0}, "formats": _FORMATS, **options}
+    search: dict[str, Any] = {"budget": {"mean_bits": 6.0}, "formats": _FORMATS, **options}
     try:
-        return mixed_precision(model, batches, metric="fisher", **asked), ""
+        return mixed_precision(model, batches, metric="fisher", **search), ""
     except (ConfigError, RuntimeError) as error:
         return None, f"There is no plan: {error}"
 
@@ -173,22 +175,22 @@ def _quantizer_rows(
     layers: list[QuantizedLayer], errors: LayerErrors, found: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
     """Return the rows of histograms with what layer errors know of the same quantizers."""
-    known = {q.name: q for row in errors.rows for q in row.quantizers}
+    errors_by_path = {q.name: q for row in errors.rows for q in row.quantizers}
     weights = {path for layer in layers for path in layer.weights}
     return {
         path: {
             **row,
-            "descriptor": known[path].descriptor,
+            "descriptor": errors_by_path[path].descriptor,
             "is_weight": path in weights,
-            "clipped": known[path].clipped,
-            "codes": known[path].used_codes,
-            "all_codes": known[path].codes,
-            "dead": known[path].dead_channels,
-            "channels": known[path].channels,
-            "sqnr": known[path].sqnr,
+            "clipped": errors_by_path[path].clipped,
+            "codes": errors_by_path[path].used_codes,
+            "all_codes": errors_by_path[path].codes,
+            "dead": errors_by_path[path].dead_channels,
+            "channels": errors_by_path[path].channels,
+            "sqnr": errors_by_path[path].sqnr,
         }
         for path, row in found.items()
-        if path in known
+        if path in errors_by_path
     }
 
 
@@ -196,15 +198,22 @@ def _histogram_rows(
     layers: list[QuantizedLayer], samples: dict[int, Sample], progress: bool
 ) -> dict[str, dict[str, Any]]:
     """Return for each quantizer its histogram and every method's amax."""
-    known = {path: q for layer in layers for path, q in layer.quantizers.items()}
+    quantizer_by_path = {path: q for layer in layers for path, q in layer.quantizers.items()}
     weights: dict[str, Sample] = {path: Sample() for layer in layers for path in layer.weights}
     for path, _, _, weight in _weights(layers):
         if weight.numel():
             weights[path].add(weight)
-    found = {path: weights.get(path) or samples.get(id(q), Sample()) for path, q in known.items()}
-    shown = progress_bar(found.items(), description="ranges", unit="quantizer", enabled=progress)
+    sample_by_path = {
+        path: weights.get(path) or samples.get(id(q), Sample())
+        for path, q in quantizer_by_path.items()
+    }
+    shown = progress_bar(
+        sample_by_path.items(), description="ranges", unit="quantizer", enabled=progress
+    )
     return {
-        path: _row(known[path], sample, path in weights) for path, sample in shown if sample.values
+        path: _row(quantizer_by_path[path], sample, path in weights)
+        for path, sample in shown
+        if sample.values
     }
 
 
@@ -238,17 +247,17 @@ def _row(quantizer: TensorQuantizer, sample: Sample, is_weight: bool) -> dict[st
 
 def _methods(quantizer: TensorQuantizer, values: Tensor, largest: float) -> dict[str, float]:
     """Return the amax that each method finds on the sample."""
-    found = {"max": largest}
+    amax_by_method = {"max": largest}
     for method in _METHODS[1:]:
         try:
             calibrator = Calibrator(
                 method, format=quantizer.descriptor.format, granularity=PerTensor()
             )
             calibrator.collect(values)
-            found[method] = float(calibrator.range().high)
+            amax_by_method[method] = float(calibrator.range().high)
         except (CalibrationError, ConfigError):
             continue  # A method without an answer for these values has no mark.
-    return found
+    return amax_by_method
 
 
 def _channel_rows(layers: list[QuantizedLayer]) -> Iterator[tuple[str, list[list[float]]]]:
@@ -298,8 +307,8 @@ def _not_finite(grade: str, errors: LayerErrors, examined: DoctorReport) -> dict
     """Return the verdict on a model that returns NaN or infinity, which says nothing of others."""
     first = errors.first_not_finite
     where = "" if first is None else f", and {first.name or '(root)'} is the first layer to do so"
-    text = "Look at its weight, its bias and what it is given, then measure again."
-    advice = [*_repairs(examined), {"text": text, "code": ""}]
+    step = "Look at its weight, its bias and what it is given, then measure again."
+    advice = [*_repairs(examined), {"text": step, "code": ""}]
     sentence = f"The model returns NaN or infinity for these batches{where}."
     return {"grade": grade, "sentence": sentence, "blame": "", "advice": advice}
 
@@ -312,37 +321,43 @@ def _blame(errors: LayerErrors, ranking: SensitivityReport) -> str:
         return ""
     if names:
         parts = [f"{name or '(root)'} ({shares[name]:.0%})" for name in names]
-        text = f"Most of the damage at the output comes from {joined_names(parts)}"
+        sentence = f"Most of the damage at the output comes from {joined_names(parts)}"
     else:
         name, share = next(iter(shares.items()))
-        text = f"No single layer is to blame: the worst of {len(shares)}, {name}, does {share:.0%} "
-        text += "of the damage at the output"
+        sentence = (
+            f"No single layer is to blame: the worst of {len(shares)}, {name}, does {share:.0%} "
+            "of the damage at the output"
+        )
     noisiest = [row for row in errors.worst[:1] if row.name not in list(shares)[:_BLAMED]]
     for row in noisiest:
         ratio = decibel_text(row.local_sqnr)
-        text += f". {row.name or '(root)'} makes the largest error by itself ({ratio}), "
-        text += "but the output bears it better"
-    return text + "."
+        sentence += (
+            f". {row.name or '(root)'} makes the largest error by itself ({ratio}), "
+            "but the output bears it better"
+        )
+    return sentence + "."
 
 
 def _advice(grade: str, ranking: SensitivityReport, examined: DoctorReport) -> list[dict[str, str]]:
-    found = _repairs(examined) + [vars(cure) for cure in examined.cures]
+    steps = _repairs(examined) + [vars(cure) for cure in examined.cures]
     if grade == "good":
-        if not found:
-            found.append({"text": "Nothing needs to be done: export or deploy it.", "code": ""})
+        if not steps:
+            steps.append({"text": "Nothing needs to be done: export or deploy it.", "code": ""})
         shares = damage_shares(ranking)
         if names := culprits(shares):
             share = sum(shares[name] for name in names)
-            text = f"To come closer still, leave {joined_names(names)} in float: {share:.0%} of "
-            text += "the little damage is done there."
+            step = (
+                f"To come closer still, leave {joined_names(names)} in float: {share:.0%} of "
+                "the little damage is done there."
+            )
             code = f"torchq.quantize_(model, config, exclude={names!r})"
-            found.append({"text": text, "code": code})
-        return found
+            steps.append({"text": step, "code": code})
+        return steps
     if not examined.ok:
-        return found
-    text = f"{'Or give' if found else 'Give'} each layer its own format under a budget."
+        return steps
+    step = f"{'Or give' if steps else 'Give'} each layer its own format under a budget."
     code = 'config = torchq.mixed_precision(model, batches, budget={"mean_bits": 6})'
-    return [*found, {"text": text, "code": code}]
+    return [*steps, {"text": step, "code": code}]
 
 
 def _repairs(examined: DoctorReport) -> list[dict[str, str]]:
@@ -350,10 +365,10 @@ def _repairs(examined: DoctorReport) -> list[dict[str, str]]:
     alike: dict[tuple[str, str], list[Finding]] = {}
     for finding in examined.errors:
         alike.setdefault((finding.kind, finding.remedy), []).append(finding)
-    found = []
+    steps = []
     for (_, remedy), findings in list(alike.items())[:3]:
         where = findings[0].name or "the model"
         others = f" So it is at {len(findings) - 1} more places." if len(findings) > 1 else ""
-        text = f"Mend {where}: it {findings[0].evidence}.{others}"
-        found.append({"text": text, "code": remedy})
-    return found
+        step = f"Mend {where}: it {findings[0].evidence}.{others}"
+        steps.append({"text": step, "code": remedy})
+    return steps

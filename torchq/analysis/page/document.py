@@ -72,11 +72,11 @@ class Report:
         check_path(path)
         suffix = Path(path).suffix.lower()
         if suffix == ".json":
-            text = json.dumps(self.data, indent=1)
+            content = json.dumps(self.data, indent=1)
         else:
-            text = self.to_html() if suffix.startswith(".htm") else f"{self}\n"
+            content = self.to_html() if suffix.startswith(".htm") else f"{self}\n"
         with replacing(path) as (temporary,):
-            temporary.write_text(text, encoding="utf-8")
+            temporary.write_text(content, encoding="utf-8")
 
 
 def check_path(path: str | os.PathLike[str]) -> None:
@@ -104,9 +104,9 @@ def _asset(name: str) -> str:
 
 def _text(data: dict[str, Any]) -> str:
     """Return one report for the terminal."""
-    found = data["verdict"]
-    lines = [f"{data.get('label') or data['model']}: {found['sentence']}", found["blame"]]
-    for number, advice in enumerate(found["advice"], 1):
+    verdict = data["verdict"]
+    lines = [f"{data.get('label') or data['model']}: {verdict['sentence']}", verdict["blame"]]
+    for number, advice in enumerate(verdict["advice"], 1):
         lines.append(f"{number}. {advice['text']}")
         if advice["code"]:
             lines.append(f"   {advice['code']}")
@@ -115,8 +115,8 @@ def _text(data: dict[str, Any]) -> str:
     for row in ranked[:_SHOWN]:
         figures = (percent_text(row["damage"]), _ratio(row["local_sqnr"]), _ratio(row["sqnr"]))
         bits = f"{row['weight_bits']}/{row['input_bits']}"
-        rest = (percent_text(row["clipped"] or 0.0), bits, f"{row['bytes']:,.0f}")
-        rows.append((str(row["rank"] or ""), row["name"], *figures, *rest))
+        columns = (percent_text(row["clipped"] or 0.0), bits, f"{row['bytes']:,.0f}")
+        rows.append((str(row["rank"] or ""), row["name"], *figures, *columns))
     lines.append(table(rows))
     if len(ranked) > _SHOWN:
         lines.append(f"and {len(ranked) - _SHOWN} more layers")
@@ -180,8 +180,8 @@ def report(
         >>> found.data["verdict"]["grade"]
         'good'
     """
-    kept = _checked("report", batches, num_batches, path, metric)
-    return _saved(Report(collect(model, kept, metric, plan, forward, progress)), path)
+    sample_batches = _checked("report", batches, num_batches, path, metric)
+    return _saved(Report(collect(model, sample_batches, metric, plan, forward, progress)), path)
 
 
 @uncompiled()
@@ -228,9 +228,9 @@ def compare(
         >>> [data["label"] for data in found.reports]
         ['INT8', 'INT4']
     """
-    kept = _checked("compare", batches, num_batches, path, metric)
+    sample_batches = _checked("compare", batches, num_batches, path, metric)
     reports = [
-        {**collect(model, kept, metric, False, forward, progress), "label": label}
+        {**collect(model, sample_batches, metric, False, forward, progress), "label": label}
         for model, label in zip((a, b), labels, strict=True)
     ]
     return _saved(Report({"reports": reports}), path)
