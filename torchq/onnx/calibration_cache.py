@@ -53,7 +53,7 @@ def read_calibration_cache(path: str | os.PathLike[str]) -> dict[str, float]:
     if not lines or not _HEADER.fullmatch(lines[0].strip()):
         first = lines[0][:60] if lines else ""
         raise CalibrationError(f"{path}: got the first line {first!r}; {_EXPECTED}")
-    found: dict[str, float] = {}
+    scale_by_tensor: dict[str, float] = {}
     for number, line in enumerate(lines[1:], 2):
         if not line.strip():
             continue
@@ -62,8 +62,8 @@ def read_calibration_cache(path: str | os.PathLike[str]) -> dict[str, float]:
         if not scale >= 0:
             raise CalibrationError(f"{path}, line {number}: got {line[:80]!r}; {_EXPECTED}")
         if not name.startswith("(Unnamed Layer"):
-            found[name] = scale
-    return found
+            scale_by_tensor[name] = scale
+    return scale_by_tensor
 
 
 def _scale(digits: str) -> float:
@@ -99,13 +99,13 @@ def apply_calibration_cache(
     scales = cache if isinstance(cache, Mapping) else read_calibration_cache(cache)
     where = "the cache" if isinstance(cache, Mapping) else str(cache)
     finite = {name: math.isfinite(scale) for name, scale in scales.items()}
-    found = named_tensors(where, model, example, finite)
-    known = quantizers(model)
+    tensors_by_path = named_tensors(where, model, example, finite)
+    quantizer_by_path = quantizers(model)
     with undone_on_error(model):
         calibrate_weights(model)
-        for path, names in found.items():
-            _set_scale(known[path], max(scales[name] for name in names))
-    return {path: names[-1] for path, names in found.items()}
+        for path, names in tensors_by_path.items():
+            _set_scale(quantizer_by_path[path], max(scales[name] for name in names))
+    return {path: names[-1] for path, names in tensors_by_path.items()}
 
 
 def _set_scale(quantizer: TensorQuantizer, scale: float) -> None:

@@ -78,10 +78,13 @@ class EncodingsReport:
 
     def __str__(self) -> str:
         note = "comes of moving elements, so readers may skip its encoding"
-        found = [f"{name}: {note}" for name in self.moved]
-        found += [f"{text}, which reads it in float here" for text in self.widened]
+        remarks = [f"{name}: {note}" for name in self.moved]
+        remarks += [f"{reader}, which reads it in float here" for reader in self.widened]
         counts = f"{len(self.activations)} activations, {len(self.parameters)} parameters"
-        lines = [f"{self.path}, {self.encodings.name}: {counts}", *([bullets(found)] * bool(found))]
+        lines = [
+            f"{self.path}, {self.encodings.name}: {counts}",
+            *([bullets(remarks)] * bool(remarks)),
+        ]
         return "\n".join(lines)
 
 
@@ -129,12 +132,12 @@ def export_encodings(
     remove_unused(graph)
     entry = _ENTRIES[version]
     groups = [
-        [entry(str(value.name), qparams) for value, qparams in found.items()]
-        for found in (activations, parameters)
+        [entry(str(value.name), qparams) for value, qparams in qparams_by_value.items()]
+        for qparams_by_value in (activations, parameters)
     ]
-    with replacing(path, path.with_name(f"{path.name}.data"), listed) as (file, _, text):
+    with replacing(path, path.with_name(f"{path.name}.data"), listed) as (file, _, encodings_file):
         save_model(graph, file)
-        text.write_text(json.dumps(_document(version, *groups), indent=1))
+        encodings_file.write_text(json.dumps(_document(version, *groups), indent=1))
     moved = [v for v in activations if v.producer() is not None and v.producer().op_type in MOVES]
     return EncodingsReport(
         path,
@@ -155,9 +158,10 @@ def _take_pairs(graph: Model) -> tuple[dict[Value, QParams], dict[Value, QParams
     activations: dict[Value, QParams] = {}
     parameters: dict[Value, QParams] = {}
     for node in nodes_of(graph, "QuantizeLinear"):
-        source, qparams = node.inputs[0], _integers(node)
-        known = activations.setdefault(source, qparams)
-        if not _equal(known, qparams):
+        source = node.inputs[0]
+        qparams = _integers(node)
+        first_qparams = activations.setdefault(source, qparams)
+        if not _equal(first_qparams, qparams):
             raise ExportError(
                 f"export_encodings: {source.name}: its readers quantize it in different ways (one "
                 f"is {pair_name(node)}); expected one grid. Pass target= and example= to quantize_"
@@ -168,7 +172,8 @@ def _take_pairs(graph: Model) -> tuple[dict[Value, QParams], dict[Value, QParams
         if (floats := {str(n.name) for n in readers(value) if n.op_type != "QuantizeLinear"})
     ]
     for node in nodes_of(graph, "DequantizeLinear"):
-        codes, pair = node.inputs[0], node.inputs[0].producer()
+        codes = node.inputs[0]
+        pair = node.inputs[0].producer()
         if pair is not None:
             replace_value(node.outputs[0], pair.inputs[0])
         elif are_constant(node.inputs):
@@ -201,7 +206,8 @@ def _equal(first: QParams, second: QParams) -> bool:
 
 
 def _entry_1(name: str, q: QParams) -> dict[str, Any]:
-    scale, point = q.scale.flatten(), q.zero_point.flatten().expand(q.scale.numel())
+    scale = q.scale.flatten()
+    point = q.zero_point.flatten().expand(q.scale.numel())
     kind = "PER_BLOCK" if q.block else "PER_CHANNEL" if q.scale.dim() else "PER_TENSOR"
     entry = {
         "name": name,
@@ -261,16 +267,18 @@ def read_encodings(path: str | os.PathLike[str]) -> dict[str, QParams]:
             "encodings again with one of these"
         )
     keys = ("encodings",) if version == "2.0.0" else ("activation_encodings", "param_encodings")
-    found: dict[str, QParams] = {}
+    qparams_by_name: dict[str, QParams] = {}
     for entry in _entries(data, keys, where):
         try:
-            found[entry["name"]] = _read_2(entry) if version == "2.0.0" else _read_1(entry)
+            qparams_by_name[entry["name"]] = (
+                _read_2(entry) if version == "2.0.0" else _read_1(entry)
+            )
         except (KeyError, TypeError, ValueError, RuntimeError, ConfigError) as error:
             raise ConfigError(
                 f"{where}: {short_repr(entry.get('name'))}: {type(error).__name__}: {error}; "
                 f"expected the fields of version {version}, of integers"
             ) from None
-    return found
+    return qparams_by_name
 
 
 def apply_encodings(
@@ -297,19 +305,20 @@ def apply_encodings(
     """
     grids = encodings if isinstance(encodings, Mapping) else read_encodings(encodings)
     where = "the encodings" if isinstance(encodings, Mapping) else str(encodings)
-    found = named_tensors(where, model, example, dict.fromkeys(grids, True), weights=True)
-    known = quantizers(model)
+    tensors_by_path = named_tensors(where, model, example, dict.fromkeys(grids, True), weights=True)
+    quantizer_by_path = quantizers(model)
     with undone_on_error(model):
         calibrate_weights(model)  # which gives each range the shape of its weight
-        for path, names in found.items():
+        for path, names in tensors_by_path.items():
             for name in names:
-                _hold(path, known[path], name, grids[name], grids[names[0]])
-    return {path: tuple(dict.fromkeys(names)) for path, names in found.items()}
+                _hold(path, quantizer_by_path[path], name, grids[name], grids[names[0]])
+    return {path: tuple(dict.fromkeys(names)) for path, names in tensors_by_path.items()}
 
 
 def _hold(path: str, quantizer: TensorQuantizer, name: str, grid: QParams, first: QParams) -> None:
     """Hold a grid as it is; that of the first tensor that the quantizer reads has to equal it."""
-    d, held = quantizer.descriptor, grid.stored(signed=not quantizer.descriptor.unsigned)
+    d = quantizer.descriptor
+    held = grid.stored(signed=not quantizer.descriptor.unsigned)
     shape = quantizer.amax.shape if quantizer.calibrated else torch.Size()
     fits = held.format.bits == d.format.bits and held.scale.numel() in (1, shape.numel())
     if held.block or not fits or (d.symmetric and not held.has_zero_point(0)):
@@ -337,8 +346,8 @@ def _entries(data: dict[str, Any], keys: tuple[str, ...], where: str) -> Iterato
         if not isinstance(entries, list):
             raise ConfigError(f"{where}: {key}: got a {type(entries).__name__}; expected a list")
         for entry in entries:
-            known = entry if isinstance(entry, dict) else ()
-            yield dict(check_fields(entry, f"{where}: {key}", known=known, required=("name",)))
+            fields = entry if isinstance(entry, dict) else ()
+            yield dict(check_fields(entry, f"{where}: {key}", known=fields, required=("name",)))
 
 
 def _read_1(entry: dict[str, Any]) -> QParams:

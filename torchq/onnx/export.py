@@ -198,12 +198,12 @@ def export_onnx(
         next_stage()
         set_opset(graph, version)
         graph.meta.update(runtime=runtime, feeds=calls[-1].feeds)
-        found = _shape_for(runtime, graph)
+        broken_rules = _shape_for(runtime, graph)
         next_stage()
         write_record(graph, target=None if runtime is None else runtime.name)
         size = save_model(graph, path)
     exporter = "dynamo" if modern else "torchscript"
-    return _report_on(graph, path, runtime, exporter=exporter, size=size, warnings=found)
+    return _report_on(graph, path, runtime, exporter=exporter, size=size, warnings=broken_rules)
 
 
 def _report_on(graph: Model, path: Path, runtime: Runtime | None, **fields: Any) -> ExportReport:
@@ -243,18 +243,20 @@ def _shape_for(runtime: Runtime | None, graph: Model) -> tuple[str, ...]:
             if is_constant(node.inputs[1]) and qparams_of(node).format.bits in codes.widths:
                 store_codes(node, signed=False)
     run_passes(graph, (merge_duplicates, *rules.passes))
-    found = tuple(text for check in rules.checks for text in check(graph))
-    if found:
-        warnings.warn(f"export_onnx(target={runtime.name!r}):\n{bullets(found)}", stacklevel=3)
-    return found
+    broken_rules = tuple(broken_rule for check in rules.checks for broken_rule in check(graph))
+    if broken_rules:
+        warnings.warn(
+            f"export_onnx(target={runtime.name!r}):\n{bullets(broken_rules)}", stacklevel=3
+        )
+    return broken_rules
 
 
 def undo_export(graph: Model) -> dict[str, str]:
     """Undo what the passes of a file changed in layers; return what is wrong, by quantizer."""
     runtime = RUNTIMES.get(str(read_record(graph).get("target")))
-    own = () if runtime is None or runtime.file is None else runtime.file.passes
+    runtime_passes = () if runtime is None or runtime.file is None else runtime.file.passes
     wrong: dict[str, str] = {}
-    for rewrite in reversed((*EXPORT_PASSES, *own)):
+    for rewrite in reversed((*EXPORT_PASSES, *runtime_passes)):
         if isinstance(rewrite, Rewrite):
             wrong |= rewrite.undo(graph)
     return wrong
@@ -358,8 +360,8 @@ def _without_unknown_outputs(model: nn.Module) -> Iterator[None]:
                 value[key] = known(value[key])
             return value
         if isinstance(value, (tuple, list)):
-            items = [known(item) for item in value]
-            return type(value)(items) if type(value) in (tuple, list) else type(value)(*items)
+            elements = [known(element) for element in value]
+            return type(value)(elements) if type(value) in (tuple, list) else type(value)(*elements)
         dropped.add(qualified_name(type(value)))
         return None
 

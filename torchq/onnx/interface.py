@@ -32,8 +32,8 @@ def input_names_of(model: nn.Module, arguments: Iterable[str]) -> list[str]:
     An argument of any other model keeps its name.
     """
     stored = _stored_names(model, "input_names")
-    known = dict(zip(argument_names(model, len(stored)), stored, strict=True))
-    return [known.get(name, name) for name in arguments]
+    name_in_file = dict(zip(argument_names(model, len(stored)), stored, strict=True))
+    return [name_in_file.get(name, name) for name in arguments]
 
 
 def output_names_of(model: nn.Module) -> list[str] | None:
@@ -42,8 +42,8 @@ def output_names_of(model: nn.Module) -> list[str] | None:
     They are None for any other model, and where the outputs are not those of the file any more.
     """
     names = _stored_names(model, "output_names")
-    taken = [*names, *_stored_names(model, "input_names")]
-    if not names or not isinstance(model, fx.GraphModule) or len(set(taken)) < len(taken):
+    all_names = [*names, *_stored_names(model, "input_names")]
+    if not names or not isinstance(model, fx.GraphModule) or len(set(all_names)) < len(all_names):
         return None
     (results,) = model.graph.output_node().args
     count = len(results) if isinstance(results, (tuple, list)) else 1
@@ -60,8 +60,8 @@ def fixes_batch(model: nn.Module) -> bool:
 
 def _stored_names(model: nn.Module, attribute: str) -> list[str]:
     """Return the names that a reader of files left in an attribute; none for other models."""
-    found = getattr(model, attribute, None) if isinstance(model, fx.GraphModule) else None
-    return list(found) if isinstance(found, list) else []
+    stored = getattr(model, attribute, None) if isinstance(model, fx.GraphModule) else None
+    return list(stored) if isinstance(stored, list) else []
 
 
 def _is_name(value: Any) -> bool:
@@ -86,9 +86,9 @@ def checked_shapes(
     asked: Any, tensors: Mapping[str, Tensor], arguments: Mapping[str, str]
 ) -> dict[str, dict[int, str]]:
     """Return the open dimensions of each tensor argument."""
-    found: dict[str, dict[int, str]] = {name: {} for name in tensors}
+    open_dims: dict[str, dict[int, str]] = {name: {} for name in tensors}
     if asked is None:
-        return found
+        return open_dims
     if not isinstance(asked, Mapping):
         raise ExportError(_shapes_text(asked))
     unknown = [key for key in asked if key not in tensors and key not in arguments]
@@ -99,17 +99,17 @@ def checked_shapes(
         )
     for key, dims in asked.items():
         name = key if key in tensors else arguments[key]
-        known = range(tensors[name].dim())
+        dimensions = range(tensors[name].dim())
         if not isinstance(dims, Mapping) or not all(map(_is_name, dims.values())):
             raise ExportError(_shapes_text(asked))
-        beyond = [dim for dim in dims if dim not in known]
+        beyond = [dim for dim in dims if dim not in dimensions]
         if beyond:
             raise ExportError(
                 f"export_onnx: dynamic_shapes opens dimension {beyond[0]!r} of {key!r}; expected "
-                f"0 to {known.stop - 1}, as its example has {known.stop} dimensions"
+                f"0 to {dimensions.stop - 1}, as its example has {dimensions.stop} dimensions"
             )
-        found[name] |= dims
-    return found
+        open_dims[name] |= dims
+    return open_dims
 
 
 def _shapes_text(asked: Any) -> str:
@@ -142,11 +142,17 @@ class ExampleCall:
         tensors = named_tensors(model, self.args, self.kwargs)
         nested = nested_tensors(model, self.args, self.kwargs)
         self.contained = [name for name in nested if name not in tensors]
-        own = input_names_of(model, nested)
-        given = checked_names("input_names", () if input_names is None else input_names, len(own))
-        self.input_names = checked_names("input_names", [*given, *own[len(given) :]])
-        found = output_names_of(model) if output_names is None else output_names
-        self.output_names = None if found is None else checked_names("output_names", found)
+        names_in_file = input_names_of(model, nested)
+        chosen_names = checked_names(
+            "input_names", () if input_names is None else input_names, len(names_in_file)
+        )
+        self.input_names = checked_names(
+            "input_names", [*chosen_names, *names_in_file[len(chosen_names) :]]
+        )
+        names_of_outputs = output_names_of(model) if output_names is None else output_names
+        self.output_names = (
+            None if names_of_outputs is None else checked_names("output_names", names_of_outputs)
+        )
         if not {*self.input_names}.isdisjoint(self.output_names or ()):
             both = sorted({*self.input_names} & {*(self.output_names or ())})
             raise ExportError(
@@ -200,13 +206,13 @@ def nested_tensors(
     Names are those of :func:`named_tensors`, with a number inside a container.
     """
     named = {**dict(zip(argument_names(model, len(args)), args, strict=True)), **kwargs}
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, value in named.items():
         if isinstance(value, Tensor):
-            found[name] = value
+            tensors[name] = value
         else:
-            found |= {f"{name}_{i}": tensor for i, tensor in enumerate(tensors_in(value))}
-    return found
+            tensors |= {f"{name}_{i}": tensor for i, tensor in enumerate(tensors_in(value))}
+    return tensors
 
 
 @contextmanager

@@ -195,7 +195,8 @@ def data_type(value: Value) -> DataType:
 
 def value_of(value: Value) -> Tensor:
     """Return a stored value as a new tensor; 4-bit codes come as int8 and uint8."""
-    array, dtype = value.const_value.numpy(), data_type(value)
+    array = value.const_value.numpy()
+    dtype = data_type(value)
     if dtype.bitwidth == 4:
         return torch.from_numpy(array.astype("int8" if dtype.is_signed() else "uint8"))
     bits = {"bfloat16": "int16"}.get(array.dtype.name)
@@ -215,8 +216,8 @@ def stored_proto(value: Value) -> Any:
 
 def attribute(node: Node, name: str, default: Any = None) -> Any:
     """Return the value of an attribute of ``node``, or ``default`` where it has none."""
-    found = node.attributes.get(name)
-    return default if found is None else found.value
+    stored = node.attributes.get(name)
+    return default if stored is None else stored.value
 
 
 def set_attribute(node: Node, name: str, value: Any) -> None:
@@ -237,7 +238,8 @@ def fresh_name(graph: Graph, base: str) -> str:
         for node in onnx_ir.traversal.RecursiveGraphIterator(graph):
             names |= {node.name, *(value.name for value in node.outputs)}
         graph.meta[_NAMES] = names
-    name, count = base, 1
+    name = base
+    count = 1
     while name in names or name in graph.initializers:
         count += 1
         name = f"{base}#{count}"
@@ -272,7 +274,8 @@ def add_numbers(graph: Graph, name: str, numbers: Iterable[int]) -> Value:
 
 def replace_stored(value: Value, tensor: Tensor, dtype: DataType | None = None) -> Value:
     """Store other contents under the name of a stored value, for all its readers."""
-    graph, name = value.graph, str(value.name)
+    graph = value.graph
+    name = str(value.name)
     new = add_initializer(graph, name, tensor, dtype)
     value.replace_all_uses_with(new)
     graph.initializers.pop(name)
@@ -303,13 +306,16 @@ def replace_value(old: Value, new: Value) -> None:
 
 def _output_named_as(old: Value, new: Value) -> Value:
     """Give ``new`` the name of the model output ``old``; copy it where it has to keep its own."""
-    name, node = old.name, new.producer()
+    name = old.name
+    node = new.producer()
     if node is None or is_output(new):
         copy = onnx_ir.Value(name=name)
         old.producer().prepend(onnx_ir.node("Identity", [new], outputs=[copy], name=name))
         new = copy
     old.name = fresh_name(old.producer().graph, f"{name}/replaced")
-    new.name, new.type, new.shape = name, new.type or old.type, new.shape or old.shape
+    new.name = name
+    new.type = new.type or old.type
+    new.shape = new.shape or old.shape
     return new
 
 
@@ -330,5 +336,5 @@ def _initializer_bytes(model: Model) -> int:
 
 def first_line(error: Exception) -> str:
     """Return the class and the first line of the text of an error."""
-    text = next((line for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {text}"
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first}"

@@ -29,12 +29,12 @@ def named_tensors(
             "ONNX file, since the ranges have names of its tensors"
         )
     tensors = _read(model, example) | (_stored(model) if weights else {})
-    found = {
+    names_by_path = {
         path: [usable[-1] for names in calls if (usable := [n for n in names if known.get(n)])]
         for path, calls in tensors.items()
     }
-    _check_found(where, known, tensors, found)
-    return found
+    _check_found(where, known, tensors, names_by_path)
+    return names_by_path
 
 
 def _check_found(
@@ -70,8 +70,8 @@ def _few(names: list[str], known: Mapping[str, bool] | None = None) -> str:
     """Return the first names, and whether a file has infinite scales for them."""
     infinite = known is not None and not set(names).isdisjoint(known)
     more = ", ..." if len(names) > 3 else ""
-    text = f"{', '.join(names[:3])}{more}" if names else "no tensor of the file"
-    return f"{text}, whose scale is infinite" if infinite else text
+    listed = f"{', '.join(names[:3])}{more}" if names else "no tensor of the file"
+    return f"{listed}, whose scale is infinite" if infinite else listed
 
 
 def _stored(model: fx.GraphModule) -> dict[str, list[list[str]]]:
@@ -94,12 +94,12 @@ def _read(model: fx.GraphModule, example: Any) -> dict[str, list[list[str]]]:
     watched = {
         path: q for path, q in quantizers(model).items() if q.quantizing and id(q) not in weights
     }
-    found: dict[str, list[list[str]]] = {path: [] for path in watched}
+    names_by_path: dict[str, list[list[str]]] = {path: [] for path in watched}
     run = _Named(model)
     with untouched(model), quantizing_only(quantizers(model).values()), torch.no_grad():
         handles = [
             quantizer.register_forward_pre_hook(
-                lambda _, args, path=path: found[path].append(run.names(args[0]))
+                lambda _, args, path=path: names_by_path[path].append(run.names(args[0]))
             )
             for path, quantizer in watched.items()
         ]
@@ -109,7 +109,7 @@ def _read(model: fx.GraphModule, example: Any) -> dict[str, list[list[str]]]:
         finally:
             for handle in handles:
                 handle.remove()
-    return found
+    return names_by_path
 
 
 class _Named(fx.Interpreter):

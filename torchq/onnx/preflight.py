@@ -62,9 +62,9 @@ def check_dtypes(model: nn.Module, runtime: Runtime | None) -> None:
     types = runtime.file.float_types
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype not in types:
-            known = ", ".join(map(_dtype_name, types))
+            float_types = ", ".join(map(_dtype_name, types))
             raise ExportError(
-                f"{name}: is {_dtype_name(parameter.dtype)}; expected {known}, since "
+                f"{name}: is {_dtype_name(parameter.dtype)}; expected {float_types}, since "
                 f"{runtime.name} cannot compute in other types. Export "
                 "copy.deepcopy(model).float() with a float32 example"
             )
@@ -92,10 +92,10 @@ def check_quantizers(
     """Return the quantizers that are switched on, by dotted path."""
     active = {name: q for name, q in quantizers(model).items() if q.quantizing}
     weights = weight_quantizers(model)
-    for is_faulty, text in _FAULTS:
-        found = [name for name, q in active.items() if is_faulty(q, id(q) in weights)]
-        if found:
-            raise ExportError(f"{_listed(found)}: {text}")
+    for is_faulty, fault in _FAULTS:
+        faulty = [name for name, q in active.items() if is_faulty(q, id(q) in weights)]
+        if faulty:
+            raise ExportError(f"{_listed(faulty)}: {fault}")
     for name, quantizer in active.items():
         _check_opset(name, quantizer, opset)
     dead = [name for name, q in active.items() if _is_dead(q, id(q) in weights)]
@@ -124,36 +124,38 @@ def warn_of_own_grid(
         )
     codes = None if runtime is None or planned_target(model) is not None else runtime.codes
     weights = weight_quantizers(model)
-    found = [
+    affected = [
         name
         for name, q in active.items()
         if codes is not None
         and id(q) not in weights
         and in_codes(q.given_descriptor, codes) != q.given_descriptor
     ]
-    if found and runtime is not None:
+    if affected and runtime is not None:
         warnings.warn(
             f"export_onnx: the model was quantized for no target, so the file has its own codes: "
-            f"{_listed(found)}. {runtime.name} has finer ones, or faster kernels for others; call "
-            f"torchq.quantize_(model, target={runtime.name!r}, example=...) before calibration",
+            f"{_listed(affected)}. {runtime.name} has finer ones, or faster kernels for "
+            f"others; call torchq.quantize_(model, target={runtime.name!r}, example=...) before "
+            "calibration",
             stacklevel=3,
         )
 
 
 def _check_zero_points(active: dict[str, TensorQuantizer], runtime: Runtime) -> None:
     """Raise an error where a runtime without zero points would read asymmetric ranges."""
-    found = [name for name, q in active.items() if not q.descriptor.symmetric]
-    if found:
+    asymmetric = [name for name, q in active.items() if not q.descriptor.symmetric]
+    if asymmetric:
         raise ExportError(
-            f"{_listed(found)}: has an asymmetric range, and {runtime.name} takes no zero point "
-            "but 0; expected symmetric ranges. Quantize with symmetric=True, or for another target"
+            f"{_listed(asymmetric)}: has an asymmetric range, and {runtime.name} takes no "
+            "zero point but 0; expected symmetric ranges. Quantize with symmetric=True, or for "
+            "another target"
         )
 
 
 def _listed(names: list[str], most: int = 5) -> str:
     """Return the first names, comma separated."""
-    rest = f", ... ({len(names)} in all)" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest
+    ending = f", ... ({len(names)} in all)" if len(names) > most else ""
+    return ", ".join(names[:most]) + ending
 
 
 def _range_is(
@@ -201,7 +203,8 @@ _FAULTS: tuple[tuple[Callable[[TensorQuantizer, bool], bool], str], ...] = (
 
 def _check_opset(name: str, quantizer: TensorQuantizer, opset: int) -> None:
     """Raise an error where no opset, or a later one alone, can hold a quantizer."""
-    descriptor, wide = quantizer.descriptor, opset < FOUR_BITS
+    descriptor = quantizer.descriptor
+    wide = opset < FOUR_BITS
     try:
         needed, what = opset_needed(descriptor.format, descriptor.granularity, wide)
     except ExportError as error:

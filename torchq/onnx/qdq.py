@@ -55,7 +55,8 @@ def qparams_of(node: Node) -> QParams:
     """Return the parameters of a node whose scale and zero point are stored."""
     quantizes = node.op_type == "QuantizeLinear"
     dtype = element_type(node) if quantizes else data_type(node.inputs[0])
-    scale, stored = value_of(node.inputs[1]).to(torch.float32), input_at(node, 2)
+    scale = value_of(node.inputs[1]).to(torch.float32)
+    stored = input_at(node, 2)
     zero_point = torch.zeros_like(scale) if stored is None else value_of(stored).to(torch.float32)
     block_size = int(attribute(node, "block_size", 0))
     return QParams(scale, zero_point, format_of(dtype), axis_of(node), block_size)
@@ -63,7 +64,8 @@ def qparams_of(node: Node) -> QParams:
 
 def set_qparams(quantize: Node, qparams: QParams) -> None:
     """Give a QuantizeLinear, and each DequantizeLinear of its codes, new per-tensor parameters."""
-    graph, name = quantize.graph, pair_name(quantize)
+    graph = quantize.graph
+    name = pair_name(quantize)
     stored = torch.uint8 if not qparams.quant_min else torch.int8
     if isinstance(qparams.format, IntFormat) and qparams.format.width > 8:
         stored = torch.uint16 if not qparams.quant_min else torch.int16
@@ -175,7 +177,7 @@ def add_to_record(model: Model, key: str, entries: dict[str, Any]) -> None:
 def read_record(model: Model) -> dict[str, Any]:
     """Return what :func:`write_record` noted; nothing for other files."""
     try:
-        found = json.loads(model.metadata_props.get(_RECORD, "{}"))
+        record = json.loads(model.metadata_props.get(_RECORD, "{}"))
     except (ValueError, RecursionError):
-        found = {}
-    return found if isinstance(found, dict) else {}
+        record = {}
+    return record if isinstance(record, dict) else {}

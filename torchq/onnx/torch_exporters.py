@@ -92,7 +92,7 @@ def _small_numbers_as_inputs(model: Model) -> Iterator[None]:
 
 def _small_numbers(graph: Graph) -> list[tuple[Node, int, Any]]:
     """Return the stored numbers that are nearly what changes nothing, with node and place."""
-    found = []
+    numbers = []
     for node in onnx_ir.traversal.RecursiveGraphIterator(graph):
         if node.domain or node.op_type not in _NEUTRAL:
             continue
@@ -100,8 +100,8 @@ def _small_numbers(graph: Graph) -> list[tuple[Node, int, Any]]:
         for place, value in enumerate(node.inputs):
             number = onnx_ir.convenience.get_const_tensor(value)
             if number is not None and number.size == 1 and _nearly(number, neutral):
-                found.append((node, place, number))
-    return found
+                numbers.append((node, place, number))
+    return numbers
 
 
 def _nearly(number: Any, neutral: float) -> bool:
@@ -177,13 +177,16 @@ def write_pairs(model: Model, quantizers: Mapping[str, TensorQuantizer], opset: 
     format of its quantizer.
     """
     for node in [node for node in model.graph if (node.domain, node.op_type) == MARK]:
-        name, axis = attribute(node, "name"), attribute(node, "axis")
+        name = attribute(node, "name")
+        axis = attribute(node, "axis")
         _write_pair(node, name, axis, quantizers[path_of(name)], opset)
     model.graph.opset_imports.pop(MARK[0], None)
 
 
 def _write_pair(node: Node, name: str, axis: int, quantizer: TensorQuantizer, opset: int) -> None:
-    graph, d, result = node.graph, quantizer.descriptor, node.outputs[0]
+    graph = node.graph
+    d = quantizer.descriptor
+    result = node.outputs[0]
     scale, point, _, kind = _grid(quantizer, opset)
     block = onnx_axis(d.granularity, 1 << 16)[1]
     if axis >= 0 and not block:
@@ -201,12 +204,15 @@ def _write_pair(node: Node, name: str, axis: int, quantizer: TensorQuantizer, op
         parameters.append(add_initializer(graph, f"{name}/zero_point", zeros))
     codes = add_node(node, "QuantizeLinear", [node.inputs[0], *parameters], f"{name}/codes", typed)
     # The mark's own shape is that of the example where TorchScript writes it.
-    codes.type, codes.shape = onnx_ir.TensorType(dtype), node.inputs[0].shape
+    codes.type = onnx_ir.TensorType(dtype)
+    codes.shape = node.inputs[0].shape
     pair = codes.producer()
     value = add_node(pair, "DequantizeLinear", [codes, *parameters], f"{name}/value", settings)
-    value.type, value.shape = result.type, node.inputs[0].shape
+    value.type = result.type
+    value.shape = node.inputs[0].shape
     for one in (pair, value.producer()):
-        one.name, one.meta["format"] = f"{name}/{one.op_type}", d.format.name
+        one.name = f"{name}/{one.op_type}"
+        one.meta["format"] = d.format.name
     replace_value(result, value)
     graph.remove(node, safe=True)
 
@@ -245,15 +251,17 @@ def run_dynamo(call: ExampleCall, opset: int) -> Model:
             _check_lengths(program.exported_program)
             optimize_(program)
     except Exception as error:
-        fix = "dynamo=False takes the other exporter, dynamic_batch=False fixes the batch size"
-        raise _explained(error, fix) from error
+        raise _explained(
+            error, "dynamo=False takes the other exporter, dynamic_batch=False fixes the batch size"
+        ) from error
     _keep_input_names(program.model, call.input_names)
     return program.model
 
 
 def _keep_input_names(model: Model, names: list[str]) -> None:
     """Give inputs their names back, which torch gives to outputs that are inputs as they are."""
-    inputs, outputs = list(model.graph.inputs), list(model.graph.outputs)
+    inputs = list(model.graph.inputs)
+    outputs = list(model.graph.outputs)
     if len(inputs) != len(names):
         return
     for value in outputs:
@@ -271,10 +279,10 @@ def _check_lengths(program: torch.export.ExportedProgram | None) -> None:
     for node in () if program is None else program.graph.nodes:
         if not str(node.target).startswith(("aten.lstm.", "aten.gru.", "aten.rnn_")):
             continue
-        given = node.args[0].meta["val"].shape
+        input_shape = node.args[0].meta["val"].shape
         results = [user.meta["val"].shape for user in node.users if user.args[1:] == (0,)]
         for shape in results:
-            for length, frozen in zip(given[:2], shape[:2], strict=True):
+            for length, frozen in zip(input_shape[:2], shape[:2], strict=True):
                 if isinstance(length, torch.SymInt) and isinstance(frozen, int):
                     raise TorchExportError(
                         "export_onnx: torch could not export the model (a recurrent layer takes "
@@ -292,8 +300,8 @@ def _dynamic_shapes(call: ExampleCall) -> dict[str, Any] | None:
     parameters = inspect.signature(call.model.forward).parameters
     unnamed = [name for name in names if name not in parameters]
     if unnamed:  # torch.export knows *args as one tuple.
-        rest = next(p.name for p in parameters.values() if p.kind is p.VAR_POSITIONAL)
-        shapes[rest] = tuple(shapes.pop(name) for name in unnamed)
+        variadic = next(p.name for p in parameters.values() if p.kind is p.VAR_POSITIONAL)
+        shapes[variadic] = tuple(shapes.pop(name) for name in unnamed)
     return shapes
 
 
@@ -311,10 +319,10 @@ class _TensorsOnly(nn.Module):
         self.training = call.model.training
 
     def forward(self, *tensors: Tensor) -> Any:
-        left = list(tensors)
-        args = [left.pop(0) if isinstance(v, Tensor) else v for v in self._call.args]
+        remaining = list(tensors)
+        args = [remaining.pop(0) if isinstance(v, Tensor) else v for v in self._call.args]
         kwargs = {
-            name: left.pop(0) if isinstance(v, Tensor) else v
+            name: remaining.pop(0) if isinstance(v, Tensor) else v
             for name, v in self._call.kwargs.items()
         }
         return self.get_submodule(_WRAPPED)(*args, **kwargs)

@@ -80,7 +80,8 @@ def constant_value(model: Model, value: Value, depth: int = 16) -> Tensor | None
     if is_constant(value):
         return value_of(value)
     nodes: list[Node] = []
-    pending, seen = [value], {value}
+    pending = [value]
+    visited = {value}
     while pending:
         current = pending.pop()
         if is_constant(current) and not current.is_graph_input():
@@ -89,8 +90,8 @@ def constant_value(model: Model, value: Value, depth: int = 16) -> Tensor | None
         if node is None or len(nodes) == depth:
             return None
         nodes.append(node)
-        new = [v for v in node.inputs if v is not None and v not in seen]
-        seen.update(new)
+        new = [v for v in node.inputs if v is not None and v not in visited]
+        visited.update(new)
         pending += new
     return evaluate(model, value, nodes)
 
@@ -105,7 +106,8 @@ def evaluate(
 
     ``nodes`` are all between it and stored or ``given`` values, in any order.
     """
-    given, nodes = given or {}, list(dict.fromkeys(nodes))
+    given = given or {}
+    nodes = list(dict.fromkeys(nodes))
     if len(nodes) > 1:
         chosen = set(nodes)
         nodes = [node for node in model.graph if node in chosen]
@@ -131,13 +133,13 @@ def known_shapes(model: Model, open_names: bool = False) -> dict[str, Shape]:
     Shapes that the exporter noted elsewhere are not used: the TorchScript exporter notes the batch
     size of the example there.
     """
-    found = _inferred(model)
+    type_by_name = _inferred(model)
     # Inference makes up names for dimensions that it does not know.
-    given = [found[str(value.name)].shape.dim for value in model.graph.inputs]
-    names = {dim.dim_param for dims in given for dim in dims}
+    input_dims = [type_by_name[str(value.name)].shape.dim for value in model.graph.inputs]
+    names = {dim.dim_param for dims in input_dims for dim in dims}
     stored = model.graph.initializers.values()
     shapes: dict[str, Shape] = {value.name: tuple(value.shape.numpy()) for value in stored}
-    for name, kind in found.items():
+    for name, kind in type_by_name.items():
         if kind.HasField("shape"):
             lengths = (_length(dim) for dim in kind.shape.dim)
             shapes[name] = tuple(
@@ -156,12 +158,12 @@ def _inferred(model: Model) -> dict[str, Any]:
     """Return the inferred types by name; of large stored tensors only the shapes take part."""
     graph, describe = model.graph, _helper.make_tensor_value_info
     inputs = [*map(serde.serialize_value, graph.inputs)]
-    given = {value.name for value in inputs}
+    input_names = {value.name for value in inputs}
     small: list[Any] = []
     for value in graph.initializers.values():
         if value.const_value.size <= _SMALL:
             small.append(stored_proto(value))
-        elif value.name not in given:
+        elif value.name not in input_names:
             shape = list(value.const_value.shape.numpy())
             inputs.append(describe(value.name, data_type(value).value, shape))
     outputs = [
@@ -173,8 +175,8 @@ def _inferred(model: Model) -> dict[str, Any]:
         opset_imports=_opsets({**graph.opset_imports, _UNKNOWN: 1}),
         ir_version=model.ir_version,
     )
-    found = _onnx.shape_inference.infer_shapes(slim, data_prop=True).graph
-    values = (*found.input, *found.value_info, *found.output)
+    inferred = _onnx.shape_inference.infer_shapes(slim, data_prop=True).graph
+    values = (*inferred.input, *inferred.value_info, *inferred.output)
     return {value.name: value.type.tensor_type for value in values}
 
 
@@ -209,10 +211,10 @@ def fold_shapes(model: Model) -> None:
 
 def _fold_once(model: Model, shapes: dict[str, Shape]) -> bool:
     """Fold all that ``shapes`` allows; return True if there was anything."""
-    found = False
+    folded_any = False
     for node in list(model.graph):
         if node.op_type == "Reshape" and not is_constant(node.inputs[1]):
-            found |= _reshape_to_known(node, shapes)
+            folded_any |= _reshape_to_known(node, shapes)
         if len(node.outputs) != 1 or is_output(node.outputs[0]):
             continue
         value = _from_shape(model, node, shapes)
@@ -221,9 +223,9 @@ def _fold_once(model: Model, shapes: dict[str, Shape]) -> bool:
         if value is not None:
             name = str(node.outputs[0].name)
             replace_value(node.outputs[0], add_initializer(model.graph, name, value))
-            found = True
+            folded_any = True
     remove_unused(model)
-    return found
+    return folded_any
 
 
 def _is_small_arithmetic(node: Node) -> bool:

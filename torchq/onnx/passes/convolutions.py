@@ -125,10 +125,10 @@ def with_lengths(graph: bytes, shapes: Iterable[tuple[str, Sequence[int]]]) -> b
         return graph
     onnx = import_optional("onnx", "torchq.onnx")
     model = onnx_ir.from_proto(onnx.load_model_from_string(graph))
-    known = dict(shapes)
+    shape_by_name = dict(shapes)
     for value in model.graph.inputs:
-        if value.name in known and value.shape is not None:
-            value.shape = onnx_ir.Shape([*value.shape[:1], *known[value.name][1:]])
+        if value.name in shape_by_name and value.shape is not None:
+            value.shape = onnx_ir.Shape([*value.shape[:1], *shape_by_name[value.name][1:]])
     before = len(nodes_of(model, "Pad"))
     run_passes(model, (fold_shapes, fold_pads))
     if len(nodes_of(model, "Pad")) == before:
@@ -148,12 +148,12 @@ def _read_by(value: Value) -> tuple[list[Node], list[Node]]:
             if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
                 pairs.append(node)
                 pending.append(node.outputs[0])
-                known = _is_same_at_each_pixel(node)
+                is_understood = _is_same_at_each_pixel(node)
             else:
                 convolutions.append(node)
                 explicit = attribute(node, "auto_pad", "NOTSET") in _EXPLICIT
-                known = node.op_type == "Conv" and explicit
-            if not known:
+                is_understood = node.op_type == "Conv" and explicit
+            if not is_understood:
                 return [], []
         if is_output(current):
             return [], []
@@ -173,17 +173,18 @@ def _is_same_at_each_pixel(node: Node) -> bool:
 
 def _zeros_around(pad: Node, dims: int) -> Amounts | None:
     """Return what a Pad adds to all dimensions; None if it does not add zeros around images."""
-    counts, chosen = input_at(pad, 1), input_at(pad, 3)
+    counts = input_at(pad, 1)
+    chosen = input_at(pad, 3)
     if constant_fill(pad) != 0 or not are_constant([counts, chosen]):
         return None
-    given = attribute(pad, "pads", ()) if counts is None else value_of(counts).tolist()
+    amounts_of_axes = attribute(pad, "pads", ()) if counts is None else value_of(counts).tolist()
     axes = range(dims) if chosen is None else value_of(chosen).tolist()
-    if len(given) != 2 * len(axes):
+    if len(amounts_of_axes) != 2 * len(axes):
         return None
     amounts = [0] * (2 * dims)
     for number, axis in enumerate(axes):
-        amounts[axis % dims] = given[number]
-        amounts[axis % dims + dims] = given[number + len(axes)]
+        amounts[axis % dims] = amounts_of_axes[number]
+        amounts[axis % dims + dims] = amounts_of_axes[number + len(axes)]
     others = (*amounts[:2], *amounts[dims : dims + 2])
     return None if any(others) or min(amounts) < 0 else tuple(amounts)
 
@@ -223,7 +224,8 @@ def _merge_groups(model: Model) -> None:
     """
     merged: dict[str, int] = {}
     for node in nodes_of(model, "Conv"):
-        groups, weight = int(attribute(node, "group", 1)), stored_weight(node.inputs[1])
+        groups = int(attribute(node, "group", 1))
+        weight = stored_weight(node.inputs[1])
         if groups == 1 or weight is None or len(readers(weight.outputs[0])) != 1:
             continue
         codes = value_of(weight.inputs[0])
@@ -237,20 +239,22 @@ def _merge_groups(model: Model) -> None:
 
 def _split_groups(model: Model) -> dict[str, str]:
     """Give layers the groups that they were exported with; name weights that are not 0 between."""
-    record, wrong = read_record(model).get(_MERGED, {}), {}
+    record = read_record(model).get(_MERGED, {})
+    wrong = {}
     for node in nodes_of(model, "Conv"):
         weight = stored_weight(node.inputs[1])
         groups = None if weight is None else record.get(pair_name(weight))
         if weight is None or not isinstance(groups, int):
             continue
-        codes, now = value_of(weight.inputs[0]), int(attribute(node, "group", 1))
+        codes = value_of(weight.inputs[0])
+        now = int(attribute(node, "group", 1))
         out, channels = codes.shape[:2]
         if groups < now or groups % now or out % groups or channels % (groups // now):
             continue  # The record is damaged, and the shape of the weight stays wrong.
-        own = _gathered(codes, groups, groups // now)
-        if int((codes != 0).sum()) != int((own != 0).sum()):
+        of_groups = _gathered(codes, groups, groups // now)
+        if int((codes != 0).sum()) != int((of_groups != 0).sum()):
             wrong[pair_name(weight)] = "added channels are not 0"
-        _store(node, weight, own, groups)
+        _store(node, weight, of_groups, groups)
     return wrong
 
 
@@ -306,9 +310,9 @@ def gather_shuffled(model: Model) -> None:
     (N, groups * channels, H, W) -> Slice or Split of the channels.
     After: A Gather for each part that is read.
     """
-    found = [node for node in nodes_of(model, "Transpose") if _exchanges_groups(node)]
-    shapes = known_shapes(model, open_names=True) if found else {}
-    for node in found:
+    transposes = [node for node in nodes_of(model, "Transpose") if _exchanges_groups(node)]
+    shapes = known_shapes(model, open_names=True) if transposes else {}
+    for node in transposes:
         part = _shuffled(node, shapes)
         if part is None:
             continue
@@ -322,7 +326,8 @@ def gather_shuffled(model: Model) -> None:
 
 def _exchanges_groups(node: Node) -> bool:
     """Return True for the Transpose between two Reshapes that nothing else reads."""
-    behind, before = readers(node.outputs[0]), node.inputs[0].producer()
+    behind = readers(node.outputs[0])
+    before = node.inputs[0].producer()
     if list(attribute(node, "perm", ())) != [0, 2, 1, 3, 4] or before is None or len(behind) != 1:
         return False
     if len(readers(before.outputs[0])) != 1 or is_output(before.outputs[0]):
@@ -332,7 +337,8 @@ def _exchanges_groups(node: Node) -> bool:
 
 def _shuffled(node: Node, shapes: dict[str, Shape]) -> _Part | None:
     """Return the shuffled value and its channels, if the Reshapes change channels alone."""
-    before, (behind,) = node.inputs[0].producer(), readers(node.outputs[0])
+    before = node.inputs[0].producer()
+    (behind,) = readers(node.outputs[0])
     values = (before.inputs[0], before.outputs[0], behind.outputs[0])
     source, middle, last = (shapes.get(str(value.name), ()) for value in values)
     if len(source) != 4 or len(middle) != 5:
@@ -359,10 +365,10 @@ def _read_parts(value: Value, channels: Tensor) -> list[_Part]:
     """Return the slices of a value if nothing else reads it, or else the value itself."""
     parts: list[_Part] = []
     for reader in readers(value):
-        found = _parts_of(reader, channels)
-        if not found:
+        slices = _parts_of(reader, channels)
+        if not slices:
             return [(value, channels)]
-        parts += found
+        parts += slices
     return [(value, channels)] if is_output(value) else parts
 
 
@@ -425,7 +431,8 @@ def _is_regular(node: Node, lengths: Shape) -> bool:
     if not attribute(node, "ceil_mode", 0):
         return True
     # The last kernel may stand over the edge, unless the others fill the image.
-    strides, kernel = attribute(node, "strides", (1, 1)), attribute(node, "kernel_shape")
+    strides = attribute(node, "strides", (1, 1))
+    kernel = attribute(node, "kernel_shape")
     dilated = any(n != 1 for n in attribute(node, "dilations", (1, 1)))
     return not dilated and all(
         isinstance(length, int) and (length + before + after - size) % stride == 0
@@ -448,8 +455,8 @@ def _convolution(node: Node, channels: int) -> Any:
     stored = [add_initializer(node.graph, f"{name}/{part}", t) for part, t in parts.items()]
     before = node.inputs[0].producer()
     weight = add_node(before, "DequantizeLinear", stored, f"{name}/DequantizeLinear")
-    kept = {key: attribute(node, key) for key in _KEPT if key in node.attributes}
-    settings = {**kept, "kernel_shape": kernel, "group": channels}
+    pooling_settings = {key: attribute(node, key) for key in _KEPT if key in node.attributes}
+    settings = {**pooling_settings, "kernel_shape": kernel, "group": channels}
     return add_node(node, "Conv", [node.inputs[0], weight], f"{name}/Conv", settings)
 
 
@@ -472,7 +479,8 @@ def _fit_biases(model: Model) -> None:
     """
     raised: dict[str, dict[str, float]] = {}
     for node in nodes_of(model, "Conv", "ConvTranspose", "Gemm"):
-        weight, least = stored_weight(node.inputs[1]), _least_scales(node)
+        weight = stored_weight(node.inputs[1])
+        least = _least_scales(node)
         if weight is None or least is None or attribute(weight, "block_size", 0):
             continue
         old = qparams_of(weight)
@@ -485,8 +493,8 @@ def _fit_biases(model: Model) -> None:
         if channels:
             new = torch.maximum(least, scale).float()
             _requantize(weight, old, new)
-            found = raised.setdefault(pair_name(weight), {})
-            found.update({str(channel): float(new[channel]) for channel in channels})
+            raised_channels = raised.setdefault(pair_name(weight), {})
+            raised_channels.update({str(channel): float(new[channel]) for channel in channels})
     if raised:
         add_to_record(model, _RAISED, raised)
 
@@ -502,10 +510,10 @@ def _note_raised(model: Model) -> dict[str, str]:
         scales = record.get(name)
         if scales is None:
             continue
-        found = value_of(node.inputs[1]).reshape(-1).tolist()
-        same = [int(key) for key, scale in scales.items() if found[int(key)] == scale]
+        file_scales = value_of(node.inputs[1]).reshape(-1).tolist()
+        same = [int(key) for key, scale in scales.items() if file_scales[int(key)] == scale]
         count = node.inputs[0].const_value.shape.numpy()[0]
-        node.meta["raised"] = list(range(count)) if same and len(found) == 1 else same
+        node.meta["raised"] = list(range(count)) if same and len(file_scales) == 1 else same
     return {}
 
 
@@ -526,7 +534,8 @@ def _least_scales(node: Node) -> Tensor | None:
 
 def _requantize(weight: Node, old: QParams, scale: Tensor) -> None:
     """Give a stored weight new scales, (channels,) or (1,), and round its codes to them."""
-    codes, dtype = value_of(weight.inputs[0]), data_type(weight.inputs[0])
+    codes = value_of(weight.inputs[0])
+    dtype = data_type(weight.inputs[0])
     axis = old.axis if old.scale.numel() > 1 else 0
     zero_point = old.zero_point.reshape(-1).expand(len(scale)).contiguous()
     if not old.scale.dim():
@@ -534,7 +543,8 @@ def _requantize(weight: Node, old: QParams, scale: Tensor) -> None:
     new = QParams(scale, zero_point, old.format, axis)
     values = old.dequantize(old.centered(codes)).double()
     rounded = new.codes(new.scaled(values))
-    name, graph = str(weight.name), weight.graph
+    name = str(weight.name)
+    graph = weight.graph
     stored = [rounded.to(codes.dtype), scale.float(), zero_point.to(codes.dtype)]
     for index, (tensor, what) in enumerate(zip(stored, ("codes", "scales", "zeros"), strict=True)):
         if input_at(weight, index) is not None:

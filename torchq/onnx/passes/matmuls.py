@@ -116,7 +116,8 @@ def _adds_behind_matmuls(model: Model, two_dimensional: bool) -> Iterator[tuple[
     matmuls = nodes_of(model, "MatMul")
     shapes = known_shapes(model) if matmuls else {}
     for matmul in matmuls:
-        weight, product = matmul.inputs[1].producer(), matmul.outputs[0]
+        weight = matmul.inputs[1].producer()
+        product = matmul.outputs[0]
         while weight is not None and weight.op_type == "Transpose":
             weight = weight.inputs[0].producer()
         users = readers(product)
@@ -150,7 +151,8 @@ def _own_matrix(value: Value) -> Node | None:
 
 def _transpose(dequantize: Node) -> None:
     """Store a matrix and its scales transposed."""
-    graph, old = dequantize.graph, dequantize.inputs[0]
+    graph = dequantize.graph
+    old = dequantize.inputs[0]
     name = str(old.name).removesuffix("/weight") + TRANSPOSED
     for index, value in enumerate(dequantize.inputs):
         if value is not None and len(value.const_value.shape) == 2:
@@ -187,7 +189,8 @@ def _as_matmul_and_add(gemm: Node) -> None:
 
 def _add_in_three_dimensions(add: Node, index: int, ndim: int) -> None:
     """Let an Add return three dimensions, and remove the first one behind it."""
-    result, name = add.outputs[0], str(add.outputs[0].name)
+    result = add.outputs[0]
+    name = str(add.outputs[0].name)
     operand = _with_leading_ones(add, add.inputs[index], 3 - ndim, {})
     operands = [operand, add.inputs[1 - index]]
     total = add_node(add, "Add", operands[:: 1 if index == 0 else -1], f"{name}/sum")

@@ -91,14 +91,15 @@ def fold_weights(model: Model) -> None:
             _store_codes(model, node, weight)
             stored.append(pair_name(node))
     remove_unused(model)
-    left = {pair_name(node) for node in nodes_of(model, "DequantizeLinear")}
-    folded = [name for name in stored if name not in left]
+    not_folded = {pair_name(node) for node in nodes_of(model, "DequantizeLinear")}
+    folded = [name for name in stored if name not in not_folded]
     if folded:
         write_record(model, folded=folded)
 
 
 def _store_codes(model: Model, node: Node, weight: Tensor) -> None:
-    qparams, dtype = qparams_of(node), _stored_type(model, node)
+    qparams = qparams_of(node)
+    dtype = _stored_type(model, node)
     codes = qparams.codes(qparams.scaled(weight))
     if dtype is not element_type(node):
         _retype_zero_points(node, dtype)
@@ -115,8 +116,10 @@ def _store_codes(model: Model, node: Node, weight: Tensor) -> None:
 def _stored_type(model: Model, node: Node) -> DataType:
     """Return the type to store: 4 bits for a quantizer of 4 bits, where the opset has them."""
     written = element_type(node)
-    wanted = format_by_name(node.meta["format"]) if "format" in node.meta else format_of(written)
-    narrow = wanted.is_integer and wanted.bits <= 4 and format_of(written).bits == 8
+    number_format = (
+        format_by_name(node.meta["format"]) if "format" in node.meta else format_of(written)
+    )
+    narrow = number_format.is_integer and number_format.bits <= 4 and format_of(written).bits == 8
     if not narrow or opset_of(model) < FOUR_BITS:
         return written
     return onnx_ir.DataType.INT4 if format_of(written).quant_min else onnx_ir.DataType.UINT4
@@ -150,16 +153,16 @@ def merge_duplicates(model: Model) -> None:
     """
     _passes.DeduplicateInitializersPass(size_limit=_LARGEST)(model)
     merged: dict[str, str] = {}
-    kept: dict[tuple[Any, ...], Any] = {}
+    first_by_key: dict[tuple[Any, ...], Any] = {}
     for node in nodes_of(model, "QuantizeLinear", "DequantizeLinear"):
         settings = tuple(sorted((a.name, repr(a.value)) for a in node.attributes.values()))
         key = (node.op_type, *node.inputs, settings)
-        if key not in kept:
-            kept[key] = node
+        if key not in first_by_key:
+            first_by_key[key] = node
         elif not is_output(node.outputs[0]):
-            node.outputs[0].replace_all_uses_with(kept[key].outputs[0])
+            node.outputs[0].replace_all_uses_with(first_by_key[key].outputs[0])
             model.graph.remove(node, safe=True)
-            merged[pair_name(node)] = pair_name(kept[key])
+            merged[pair_name(node)] = pair_name(first_by_key[key])
     for node in nodes_of(model, "DequantizeLinear"):
         zero_point = input_at(node, 2)
         is_shared = zero_point is not None and len(readers(zero_point)) > 1
@@ -173,7 +176,8 @@ def separate(value: Value, reader: Node | None = None) -> None:
 
     That is the value, and no runtime has a kernel for Max that a quantizer becomes a part of.
     """
-    producer, uses = value.producer(), [use for use in value.uses() if reader in (None, use[0])]
+    producer = value.producer()
+    uses = [use for use in value.uses() if reader in (None, use[0])]
     assert producer is not None
     name = fresh_name(producer.graph, f"{value.name}/larger")
     larger = add_node(producer, "Max", [value, value], name)
@@ -202,7 +206,8 @@ def separate_clips(model: Model) -> None:
 
 def _cuts_codes(clip: Node, quantize: Node) -> bool:
     """Return True if the upper end of a Clip behind a layer cuts codes of a QuantizeLinear off."""
-    end, layer = input_at(clip, 2), clip.inputs[0].producer()
+    end = input_at(clip, 2)
+    layer = clip.inputs[0].producer()
     stored = end is not None and is_constant(end) and is_constant(quantize.inputs[1])
     if clip.op_type != "Clip" or layer is None or not stored:
         return False

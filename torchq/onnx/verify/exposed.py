@@ -82,7 +82,7 @@ class ExposedFile:
         *,
         optimized: bool,
     ) -> None:
-        wanted = {name: str(node.outputs[0].name) for name, node in nodes.items()}
+        codes_by_name = {name: str(node.outputs[0].name) for name, node in nodes.items()}
         reference = reference_runtime()
         self.dropped: tuple[str, ...] = ()
         self.session = f"the file as it is written in {reference.name}"
@@ -92,16 +92,19 @@ class ExposedFile:
                 # Level EXTENDED: ALL would add layouts of memory, for float kernels.
                 session = open_session(path, optimize=True, save_optimized=file)
                 saved = load_model(file, check=False)
-                there = set(_values(saved))
-                self.dropped = tuple(name for name, codes in wanted.items() if codes not in there)
+                saved_values = set(_values(saved))
+                self.dropped = tuple(
+                    name for name, codes in codes_by_name.items() if codes not in saved_values
+                )
                 if not self.dropped:
                     self.session = f"{OPTIMISED} in {reference.name}{session.settings}"
                     model = saved
-            self._count, self._names = len(model.graph.outputs), list(wanted)
+            self._count = len(model.graph.outputs)
+            self._names = list(codes_by_name)
             values = _values(model)
             other = runtime if runtime is not reference else None
             self._qparams: dict[str, QParams] = {}
-            for name, codes in wanted.items():
+            for name, codes in codes_by_name.items():
                 if other is None or not (pairs := _dequantizers(values[codes])):
                     _expose(values[codes], model)
                 else:
@@ -163,7 +166,8 @@ class Behind:
 def behind(value: Value | None, share: float = SHARE) -> Behind:
     """Return what computes ``value``; ``share`` is that of the runtime."""
     layers: dict[str, None] = {}
-    pending, seen = [value], {value}
+    pending = [value]
+    visited = {value}
     while pending:
         current = pending.pop()
         node = None if current is None else current.producer()
@@ -184,8 +188,8 @@ def behind(value: Value | None, share: float = SHARE) -> Behind:
             name = str(node.inputs[1].name)
             quantizer = name.removesuffix(FLOAT_WEIGHT) if name.endswith(FLOAT_WEIGHT) else ""
             layers[quantizer.removesuffix(".weight_quantizer") or str(node.name)] = None
-        new = [v for v in node.inputs if v is not None and v not in seen]
-        seen.update(new)
+        new = [v for v in node.inputs if v is not None and v not in visited]
+        visited.update(new)
         pending += new
     return Behind(tuple(layers), share)
 

@@ -23,16 +23,19 @@ _WEIGHT = "weight_quantizer"
 
 def pair_difference(quantizer: TensorQuantizer, quantize: Node) -> str:
     """Return what is wrong with the parameters of a Q/DQ pair; "" if nothing is."""
-    text = qparams_difference(quantizer.qparams(), qparams_of(quantize))
+    difference = qparams_difference(quantizer.qparams(), qparams_of(quantize))
     for node in readers(quantize.outputs[0]):
         for index, what in ((1, "scale"), (2, "zero point")):
             if node.op_type == "DequantizeLinear" and not _same_input(quantize, node, index):
-                text = text or f"QuantizeLinear and DequantizeLinear have different {what}s"
-    return text
+                difference = (
+                    difference or f"QuantizeLinear and DequantizeLinear have different {what}s"
+                )
+    return difference
 
 
 def _same_input(one: Node, other: Node, index: int) -> bool:
-    first, second = input_at(one, index), input_at(other, index)
+    first = input_at(one, index)
+    second = input_at(other, index)
     if first is second:
         return True
     if not (is_constant(first) and is_constant(second)):
@@ -48,24 +51,25 @@ def _same(one: Tensor, other: Tensor) -> bool:
 _SHORT = (torch.float16, torch.bfloat16)
 
 
-def qparams_difference(own: QParams, found: QParams) -> str:
+def qparams_difference(of_model: QParams, of_file: QParams) -> str:
     """Return how parameters in a file differ from the model's; "" if they give the same values.
 
     Codes of fewer bits may be stored in a wider type, and codes of 8 bits and more with the other
     sign, which moves the zero point by half their number.
     """
-    stored, _ = onnx_type(own.format)
-    if isinstance(stored, IntFormat) and isinstance(found.format, IntFormat):
-        if stored.width < found.format.width:
-            stored = integer_format(found.format.width, unsigned=not stored.signed)
-        own = replace(own, format=stored).stored(found.format.signed)
-    wanted, there = (
+    stored, _ = onnx_type(of_model.format)
+    if isinstance(stored, IntFormat) and isinstance(of_file.format, IntFormat):
+        if stored.width < of_file.format.width:
+            stored = integer_format(of_file.format.width, unsigned=not stored.signed)
+        of_model = replace(of_model, format=stored).stored(of_file.format.signed)
+    expected, in_file = (
         (q.format.name, q.scale.detach().float().reshape(-1).cpu(), q.zero_point.reshape(-1).cpu())
-        for q in (own, found)
+        for q in (of_model, of_file)
     )
-    if wanted[0] == there[0] and _same(wanted[1], there[1]) and _same(*_numbers(wanted, there)):
+    same_format = expected[0] == in_file[0]
+    if same_format and _same(expected[1], in_file[1]) and _same(*_numbers(expected, in_file)):
         return ""
-    return f"the file has {_text(*there)}; expected {_text(*wanted)}"
+    return f"the file has {_text(*in_file)}; expected {_text(*expected)}"
 
 
 def _numbers(*parameters: tuple[str, Tensor, Tensor]) -> Iterator[Tensor]:
@@ -92,50 +96,62 @@ def compare_weights(model: nn.Module, graph: Model) -> Iterator[LayerAgreement]:
             if name in nodes:
                 yield _compare_codes(name, quantizer, weight.detach(), nodes[name])
             else:
-                own = quantizer.apply_own(weight.detach().float()).detach().cpu()
-                yield compare_stored(name, own, value_of(value))
+                dequantized = quantizer.apply_own(weight.detach().float()).detach().cpu()
+                yield compare_stored(name, dequantized, value_of(value))
             bias = biases.get(name.removesuffix(_WEIGHT) + "bias")
             if bias is not None:
                 yield from _compare_bias(name.removesuffix(_WEIGHT) + "bias", bias, value)
 
 
-def compare_stored(name: str, own: Tensor, found: Tensor, text: str = "") -> LayerAgreement:
+def compare_stored(
+    name: str, expected: Tensor, in_file: Tensor, difference: str = ""
+) -> LayerAgreement:
     """Return the agreement of numbers that have to be equal, in the type of the file."""
-    own = own.to(found.dtype) if found.dtype in _SHORT else own
+    if in_file.dtype in _SHORT:
+        expected = expected.to(in_file.dtype)
+    count = expected.numel()
     layer = (name.rpartition(".")[0],)
-    if own.shape != found.shape:
-        text = (
-            text or f"has the shape {tuple(found.shape)} in the file; expected {tuple(own.shape)}"
+    if expected.shape != in_file.shape:
+        shapes = (
+            f"has the shape {tuple(in_file.shape)} in the file; expected {tuple(expected.shape)}"
         )
-        return LayerAgreement(name, own.numel(), 0, 0.0, 0, text, layer)
-    gap = (found.double() - own.detach().double()).abs()
+        return LayerAgreement(name, count, 0, 0.0, 0, difference or shapes, layer)
+    gap = (in_file.double() - expected.detach().double()).abs()
     largest = float(gap.nan_to_num(torch.inf).max()) if gap.numel() else 0.0
-    return LayerAgreement(name, own.numel(), int((~(gap == 0)).sum()), largest, 0, text, layer)
+    # Written so that NaN counts as a difference.
+    differing = int((~(gap == 0)).sum())
+    return LayerAgreement(name, count, differing, largest, 0, difference, layer)
 
 
 def _compare_codes(
     name: str, quantizer: TensorQuantizer, weight: Tensor, node: Node
 ) -> LayerAgreement:
     """Compare a weight that is stored as codes; raised channels have the scales of the file."""
-    own, found, stored = quantizer.qparams(), qparams_of(node), value_of(node.inputs[0])
+    model_qparams = quantizer.qparams()
+    file_qparams = qparams_of(node)
+    stored = value_of(node.inputs[0])
     codes = quantizer.codes(weight).float().cpu()
-    codes = codes if quantizer.descriptor.symmetric else own.centered(codes)
-    centered, transposed = found.centered(stored), str(node.inputs[0].name).endswith(TRANSPOSED)
+    codes = codes if quantizer.descriptor.symmetric else model_qparams.centered(codes)
+    centered = file_qparams.centered(stored)
+    transposed = str(node.inputs[0].name).endswith(TRANSPOSED)
     if transposed:
         centered = centered.t().reshape(codes.shape)
     elif node.meta.get("raised"):
-        raised, values = node.meta["raised"], quantizer.apply_own(weight.float()).detach().cpu()
-        codes[raised] = found.round(found.scaled(values))[raised]
-        scales = found.scale.reshape(-1)
+        raised = node.meta["raised"]
+        values = quantizer.apply_own(weight.float()).detach().cpu()
+        codes[raised] = file_qparams.round(file_qparams.scaled(values))[raised]
+        scales = file_qparams.scale.reshape(-1)
         places = raised if scales.numel() > 1 else [0]
-        raised_scale = _filled(own.scale, scales)
+        raised_scale = _filled(model_qparams.scale, scales)
         raised_scale[places] = scales[places]
-        own = replace(own, scale=raised_scale, zero_point=_filled(own.zero_point, scales))
+        model_qparams = replace(
+            model_qparams, scale=raised_scale, zero_point=_filled(model_qparams.zero_point, scales)
+        )
     axis, _ = onnx_axis(quantizer.descriptor.granularity, weight.dim())
-    text = qparams_difference(own, found)
-    if axis is not None and found.axis != (1 - axis if transposed else axis):
-        text = text or "has its scales on another axis in the file"
-    return compare_stored(name, codes, centered, text)
+    difference = qparams_difference(model_qparams, file_qparams)
+    if axis is not None and file_qparams.axis != (1 - axis if transposed else axis):
+        difference = difference or "has its scales on another axis in the file"
+    return compare_stored(name, codes, centered, difference)
 
 
 def _filled(parameters: Tensor, like: Tensor) -> Tensor:
@@ -151,19 +167,21 @@ def _compare_bias(name: str, bias: Tensor, weight: Value) -> Iterator[LayerAgree
             yield from _compare_bias(name, bias, node.outputs[0])
             continue
         if node.op_type in ("Conv", "ConvTranspose", "Gemm"):
-            found = input_at(node, 2)
+            stored_bias = input_at(node, 2)
         elif node.op_type == "MatMul" and len(adds := readers(node.outputs[0])) == 1:
             sources = [computed_by(v, "Unsqueeze", "Reshape") for v in adds[0].inputs]
-            given = [
+            addends = [
                 v if n is None else n.inputs[0]
                 for v, n in zip(adds[0].inputs, sources, strict=True)
             ]
-            found = next((v for v in given if is_constant(v)), None)
-            if adds[0].op_type != "Add" or found is None:
+            stored_bias = next((v for v in addends if is_constant(v)), None)
+            if adds[0].op_type != "Add" or stored_bias is None:
                 continue
         else:
             continue
-        if found is None:  # Exporters leave out zeros.
+        if stored_bias is None:  # Exporters leave out zeros.
             yield compare_stored(name, bias.detach().cpu(), torch.zeros(bias.shape, device="cpu"))
-        elif is_constant(found):
-            yield compare_stored(name, bias.detach().cpu(), value_of(found).reshape(bias.shape))
+        elif is_constant(stored_bias):
+            yield compare_stored(
+                name, bias.detach().cpu(), value_of(stored_bias).reshape(bias.shape)
+            )

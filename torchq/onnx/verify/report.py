@@ -168,7 +168,8 @@ class VerifyReport:
             counts = f"{sum(x.differ for x in codes)} of {sum(x.elements for x in codes)} codes"
             lines.append(f"  {len(codes)} quantizers, {self.session}: {counts} differ")
         lines += [f"  {verdict}" for verdict in self.verdicts]
-        first, wrong = self.first, sum(not layer.ok for layer in self.layers)
+        first = self.first
+        wrong = sum(not layer.ok for layer in self.layers)
         if first is not None:
             lines.append(f"  first of {wrong} that differ: {first.why()}")
             lines.append(f"  next: {self.hint}; print(report.table()) has all rows")
@@ -193,7 +194,10 @@ class Output:
     """The agreement of one output, accumulated over batches."""
 
     def __init__(self, name: str) -> None:
-        self._name, self._signal, self._noise, self._max = name, 0.0, 0.0, 0.0
+        self._name = name
+        self._signal = 0.0
+        self._noise = 0.0
+        self._max = 0.0
         self._equal = self._samples = self._same = self._counted = 0
 
     def add(self, want: Tensor, got: Tensor) -> None:
@@ -264,8 +268,12 @@ class Codes:
         self._fixed = (parameters, behind.layers)
         computed = {behind.dtype, *(dtypes[layer] for layer in behind.layers if layer in dtypes)}
         self._half = next((dtype for dtype in computed if dtype in ROUNDING), None)
-        self.name, self._elements, self._differ, self._max = name, 0, 0, 0.0
-        self._least, self._share = behind.share, 0.0
+        self.name = name
+        self._elements = 0
+        self._differ = 0
+        self._max = 0.0
+        self._least = behind.share
+        self._share = 0.0
 
     def add(self, expected: Tensor, found: Tensor, dtype: torch.dtype) -> None:
         """Add codes of one batch, of values in a type; the layers may have a shorter one."""
@@ -275,7 +283,8 @@ class Codes:
                 f"the file {tuple(found.shape)}; expected the same"
             )
         self._count(difference(expected, found), 0.0)
-        half, of_codes = HALF_SHARES.get(self._half or dtype), not self._fixed[1]
+        half = HALF_SHARES.get(self._half or dtype)
+        of_codes = not self._fixed[1]
         if half is not None and of_codes and self._least >= MERGED_SHARE:
             half = HALF_SHARE_OF_SUMS
         self._share = self._least if half is None else half

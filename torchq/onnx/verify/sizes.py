@@ -22,13 +22,13 @@ _ROWS = (3, 2)
 
 def open_dimensions(graph: Model) -> dict[str, list[tuple[str, int]]]:
     """Return the inputs and their dimensions that have each open length of a file, by its name."""
-    found: dict[str, list[tuple[str, int]]] = {}
+    dims_by_length: dict[str, list[tuple[str, int]]] = {}
     for value in graph.graph.inputs:
         for dim, length in enumerate(() if value.shape is None else value.shape):
             if not isinstance(length, int):
                 name = str(getattr(length, "value", None) or f"{value.name}_{dim}")
-                found.setdefault(name, []).append((str(value.name), dim))
-    return found
+                dims_by_length.setdefault(name, []).append((str(value.name), dim))
+    return dims_by_length
 
 
 def resized(model: nn.Module, batch: Any, inputs: list[str], places: list[tuple[str, int]]) -> Any:
@@ -47,9 +47,9 @@ def resized(model: nn.Module, batch: Any, inputs: list[str], places: list[tuple[
         names = dict(zip(inputs, tensors.values(), strict=False))
     new: dict[int, Tensor] = {}
     for name, dim in places:
-        given = names[name]
-        tensor = new.get(id(given), given)
-        new[id(given)] = tensor.index_select(dim, _places(tensor, dim))
+        original = names[name]
+        tensor = new.get(id(original), original)
+        new[id(original)] = tensor.index_select(dim, _places(tensor, dim))
     changed_args, changed_kwargs = (
         map_tensors(part, lambda tensor: new.get(id(tensor), tensor)) for part in (args, kwargs)
     )

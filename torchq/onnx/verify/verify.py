@@ -177,9 +177,9 @@ class _Comparison:
     def add(self, batch: Any) -> None:
         """Compare one batch."""
         feeds = self._session.feeds(_file_inputs(self._model, batch))
-        found = self._run(feeds)
-        add_outputs(self.outputs, _results(self._model, batch), found)
-        self._compare(batch, feeds, found)
+        results = self._run(feeds)
+        add_outputs(self.outputs, _results(self._model, batch), results)
+        self._compare(batch, feeds, results)
 
     def _compare(self, batch: Any, feeds: Mapping[str, Tensor], found: list[Tensor]) -> None:
         if self._written is not None and not self._session_problem:
@@ -194,9 +194,10 @@ class _Comparison:
         if any(verdict.ok is False for verdict in self.verdicts()):
             return ""
         feeds = self._session.feeds(_file_inputs(self._model, batch))
-        found, expected = self._run(feeds), _results(self._model, batch)
-        add_outputs([Output(name) for name in self._session.outputs], expected, found)
-        self._compare(batch, feeds, found)
+        results = self._run(feeds)
+        expected = _results(self._model, batch)
+        add_outputs([Output(name) for name in self._session.outputs], expected, results)
+        self._compare(batch, feeds, results)
         return next((v.reason for v in self.verdicts() if v.ok is False), "")
 
     def layers(self) -> tuple[LayerAgreement, ...]:
@@ -282,7 +283,8 @@ class _File:
 
     def __init__(self, model: nn.Module, path: Path, graph: Model, *, optimized: bool) -> None:
         record = read_record(graph)
-        self._path, self._runtime = path, RUNTIMES.get(str(record.get("target")))
+        self._path = path
+        self._runtime = RUNTIMES.get(str(record.get("target")))
         self._typed = SCALE_TYPES.get(str(record.get("precision")))
         # What a target added to layers is taken away: the rest must be the model's own.
         self._faults = undo_export(graph)
@@ -316,7 +318,8 @@ class _File:
         ends = ((v.name, self._in_file_type(behind(v))) for v in outputs)
         self._outputs = [Codes(f"output {name}", "", end, dtypes) for name, end in ends]
         self._exposed = ExposedFile(path, nodes, self._runtime, optimized=optimized)
-        self.session, self.dropped = self._exposed.session, self._exposed.dropped
+        self.session = self._exposed.session
+        self.dropped = self._exposed.dropped
         self.hint = _hint(model, self._runtime)
         self._found: dict[str, Tensor] | None = None
         self._called: dict[str, None] = {}
@@ -337,14 +340,15 @@ class _File:
 
     def _behind(self, model: nn.Module, value: Value | None) -> Behind:
         """Return what computes a value; layers that the plan knows in float have their share."""
-        found, modules = behind(value, self._share()), dict(model.named_modules())
+        behind_value = behind(value, self._share())
+        modules = dict(model.named_modules())
         forms = {name: getattr(module, "bias_format", "int32") for name, module in modules.items()}
         plans = any(getattr(module, "bias_format", "") for module in modules.values())
-        if plans and not all(forms.get(name, "int32") for name in found.layers):
-            found = replace(found, share=max(found.share, APPROXIMATE_SHARE))
+        if plans and not all(forms.get(name, "int32") for name in behind_value.layers):
+            behind_value = replace(behind_value, share=max(behind_value.share, APPROXIMATE_SHARE))
         # What a strongly typed file is given is float32.
         is_given = value is not None and value.producer() is None
-        return found if is_given else self._in_file_type(found)
+        return behind_value if is_given else self._in_file_type(behind_value)
 
     def _in_file_type(self, found: Behind) -> Behind:
         """Return what computes a value in a strongly typed file, with its type."""
@@ -390,15 +394,18 @@ class _File:
             return out
         if quantizer.pre_quant_scale is not None:
             x = x * quantizer.pre_quant_scale.to(x.dtype)
-        own, pads, found = quantizer.codes(x).float(), self._pads[in_file], self._qparams[in_file]
+        model_codes = quantizer.codes(x).float()
+        pads = self._pads[in_file]
+        file_qparams = self._qparams[in_file]
         if not quantizer.descriptor.symmetric:
-            own = quantizer.qparams().centered(own)
-        codes, own = found.centered(self._found[in_file]), without_pads(own, pads).cpu()
-        if in_file != name and own.shape != codes.shape:
+            model_codes = quantizer.qparams().centered(model_codes)
+        file_codes = file_qparams.centered(self._found[in_file])
+        model_codes = without_pads(model_codes, pads).cpu()
+        if in_file != name and model_codes.shape != file_codes.shape:
             return out  # Of two that became one, the model pads in front of one alone.
-        self._codes[name].add(own, codes, x.dtype)
+        self._codes[name].add(model_codes, file_codes, x.dtype)
         values = out.clone()  # The zeros that only the model pads with stay.
-        without_pads(values, pads).copy_(found.dequantize(codes))
+        without_pads(values, pads).copy_(file_qparams.dequantize(file_codes))
         return values
 
     def rows(self) -> tuple[LayerAgreement, ...]:
@@ -406,7 +413,7 @@ class _File:
         if not self._named:
             return ()
         rows = [*self._stored, *(codes.result() for codes in self._codes.values())]
-        rows += [LayerAgreement(name, 0, 0, 0, 0, text) for name, text in self._faults.items()]
+        rows += [LayerAgreement(name, 0, 0, 0, 0, fault) for name, fault in self._faults.items()]
         places = {name: place for place, name in enumerate(self._called)}
         for name, place in list(places.items()):  # A bias comes with its weight.
             places.setdefault(f"{name.removesuffix('weight_quantizer')}bias", place)
