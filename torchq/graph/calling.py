@@ -77,9 +77,9 @@ def _called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     try:
         return model(*args, **kwargs)
     except (AttributeError, TypeError) as error:
-        given = [*args, *kwargs.values()]
-        if given and not any(True for _ in tensors_in(given)):
-            raise ConfigError(_no_tensor_text(model, given)) from error
+        arguments = [*args, *kwargs.values()]
+        if arguments and not any(True for _ in tensors_in(arguments)):
+            raise ConfigError(_no_tensor_text(model, arguments)) from error
         raise
 
 
@@ -158,12 +158,13 @@ def _without_labels(model: nn.Module, values: tuple[Any, ...]) -> tuple[Any, ...
 def _keywords(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
     parameters = _parameters(model)
     kinds = {p.kind for p in parameters}
-    known = {p.name for p in parameters if p.kind in (*_POSITIONAL[1:], p.KEYWORD_ONLY)}
-    unknown = [str(key) for key in values if key not in known]
+    accepted = {p.name for p in parameters if p.kind in (*_POSITIONAL[1:], p.KEYWORD_ONLY)}
+    unknown = [str(key) for key in values if key not in accepted]
     if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
         raise ConfigError(
             f"{_signature_text(model)}: got a mapping with {', '.join(map(repr, unknown))}; "
-            f"expected keys among {', '.join(sorted(known)) or 'none'}. Drop the others; calibrate "
+            f"expected keys among {', '.join(sorted(accepted)) or 'none'}. Drop the others; "
+            "calibrate "
             "also takes forward=lambda model, batch: ..."
         )
     return dict(values)
@@ -210,11 +211,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
+        for member in value.values():
+            yield from tensors_in(member)
     elif isinstance(value, (tuple, list, set, frozenset)):
-        for item in value:
-            yield from tensors_in(item)
+        for member in value:
+            yield from tensors_in(member)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name))
@@ -230,8 +231,8 @@ def results_in(output: Any) -> list[Tensor]:
 
     A number among tensors is left out: it is the loss of a model that was given labels.
     """
-    found = floats_in(output)
-    return [tensor for tensor in found if tensor.dim()] or found
+    floats = floats_in(output)
+    return [tensor for tensor in floats if tensor.dim()] or floats
 
 
 def version_of(tensor: Tensor) -> int:
@@ -298,7 +299,7 @@ def map_tensors(
     if type(value) in (tuple, list):
         return type(value)(map(inside, value))
     if isinstance(value, Mapping):
-        changed = {key: inside(item) for key, item in value.items()}
+        changed = {key: inside(member) for key, member in value.items()}
         return changed if type(value) is dict else type(value)(**changed)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]

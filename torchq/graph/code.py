@@ -146,10 +146,10 @@ def hands_on_keywords(wrapper: types.FunctionType) -> bool:
         tree = _tree_of(inspect.getsource(wrapper.__code__)).body[0]
     except (OSError, SyntaxError):
         return False
-    rest = tree.args.kwarg if isinstance(tree, ast.FunctionDef) else None
-    if rest is None:
+    keywords_argument = tree.args.kwarg if isinstance(tree, ast.FunctionDef) else None
+    if keywords_argument is None:
         return False
-    names = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id == rest.arg]
+    names = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id == keywords_argument.arg]
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
     handed = [k.value in names for call in calls for k in call.keywords if k.arg is None]
     return all(isinstance(name.ctx, ast.Load) for name in names) and any(handed)
@@ -159,8 +159,8 @@ def _like(
     function: types.FunctionType, code: types.CodeType, closure: tuple[types.CellType, ...]
 ) -> types.FunctionType:
     """Return a function of other code with the globals and defaults of ``function``."""
-    own = (function.__globals__, function.__name__, function.__defaults__)
-    new = types.FunctionType(code, *own, closure)
+    settings = (function.__globals__, function.__name__, function.__defaults__)
+    new = types.FunctionType(code, *settings, closure)
     new.__kwdefaults__ = function.__kwdefaults__
     return new
 
@@ -247,12 +247,12 @@ def _is_current(function: types.FunctionType, tree: ast.FunctionDef) -> bool:
 
     It is not where a file was edited after it was imported, or where an import hook changes code.
     """
-    known = function.__code__
+    running = function.__code__
     read = _code(function, copy.deepcopy(tree), ())
-    if any(name.startswith("@py") for name in known.co_names):  # pytest rewrites assertions
-        names_fit = set(read.co_names) <= set(known.co_names)
-        return names_fit and set(read.co_varnames) <= set(known.co_varnames)
-    return _same_code(known, read)
+    if any(name.startswith("@py") for name in running.co_names):  # pytest rewrites assertions
+        names_fit = set(read.co_names) <= set(running.co_names)
+        return names_fit and set(read.co_varnames) <= set(running.co_varnames)
+    return _same_code(running, read)
 
 
 def _same_code(one: types.CodeType, other: types.CodeType) -> bool:

@@ -60,9 +60,9 @@ class Graph:
                     "trace the model with"
                 )
             model = trace(model, example).graph_module
-        given = {} if example is None else {"example": example}
+        of_example = {} if example is None else {"example": example}
         self._module = model
-        self._attributes = MappingProxyType({**given, **(attributes or {})})
+        self._attributes = MappingProxyType({**of_example, **(attributes or {})})
 
     @property
     def module(self) -> fx.GraphModule:
@@ -98,14 +98,14 @@ class Graph:
         """
         graph = self
         for name in [passes] if isinstance(passes, str) else passes:
-            found = PASSES[name]
-            for attribute in found.requires:
+            graph_pass = PASSES[name]
+            for attribute in graph_pass.requires:
                 if attribute not in graph.attributes:
                     raise GraphError(f"{name}: the graph lacks {attribute!r}. {_advice(attribute)}")
-            before, graph = graph, _run(found, graph)
+            before, graph = graph, _run(graph_pass, graph)
             if graph.module is not before.module and "example" in before.attributes:
-                _compare(found, before, graph)
-            missing = [each for each in found.provides if each not in graph.attributes]
+                _compare(graph_pass, before, graph)
+            missing = [each for each in graph_pass.provides if each not in graph.attributes]
             if missing:
                 raise GraphError(f"{name}: did not give the attribute {missing[0]!r} as it says")
         return graph
@@ -235,16 +235,16 @@ def _argument(value: Any, names: Mapping[fx.Node, str]) -> str:
     if isinstance(value, fx.Node):
         return names[value]
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_argument(item, names) for item in value) + "]"
+        return "[" + ", ".join(_argument(element, names) for element in value) + "]"
     return repr(value)
 
 
 def _plain(value: Any) -> Any:
     """Return an attribute as JSON has it."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _plain(element) for key, element in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_plain(element) for element in value]
     return value if value is None or isinstance(value, (bool, int, float)) else str(value)
 
 
@@ -329,8 +329,8 @@ def _write_scale_and_shift(
     value: Any = node.args[0]
     with module.graph.inserting_before(node):
         for name, number, function in (("scale", scale, torch.mul), ("shift", shift, torch.add)):
-            kept = number.to(norm.running_mean.dtype).view(-1, *[1] * spatial)
-            part = _constant(module, f"{node.name}_{name}", kept)
+            in_dtype = number.to(norm.running_mean.dtype).view(-1, *[1] * spatial)
+            part = _constant(module, f"{node.name}_{name}", in_dtype)
             value = module.graph.call_function(function, (value, part))
         node.replace_all_uses_with(value)
     module.graph.erase_node(node)
@@ -356,17 +356,17 @@ def constant_fold(graph: Graph) -> Graph:
     """
     module = _copy_of(graph)
     runner = fx.Interpreter(module, garbage_collect_values=False)
-    known = runner.env
+    value_of_node = runner.env
     for node in module.graph.nodes:
-        constant = node.op == "get_attr" or all(n in known for n in node.all_input_nodes)
+        constant = node.op == "get_attr" or all(n in value_of_node for n in node.all_input_nodes)
         is_fixed = constant and not _is_random(node) and not may_write(node, None)
         if node.op in ("placeholder", "output") or not is_fixed:
             continue
         with torch.no_grad():
-            known[node] = runner.run_node(node)
+            value_of_node[node] = runner.run_node(node)
     for node in list(module.graph.nodes):
-        value = known.get(node) if node.op != "get_attr" else None
-        read = any(user not in known for user in node.users)
+        value = value_of_node.get(node) if node.op != "get_attr" else None
+        read = any(user not in value_of_node for user in node.users)
         if read and isinstance(value, Tensor) and value.numel() <= _MAX_FOLDED:
             with module.graph.inserting_before(node):
                 node.replace_all_uses_with(_constant(module, f"{node.name}_value", value))
@@ -424,6 +424,6 @@ def infer_dtype(graph: Graph) -> Graph:
 
 
 def _noted(graph: Graph, what: str) -> Graph:
-    found = GraphRunner(graph.module).trace_meta(graph.attributes["example"])
-    values = {name: getattr(meta, what) for name, meta in found.items()}
+    meta_by_name = GraphRunner(graph.module).trace_meta(graph.attributes["example"])
+    values = {name: getattr(meta, what) for name, meta in meta_by_name.items()}
     return graph.with_attributes(**{what: {n: v for n, v in values.items() if v is not None}})

@@ -99,19 +99,19 @@ class Flow:
 
     @cached_property
     def _consumers(self) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
+        readers: dict[int, list[int]] = {}
         for call in self.calls:
             for source in call.inputs:
-                found.setdefault(source, []).append(call.index)
-        return found
+                readers.setdefault(source, []).append(call.index)
+        return readers
 
     @cached_property
     def _by_module(self) -> dict[int, list[Call]]:
-        found: dict[int, list[Call]] = {}
+        calls_by_id: dict[int, list[Call]] = {}
         for call in self.calls:
             if call.module is not None:
-                found.setdefault(id(call.module), []).append(call)
-        return found
+                calls_by_id.setdefault(id(call.module), []).append(call)
+        return calls_by_id
 
     def consumers(self, call: Call) -> list[Call]:
         """Return the calls that read the result of ``call``, twice if they read it twice."""
@@ -128,9 +128,10 @@ def _layer_of(node: fx.Node, owners: Mapping[str, nn.Module]) -> nn.Module | Non
     weight = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
     is_named = isinstance(weight, fx.Node) and weight.op == "get_attr"
     path = str(weight.target) if is_named else ""  # type: ignore[union-attr]
-    layer, own = owners.get(path), path.removesuffix("weight") + "bias"
+    layer = owners.get(path)
+    bias_path = path.removesuffix("weight") + "bias"
     if layer is None or not passes_bias(
-        layer, node.args, node.kwargs, lambda bias: getattr(bias, "target", None) == own
+        layer, node.args, node.kwargs, lambda bias: getattr(bias, "target", None) == bias_path
     ):
         return None
     return layer
@@ -174,14 +175,14 @@ def _read_elsewhere(
 
 def _sources(node: fx.Node) -> list[fx.Node]:
     """Return the nodes whose results ``node`` reads, with repetition."""
-    found: list[fx.Node] = []
+    sources: list[fx.Node] = []
     if reads_metadata(node):
-        return found
+        return sources
     values: Any = (node.args, node.kwargs)
     if node.op in ("call_function", "call_method"):
         values = read_arguments(operator_name(node.target), node.args, node.kwargs)
-    fx.node.map_arg(values, found.append)
-    return found
+    fx.node.map_arg(values, sources.append)
+    return sources
 
 
 class _Recorder(TorchFunctionMode):
@@ -248,7 +249,8 @@ class _Recorder(TorchFunctionMode):
 
     def note(self, out: Any, **fields: Any) -> None:
         """Note a call with these fields of :class:`Call`."""
-        results, index = list(tensors_in(out)), len(self.calls)
+        results = list(tensors_in(out))
+        index = len(self.calls)
         shape = tuple(results[0].shape) if results else None
         inside = self.entered[-1] if self.entered else ""
         self.calls.append(Call(index, shape=shape, inside=inside, **fields))
@@ -262,7 +264,8 @@ class _Recorder(TorchFunctionMode):
         values = read_arguments(function_name(func), args, kwargs)
         inputs = self.sources(values)
         out = func(*args, **kwargs)
-        name, module = function_name(func), None
+        name = function_name(func)
+        module = None
         if _is_layer(func):
             weight = args[1] if len(args) > 1 else kwargs.get("weight")
             path, layer = self.owners.get(id(weight), (name, None))
@@ -303,7 +306,8 @@ def record(
     """
     recorder = _Recorder(model)
     call = prepared_call(model, example, forward=forward)
-    leaf, inner = (recorder.begin_leaf, recorder.end_leaf), (recorder.enter, recorder.leave)
+    leaf = (recorder.begin_leaf, recorder.end_leaf)
+    inner = (recorder.enter, recorder.leave)
 
     def hook(module: nn.Module, begin: Any, end: Any) -> None:
         stack.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))

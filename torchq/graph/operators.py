@@ -122,8 +122,10 @@ def _row(name: str, *spellings: Any, effects: str = "", **fields: Any) -> Operat
 def _rows(names: str, effects: str) -> Iterator[Operator]:
     """Yield a row for each name of a function or method with these effects."""
     for name in names.split():
-        found = [getattr(home, name, None) for home in (torch, F, operator)]
-        functions = [f for f in dict.fromkeys(found) if callable(f) and not isinstance(f, type)]
+        candidates = [getattr(home, name, None) for home in (torch, F, operator)]
+        functions = [
+            f for f in dict.fromkeys(candidates) if callable(f) and not isinstance(f, type)
+        ]
         yield _row(name, name, *functions, effects=effects)
 
 
@@ -131,7 +133,8 @@ def _pools() -> Iterator[Operator]:
     tap: dict[str, Any] = {"kind": "pool", "module": "Tap", "nonnegative": "kept"}
     for d in "123":
         for kind, title in (("max", "Max"), ("avg", "Avg"), ("adaptive_avg", "AdaptiveAvg")):
-            name, effects = f"{kind}_pool{d}d", "max" if kind == "max" else ""
+            name = f"{kind}_pool{d}d"
+            effects = "max" if kind == "max" else ""
             classes = (getattr(nn, f"{title}Pool{d}d"),)
             # Those of torch alone are called where a function of torch is looked into.
             inner = [getattr(torch, n) for n in (name,) if n in ("max_pool2d", "avg_pool1d")]
@@ -217,7 +220,8 @@ def _elementwise() -> Iterator[Operator]:
     yield _row("pow", operator.pow, operator.ipow, torch.pow, "pow", "pow_")
     cat = (torch.cat, torch.concat, torch.concatenate)
     yield _row("cat", *cat, module="Cat", operands=_listed, nonnegative="kept")
-    module, attend = "ScaledDotProductAttention", F.scaled_dot_product_attention
+    module = "ScaledDotProductAttention"
+    attend = F.scaled_dot_product_attention
     attention: dict[str, Any] = {"kind": "attention", "module": module, "layer": module}
     yield _row(operator_name(attend), attend, operands=_three, **attention)
 
@@ -285,8 +289,8 @@ def add_operator(row: Operator) -> Operator:
     """Add a row to the table, and return it."""
     OPERATORS.add(row.name, row)
     names = (*row.methods, *([f"__{row.name}__"] if row.syntax else []))
-    own = (getattr(torch.Tensor, name, None) for name in names)
-    for target in dict.fromkeys((*row.functions, *row.methods, *filter(callable, own))):
+    tensor_methods = (getattr(torch.Tensor, name, None) for name in names)
+    for target in dict.fromkeys((*row.functions, *row.methods, *filter(callable, tensor_methods))):
         _TARGETS.add(target, row)
     for cls in row.classes:
         _CLASSES.add(cls, row)
@@ -436,16 +440,16 @@ def memory_of_nodes(
     ``in_place`` are nodes that return their first input, though they do not look like it.
     """
     modules = dict(root.named_modules(remove_duplicate=False))
-    found: dict[fx.Node, set[fx.Node]] = {}
+    memory: dict[fx.Node, set[fx.Node]] = {}
     attributes: dict[Any, fx.Node] = {}
     for node in graph.nodes:
         module = modules.get(str(node.target)) if node.op == "call_module" else None
         is_attribute = node.op == "get_attr"
-        found[node] = {attributes.setdefault(node.target, node) if is_attribute else node}
+        memory[node] = {attributes.setdefault(node.target, node) if is_attribute else node}
         if node in in_place or may_alias(node, module):
-            inputs = (found[source] for source in node.all_input_nodes)
-            found[node] = set().union(*inputs) or {node}
-    return found
+            inputs = (memory[source] for source in node.all_input_nodes)
+            memory[node] = set().union(*inputs) or {node}
+    return memory
 
 
 def overwritten_values(

@@ -212,7 +212,7 @@ class GraphRunner:
         # The module imports Triton, which `import torchq` must not do.
         from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415
 
-        found: dict[str, NodeMeta] = {}
+        meta_by_name: dict[str, NodeMeta] = {}
         with FlopCounterMode(display=False) as counter:
             before = 0
 
@@ -222,7 +222,7 @@ class GraphRunner:
 
             def post(node: fx.Node, value: Any) -> None:
                 tensors = list(tensors_in(value))
-                found[node.name] = NodeMeta(
+                meta_by_name[node.name] = NodeMeta(
                     path=_module_path(node),
                     shape=tuple(tensors[0].shape) if tensors else None,
                     dtype=tensors[0].dtype if tensors else None,
@@ -231,7 +231,7 @@ class GraphRunner:
                 )
 
             self.run(example, hooks={n.name: (pre, partial(post, n)) for n in self._nodes})
-        return found
+        return meta_by_name
 
     def _fed(self, where: str, inputs: Any, expected: Sequence[fx.Node]) -> dict[fx.Node, Any]:
         """Return the given values by node."""
@@ -255,7 +255,8 @@ class GraphRunner:
 
     def _boundary(self, where: str, first: str, last: str) -> list[fx.Node]:
         """Return the nodes before ``first`` whose values the range reads, in order."""
-        start, stop = self._names.first(where, first), self._names.result(where, last)
+        start = self._names.first(where, first)
+        stop = self._names.result(where, last)
         if stop < start:
             raise ConfigError(
                 f"{where}: got the range from {first!r} to {last!r}, whose end comes before its "
@@ -263,15 +264,15 @@ class GraphRunner:
             )
         position = {node: number for number, node in enumerate(self._nodes)}
         needed = {stop}
-        found = set()
+        boundary = set()
         for node in reversed(self._nodes[: position[stop] + 1]):
             if node not in needed:
                 continue
             if node.op == "placeholder" or (node < start and node.op != "get_attr"):
-                found.add(node)
+                boundary.add(node)
             else:
                 needed.update(node.all_input_nodes)
-        return sorted(found, key=position.__getitem__)
+        return sorted(boundary, key=position.__getitem__)
 
     def _execute(
         self,
@@ -283,18 +284,18 @@ class GraphRunner:
         backend: NodeBackend | None = None,
         with_effects: bool = False,
     ) -> list[Any]:
-        found: dict[fx.Node, _Pair] = {}
+        hook_by_node: dict[fx.Node, _Pair] = {}
         for name, hook in (hooks or {}).items():
             node = self._names.result(f"{where}: hooks", name)
-            if node in found:
+            if node in hook_by_node:
                 raise _twice(f"{where}: hooks", node)
-            found[node] = _pair(f"{where}: hooks", name, hook)
+            hook_by_node[node] = _pair(f"{where}: hooks", name, hook)
         schedule = self._schedule(fed, nodes, with_effects)
         if schedule.missing:
             raise _missing(where, schedule.missing)
         with torch.set_grad_enabled(grad):
-            kept = _Run(self.graph_module, found, backend).execute(schedule, fed)
-        return [kept[node] for node in nodes]
+            results = _Run(self.graph_module, hook_by_node, backend).execute(schedule, fed)
+        return [results[node] for node in nodes]
 
     def _schedule(
         self, fed: Collection[fx.Node], nodes: Sequence[fx.Node], with_effects: bool
@@ -322,15 +323,16 @@ class GraphRunner:
         for node in self._nodes:
             shares = node not in fed and node in self._may_alias
             roots[node] = (_lies_in(node, roots) if shares else set()) or {node}
-        needed, read = set(nodes), set[fx.Node]()
+        needed = set(nodes)
+        read = set[fx.Node]()
         running: list[fx.Node] = []
         for node in reversed(self._nodes):
             if node in fed:
                 continue
             does_write = node in self._writes
-            wanted = node in needed or (does_write and not _lies_in(node, roots).isdisjoint(read))
+            is_read = node in needed or (does_write and not _lies_in(node, roots).isdisjoint(read))
             is_check = node.op == "call_function" and "_assert" in operator_name(node.target)
-            if wanted or (with_effects and (does_write or is_check)):
+            if is_read or (with_effects and (does_write or is_check)):
                 running.append(node)
                 needed.update(node.all_input_nodes)
                 read |= _lies_in(node, roots)
@@ -414,22 +416,24 @@ class _Run:
     def execute(self, schedule: _Schedule, fed: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
         """Run the nodes of a schedule and return the wanted values; see :meth:`GraphRunner.run`."""
         values, wanted = self._values, schedule.wanted
-        kept: dict[fx.Node, Any] = {}
+        results: dict[fx.Node, Any] = {}
         try:
             for node, value in fed.items():
-                own = with_copies(value) if schedule.has_writers else value
-                values[node] = _after(own, self._hooks.get(node, _NO_HOOKS)[1])
+                fed_value = with_copies(value) if schedule.has_writers else value
+                values[node] = _after(fed_value, self._hooks.get(node, _NO_HOOKS)[1])
                 if node in wanted:
-                    kept[node] = with_copies(values[node]) if schedule.has_writers else values[node]
+                    results[node] = (
+                        with_copies(values[node]) if schedule.has_writers else values[node]
+                    )
             for node, freed, is_overwritten in schedule.steps:
                 value = values[node] = self._value(node)
                 if node in wanted:
-                    kept[node] = with_copies(value) if is_overwritten else value
+                    results[node] = with_copies(value) if is_overwritten else value
                 for dead in freed:
                     del values[dead]
-            return kept
+            return results
         except BaseException:
-            kept.clear()
+            results.clear()
             raise
         finally:
             values.clear()
@@ -501,21 +505,21 @@ def _last_uses(running: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
 def _before(
     hook: PreHook | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    found = None if hook is None else hook(args, kwargs)
-    if found is None:
+    replaced = None if hook is None else hook(args, kwargs)
+    if replaced is None:
         return args, kwargs
-    pair = isinstance(found, tuple) and len(found) == 2
-    if not pair or not isinstance(found[0], tuple) or not isinstance(found[1], dict):
+    pair = isinstance(replaced, tuple) and len(replaced) == 2
+    if not pair or not isinstance(replaced[0], tuple) or not isinstance(replaced[1], dict):
         raise TypeError(
-            f"its pre hook returned a {type(found).__name__}; expected None, or a tuple of "
+            f"its pre hook returned a {type(replaced).__name__}; expected None, or a tuple of "
             "arguments and a dict of keyword arguments"
         )
-    return found
+    return replaced
 
 
 def _after(value: Any, hook: PostHook | None) -> Any:
-    found = None if hook is None else hook(value)
-    return value if found is None else found
+    replaced = None if hook is None else hook(value)
+    return value if replaced is None else replaced
 
 
 def _place(node: fx.Node) -> str:
@@ -589,13 +593,13 @@ def _scopes(node: fx.Node) -> list[tuple[str, str]]:
     if node.op in ("placeholder", "output", "get_attr"):
         return []
     # torch.export puts a prefix that stands for the model in front of its paths.
-    found = {
+    path_by_call = {
         str(call): str(value[0]).removeprefix("L['self']").removeprefix(".")
         for call, value in (node.meta.get("nn_module_stack") or {}).items()
     }
-    if node.op == "call_module" and str(node.target) not in found.values():
-        found[node.name] = str(node.target)
-    return [(call, path) for call, path in found.items() if path]
+    if node.op == "call_module" and str(node.target) not in path_by_call.values():
+        path_by_call[node.name] = str(node.target)
+    return [(call, path) for call, path in path_by_call.items() if path]
 
 
 def _module_path(node: fx.Node) -> str:

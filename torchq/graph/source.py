@@ -103,14 +103,14 @@ def rewrite_forward(cls: type[nn.Module], start: Callable[[Any], Any]) -> Rewrit
     """
     itself = Lookup.of(functools.partial(inspect.getattr_static, cls, "forward", None))
     reading = _Reading(cls, [itself])
-    found = None
+    rewritten = None
     if isinstance(itself.value, types.FunctionType) and not _has_own_attributes(cls):
         with suppress(SyntaxError, RecursionError, _Opaque):  # code that cannot leave its class
-            found = _rewrite(itself.value, reading, (), start)
+            rewritten = _rewrite(itself.value, reading, (), start)
     lookups = tuple(reading.lookups)
-    if found is None:
+    if rewritten is None:
         return Rewritten(None, (), "", lookups)
-    return Rewritten(found.forward, found.sites, reading.digest(), lookups)
+    return Rewritten(rewritten.forward, rewritten.sites, reading.digest(), lookups)
 
 
 def _has_own_attributes(cls: type[nn.Module]) -> bool:
@@ -166,9 +166,9 @@ def _rewrite(
     inner = getattr(function, "__wrapped__", None)
     if inner is not None:  # The code of a decorator runs around the rewritten function.
         reaches = is_function(inner) and (start is not None or hands_on_keywords(function))
-        found = _rewrite(inner, reading, callers, start, paths) if reaches else None
-        around = None if found is None else rewrapped(function, inner, found.forward)
-        return None if found is None or around is None else replace(found, forward=around)
+        rewritten = _rewrite(inner, reading, callers, start, paths) if reaches else None
+        around = None if rewritten is None else rewrapped(function, inner, rewritten.forward)
+        return None if rewritten is None or around is None else replace(rewritten, forward=around)
     tree = tree_of_function(function)
     if tree is None:
         return None
@@ -344,20 +344,20 @@ class _Sites(ast.NodeTransformer):
                 target = target.__func__
             else:
                 is_method = True
-        found = self._rewritten(target, node, is_method)
-        if found is None:
+        rewritten = self._rewritten(target, node, is_method)
+        if rewritten is None:
             return self.generic_visit(node)
-        site = self._name("" if found.is_numbered and not _is_torchs(target) else "call")
-        self.lists_children |= found.lists_children
-        self.found += [replace(inner, name=f"{site}.{inner.name}") for inner in found.sites]
+        site = self._name("" if rewritten.is_numbered and not _is_torchs(target) else "call")
+        self.lists_children |= rewritten.lists_children
+        self.found += [replace(inner, name=f"{site}.{inner.name}") for inner in rewritten.sites]
         self.generic_visit(node)
         names = [f"__torchq_{kind}_{len(self.helpers)}__" for kind in ("known", "new")]
-        self.helpers |= zip(names, (target, found.forward), strict=True)
+        self.helpers |= zip(names, (target, rewritten.forward), strict=True)
         callee: list[ast.expr] = [node.func]
         if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Call):
             callee = [_name(names[0]), _name(str(self._self))]  # Dynamo compares no super().method
-        known, new = map(_name, names)
-        arguments = (callee[0], known, new, *callee[1:], *node.args)
+        expected, new = map(_name, names)
+        arguments = (callee[0], expected, new, *callee[1:], *node.args)
         return _routed(node, "follow", site, *arguments, keywords=node.keywords)
 
     def _rewritten(self, target: Any, node: ast.Call, is_method: bool) -> _Function | None:
@@ -369,9 +369,9 @@ class _Sites(ast.NodeTransformer):
             return None
         code = inspect.unwrap(target).__code__
         names = code.co_varnames[is_method : code.co_argcount]
-        given = dict(zip(names, node.args, strict=False))
-        given |= {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
-        paths = {name: path for name, value in given.items() if (path := self._path(value))}
+        value_by_name = dict(zip(names, node.args, strict=False))
+        value_by_name |= {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
+        paths = {name: path for name, value in value_by_name.items() if (path := self._path(value))}
         return _rewrite(target, self._reading, self.callers, paths=paths)
 
     def _resolve(self, node: ast.expr) -> Any:
@@ -425,8 +425,8 @@ def _outside(function: types.FunctionType, name: str, attributes: tuple[str, ...
 def _inherited(cls: type[nn.Module], function: types.FunctionType, name: str) -> Any:
     """Return what ``super().name`` stands for in a function of a class, or of one of its bases."""
     line = cls.__mro__
-    here = [c for c in line if _defines(c, function)]
-    after = line[line.index(here[0]) + 1 :] if here else ()
+    defining = [c for c in line if _defines(c, function)]
+    after = line[line.index(defining[0]) + 1 :] if defining else ()
     return next((vars(c)[name] for c in after if name in vars(c)), None)
 
 

@@ -122,8 +122,8 @@ class _Parts(_Value):
 def _number_of_parts(node: fx.Node) -> int | None:
     name = getattr(node.target, "__name__", node.target)
     names = ("chunks", "split_size_or_sections", "split_size")
-    given = [node.kwargs[key] for key in names if key in node.kwargs]
-    parts = (*given, *node.args[1:2], None)[0]
+    keywords = [node.kwargs[key] for key in names if key in node.kwargs]
+    parts = (*keywords, *node.args[1:2], None)[0]
     if name == "split" and isinstance(parts, (list, tuple)):
         return len(parts)
     return parts if name == "chunk" and isinstance(parts, int) else None
@@ -145,9 +145,9 @@ class ModuleTracer(ForwardTracer):
         plain = (dict, fx.immutable_collections.immutable_dict)
         if not isinstance(a, dict) or type(a) in plain:
             return super().create_arg(a)
-        items = {name: self.create_arg(value) for name, value in a.items()}
+        arguments = {name: self.create_arg(value) for name, value in a.items()}
         if type(a) is OrderedDict or dataclasses.is_dataclass(a):
-            return self.create_node("call_function", type(a), (items,), {})
+            return self.create_node("call_function", type(a), (arguments,), {})
         raise TypeError(f"{type(a).__name__} cannot be part of a traced model")
 
 
@@ -215,9 +215,9 @@ def trace_modules(
         for tensor, name in tracer.tensor_attrs.items():
             if not hasattr(model, name.partition(".")[0]):
                 vars(model)[name] = tensor
-        found = fx.GraphModule(tracer.root, graph)
-    found.meta[STORES_VALUES] = tracer.stores_values
-    return found
+        traced = fx.GraphModule(tracer.root, graph)
+    traced.meta[STORES_VALUES] = tracer.stores_values
+    return traced
 
 
 def trace_or_none(model: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> fx.GraphModule | None:
@@ -342,10 +342,10 @@ def _first_line(error: Exception) -> str:
 
 def _with_fx(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
     bound = inspect.signature(type(model).forward).bind(model, *args, **kwargs)
-    given = dict(list(bound.arguments.items())[1:])
-    found = trace_modules(model, given=given, record_lines=True)
+    arguments = dict(list(bound.arguments.items())[1:])
+    traced = trace_modules(model, given=arguments, record_lines=True)
     results = []
-    for module in (model, found):
+    for module in (model, traced):
         with untouched(model), torch.random.fork_rng():
             results.append(module(*with_copies(args), **with_copies(kwargs)))
     if not _equal(*results):
@@ -354,11 +354,11 @@ def _with_fx(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     hooks = forward_hook_kind(model)
     if hooks is not None:
         lost.append(f"The model itself has {hooks}, which is not in the graph.")
-    for node in found.graph.nodes:
+    for node in traced.graph.nodes:
         if node.op == "placeholder" and node.name != node.target and node.args:
-            value = given.get(node.target, node.args[0])
+            value = arguments.get(node.target, node.args[0])
             lost.append(f"Argument {node.target!r} is always {value!r}: other values are refused.")
-    return Trace(found, "module", tuple(lost))
+    return Trace(traced, "module", tuple(lost))
 
 
 def _with_export(
@@ -366,24 +366,25 @@ def _with_export(
 ) -> Trace:
     with untouched(model), opaque_calls(model):
         program = torch.export.export(model, with_copies(args), with_copies(kwargs), strict=False)
-        found = program.module()
-    assert isinstance(found, fx.GraphModule)
-    restore_calls(found, model)
-    for node in found.graph.find_nodes(op="call_module", target=_GUARDS):
-        found.graph.erase_node(node)
-        found.delete_submodule(_GUARDS)
-    found.graph.eliminate_dead_code()
-    found.recompile()
+        exported = program.module()
+    assert isinstance(exported, fx.GraphModule)
+    restore_calls(exported, model)
+    for node in exported.graph.find_nodes(op="call_module", target=_GUARDS):
+        exported.graph.erase_node(node)
+        exported.delete_submodule(_GUARDS)
+    exported.graph.eliminate_dead_code()
+    exported.recompile()
     lost = (
         f"Calls of modules are calls of operators, as torch.fx cannot follow the code ({reason}).",
         "Sizes are those of the example, and inputs of other sizes are not refused.",
         "Branches that the model takes in training are not in the graph.",
     )
-    return Trace(found, "aten", lost)
+    return Trace(exported, "aten", lost)
 
 
 def _equal(got: Any, expected: Any) -> bool:
-    ours, theirs = list(tensors_in(got)), list(tensors_in(expected))
+    ours = list(tensors_in(got))
+    theirs = list(tensors_in(expected))
     return len(ours) == len(theirs) and all(
         a.dtype == b.dtype
         and a.shape == b.shape
