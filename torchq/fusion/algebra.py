@@ -130,7 +130,8 @@ def regroup_kernel(kernel: Tensor, groups: int, new_groups: int) -> Tensor:
     ratio = groups // new_groups
     if ratio == 1:
         return kernel
-    out, per_group = kernel.shape[0] // groups, kernel.shape[1]
+    out = kernel.shape[0] // groups
+    per_group = kernel.shape[1]
     blocks = kernel.reshape(new_groups, ratio, out, per_group, *kernel.shape[2:])
     wide = kernel.new_zeros(new_groups, ratio, out, ratio, per_group, *kernel.shape[2:])
     index = torch.arange(ratio, device=kernel.device)
@@ -154,12 +155,14 @@ def compose(
     dims = first.kernel.dim() - 2
     one, two = (k if dims else k[:, :, None] for k in (first.kernel, second.kernel))
     convolve = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[max(dims, 1) - 1]
-    out, mid = two.shape[0] // groups, two.shape[1]
+    out = two.shape[0] // groups
+    mid = two.shape[1]
     by_group = two.reshape(groups, out, mid, *two.shape[2:])
     per_output = by_group.transpose(0, 1).reshape(out, groups * mid, *two.shape[2:])
     steps = tuple(stride or [1] * max(dims, 1))
     full = convolve(per_output, one, stride=steps, groups=groups)
-    window, per_group = full.shape[2:], one.shape[1]
+    window = full.shape[2:]
+    per_group = one.shape[1]
     by_output = full.reshape(out, groups, per_group, *window)
     kernel = by_output.transpose(0, 1).reshape(out * groups, per_group, *window)
     ones = torch.ones_like(first.bias)

@@ -208,7 +208,8 @@ def fuse_(
         trial = Trial(_copy(model), example, verify, constant_pad, progress)
         run_passes(trial, PASSES if reparameterize else (fold_batchnorms,))
         rows = tuple(edit.fusion for edit in trial.edits if edit.fusion is not None)
-        refused, notes = tuple(trial.refused.values()), tuple(trial.notes)
+        refused = tuple(trial.refused.values())
+        notes = tuple(trial.notes)
         record = tuple(edit.record() for edit in trial.edits)
         report = FuseReport(rows, refused, notes=notes, record=record)
         next_stage()
@@ -267,7 +268,8 @@ def _compare(model: nn.Module, fused: nn.Module, example: Any, report: FuseRepor
     """
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.float32}
     limit = None if holds_quantizers(model) else max(TOLERANCE.get(d, 1e-4) for d in dtypes)
-    before, notes = _outputs(model, example), report.notes
+    before = _outputs(model, example)
+    notes = report.notes
     try:
         after = _outputs(fused, example)
     except Exception as failure:  # a forward that reads what a BatchNorm has and an Identity lacks
@@ -290,8 +292,8 @@ def _outputs(model: nn.Module, example: Any) -> list[Tensor]:
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices):
         torch.manual_seed(0)
-        found = tensors_in(call_model(model, copy.deepcopy(example)))
-        return [t.detach().double().cpu() for t in found if t.is_floating_point()]
+        tensors = tensors_in(call_model(model, copy.deepcopy(example)))
+        return [t.detach().double().cpu() for t in tensors if t.is_floating_point()]
 
 
 def _sorted(tensors: list[Tensor]) -> list[Tensor]:
@@ -323,7 +325,8 @@ def _finish(model: nn.Module, trial: Trial, report: FuseReport, dry_run: bool) -
 
 
 def _fused(graph: Graph, reparameterize: bool) -> Graph:
-    module, example = copy.deepcopy(graph.module), graph.attributes.get("example")
+    module = copy.deepcopy(graph.module)
+    example = graph.attributes.get("example")
     fuse_(module, example, reparameterize=reparameterize, progress=False)
     return graph.with_module(module)
 

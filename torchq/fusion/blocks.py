@@ -228,15 +228,15 @@ def register_block(name: str, **fields: Any) -> Callable[[T], T]:
     """
 
     def decorator(target: T) -> T:
-        given: Any = target
-        if not callable(given):
+        condition: Any = target
+        if not callable(condition):
             raise ConfigError(
                 f"register_block({name!r}): got {target!r}; expected a class or a predicate"
             )
-        is_class = isinstance(given, type)
+        is_class = isinstance(condition, type)
         if is_class:
             fields.setdefault("has", tuple(b for b in fields.get("branches", ()) if "*" not in b))
-        when = (lambda block: isinstance(block, given)) if is_class else given
+        when = (lambda block: isinstance(block, condition)) if is_class else condition
         BLOCKS.add(name, BlockRule(name=name, when=when, **fields))
         return target
 
@@ -250,19 +250,19 @@ def register_block(name: str, **fields: Any) -> Callable[[T], T]:
 def _bypassed(block: nn.Module, names: tuple[str, ...]) -> Iterator[None]:
     """Replace child modules by Identity, and put them back."""
     children = {name: getattr(block, name, None) for name in names}
-    kept = {name: child for name, child in children.items() if isinstance(child, nn.Module)}
+    replaced = {name: child for name, child in children.items() if isinstance(child, nn.Module)}
     try:
-        for name in kept:
+        for name in replaced:
             setattr(block, name, nn.Identity())
         yield
     finally:
-        for name, child in kept.items():
+        for name, child in replaced.items():
             setattr(block, name, child)
 
 
 def attributes_like(block: nn.Module, globs: tuple[str, ...]) -> list[str]:
     """Return the attributes of ``block`` that match, in the order of ``globs``."""
-    own = [
+    attributes = [
         *vars(block),
         *(name for name, _ in block.named_children()),
         *(name for name, _ in block.named_parameters(recurse=False)),
@@ -270,7 +270,7 @@ def attributes_like(block: nn.Module, globs: tuple[str, ...]) -> list[str]:
         # What is registered as None, and a second name of a child, is listed nowhere above.
         *(name for name in globs if "*" not in name and hasattr(block, name)),
     ]
-    names = list(dict.fromkeys(own))
+    names = list(dict.fromkeys(attributes))
     return [name for glob in globs for name in names if fnmatch.fnmatchcase(name, glob)]
 
 
@@ -279,10 +279,10 @@ def main_layer(block: nn.Module, globs: tuple[str, ...]) -> nn.Module:
     children = [getattr(block, name) for name in attributes_like(block, globs)]
     roots = [child for child in children if isinstance(child, nn.Module)]
     inside = [module for root in roots for module in root.modules()]
-    found = [m for m in inside if is_layer(m)] or [m for m in inside if is_norm(m)]
-    if not found:
+    candidates = [m for m in inside if is_layer(m)] or [m for m in inside if is_norm(m)]
+    if not candidates:
         raise NotAffine("no layer in its branches")
-    return found[0]
+    return candidates[0]
 
 
 def remove(block: nn.Module, names: list[str]) -> None:
@@ -413,8 +413,8 @@ def _block_error(before: nn.Module, after: nn.Module, layer: MergedLayer) -> flo
             if not isinstance(want, Tensor):
                 return error
             try:
-                found = after.forward(x)
+                actual = after.forward(x)
             except Exception as reason:  # as another block with parts of these names raises it
                 raise NotAffine(f"its forward fails without its branches ({reason})") from reason
-            error = max(error, relative_error(found, want))
+            error = max(error, relative_error(actual, want))
     return error

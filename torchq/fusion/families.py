@@ -42,7 +42,8 @@ class VanillaActivationRule(BlockRule):
 
     def convert(self, block: Any, merge: Merge) -> nn.Module | None:
         """Merge ``bn`` into ``weight`` and ``bias`` of ``block``, in place."""
-        channels, pad = block.weight.shape[0], (block.weight.shape[-1] - 1) // 2
+        channels = block.weight.shape[0]
+        pad = (block.weight.shape[-1] - 1) // 2
 
         def linear(x: Tensor) -> Any:
             return block.bn(F.conv2d(x, block.weight, block.bias, padding=pad, groups=channels))
@@ -71,7 +72,8 @@ class VanillaNetRule(BlockRule):
         def classify(x: Tensor) -> Any:
             return block.cls2(F.leaky_relu(nn.Sequential(*classifier)(x), block.act_learn))
 
-        first, last = merge(stem, block.stem1[0]), merge(classify, classifier[0])
+        first = merge(stem, block.stem1[0])
+        last = merge(classify, classifier[0])
         remove(block, ["stem1", "stem2", "cls1", "cls2"])
         block.stem = nn.Sequential(first.make(), activation)
         block.cls = nn.Sequential(pool, dropout, last.make())
@@ -85,7 +87,8 @@ class ImplicitHeadRule(BlockRule):
     def convert(self, block: Any, merge: Merge) -> nn.Module | None:
         """Merge ``ia`` and ``im`` into ``m``, in place."""
         for index, layer in enumerate(block.m):
-            before, after = block.ia[index], block.im[index]
+            before = block.ia[index]
+            after = block.im[index]
             merged = merge(lambda x, b=before, a=after, m=layer: a(m(b(x))), layer)
             merged.put_into(layer)
             block.ia[index], block.im[index] = nn.Identity(), nn.Identity()
@@ -254,8 +257,8 @@ def _rules() -> Iterator[BlockRule]:
     for row in re.sub(r"\n    ", " ", _TABLE).splitlines():
         if not row or row.startswith("#"):
             continue
-        name, _, text = row.partition(": ")
-        fields = {key: tuple(rest) for key, *rest in map(str.split, text.split("; "))}
+        name, _, settings = row.partition(": ")
+        fields = {key: tuple(words) for key, *words in map(str.split, settings.split("; "))}
         flags = {flag.removeprefix("no-"): flag[:3] != "no-" for flag in fields.pop("sets", ())}
         yield _CLASSES.get(name, BlockRule)(
             name=name,

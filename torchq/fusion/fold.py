@@ -175,14 +175,14 @@ def plan_fold(model: nn.Module, pair: Pair, *, verify: bool) -> FoldEdit | Refus
             return Refusal(pair.norm, f"folding it into {path} overflows {layer.weight.dtype}")
         if verify or not (is_of_torch(norm) and is_of_torch(layer)):
             try:
-                found = _error(pair, norm, layer, exact, pad)
+                deviation = _error(pair, norm, layer, exact, pad)
             except Exception as failure:  # a forward of the user's may want more than one tensor
                 return Refusal(pair.norm, cannot_be_checked(path, failure))
-            error = max(error, found)
-            if not found <= TOLERANCE:
+            error = max(error, deviation)
+            if not deviation <= TOLERANCE:
                 return Refusal(
                     pair.norm,
-                    f"folding it into {path} would be off by {found:.1e} (relative, float64);"
+                    f"folding it into {path} would be off by {deviation:.1e} (relative, float64);"
                     f" expected at most {TOLERANCE:.0e}",
                 )
     kind = "norm before layer" if pair.before else "norm after layer"
@@ -213,7 +213,8 @@ def _exact(layer: Any, before: bool, scale: Tensor, shift: Tensor) -> KernelBias
     """Return kernel and bias of ``layer`` with the affine map folded in, in float64."""
     weight = layer.weight.detach().cpu()
     bias = None if layer.bias is None else layer.bias.detach().cpu()
-    groups, transposed = getattr(layer, "groups", 1), isinstance(layer, TRANSPOSED)
+    groups = getattr(layer, "groups", 1)
+    transposed = isinstance(layer, TRANSPOSED)
     fold = fold_affine_before if before else fold_affine_after
     return fold(weight, bias, scale, shift, groups=groups, transposed=transposed)
 
@@ -226,7 +227,8 @@ def _error(
     pad: ConstantPad | None,
 ) -> float:
     """Return the relative error of a fold."""
-    x, folded = sample(layer, torch.Generator().manual_seed(0)), _double(layer)
+    x = sample(layer, torch.Generator().manual_seed(0))
+    folded = _double(layer)
     for name, value in zip(("weight", "bias"), exact, strict=True):
         folded.register_parameter(name, nn.Parameter(value, requires_grad=False))
     if not pair.before:

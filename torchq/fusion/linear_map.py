@@ -89,7 +89,8 @@ class Affine:
     @classmethod
     def identity(cls, channels: int, spatial_dims: int) -> Affine:
         """Return the source itself, of this many channels and spatial dimensions."""
-        ones, zeros = (1,) * spatial_dims, (0,) * spatial_dims
+        ones = (1,) * spatial_dims
+        zeros = (0,) * spatial_dims
 
         def build() -> KernelBias:
             kernel = identity_kernel(channels, channels, ones)
@@ -161,7 +162,8 @@ class Affine:
         merged = _composed(first, geometry)
 
         def build() -> KernelBias:
-            inner, outer = self.value, second()
+            inner = self.value
+            outer = second()
             groups = merged.groups
             inner = inner._replace(kernel=regroup_kernel(inner.kernel, first.groups, groups))
             outer = outer._replace(kernel=regroup_kernel(outer.kernel, geometry.groups, groups))
@@ -273,7 +275,8 @@ def _constant(value: Any, like: Affine) -> Tensor:
     tensor = torch.as_tensor(value).double()
     if tensor.numel() == 1:
         return tensor.reshape(1)
-    dims, channels = like.geometry.spatial_dims, like.geometry.out_channels
+    dims = like.geometry.spatial_dims
+    channels = like.geometry.out_channels
     aligned = (1,) * (dims + 2 - tensor.dim()) + tuple(tensor.shape)
     if aligned != (1, channels, *(1,) * dims):
         raise NotAffine(f"a constant of shape {tuple(tensor.shape)} is not one value per channel")
@@ -352,8 +355,8 @@ def _batch_norm(
 
 def _ints(value: Any, spatial_dims: int) -> Ints:
     """Return one number per spatial axis."""
-    given = (value,) if isinstance(value, int) else tuple(value)
-    return given * spatial_dims if len(given) == 1 else given
+    numbers = (value,) if isinstance(value, int) else tuple(value)
+    return numbers * spatial_dims if len(numbers) == 1 else numbers
 
 
 @_operator("conv1d conv2d conv3d")
@@ -400,8 +403,10 @@ def _avg_pool(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Affine:
-    dims, channels = a.geometry.spatial_dims, a.geometry.out_channels
-    window, pads = _ints(kernel_size, dims), _ints(padding, dims)
+    dims = a.geometry.spatial_dims
+    channels = a.geometry.out_channels
+    window = _ints(kernel_size, dims)
+    pads = _ints(padding, dims)
     if ceil_mode or (any(pads) and not count_include_pad):
         raise NotAffine("an average pool whose divisor varies with the position")
     steps = window if stride is None or stride == [] else _ints(stride, dims)

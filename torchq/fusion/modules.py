@@ -126,7 +126,9 @@ def holders_of(model: nn.Module, part: Any, other_than: nn.Module) -> list[str]:
         path
         for path, module in model.named_modules()
         if module is not other_than
-        and any(item is part for item in (*module.children(), *module.parameters(recurse=False)))
+        and any(
+            member is part for member in (*module.children(), *module.parameters(recurse=False))
+        )
     ]
 
 
@@ -181,19 +183,21 @@ def output_channels(layer: nn.Module) -> int:
 
 def spatial_dims_of(module: Any) -> int:
     """Return the number of spatial dimensions of a layer or BatchNorm; 0 for a linear layer."""
-    known = {nn.Linear: 0, nn.Conv1d: 1, nn.BatchNorm1d: 1, nn.Conv3d: 3, nn.BatchNorm3d: 3}
-    return next((dims for cls, dims in known.items() if isinstance(module, cls)), 2)
+    dims_by_class = {nn.Linear: 0, nn.Conv1d: 1, nn.BatchNorm1d: 1, nn.Conv3d: 3, nn.BatchNorm3d: 3}
+    return next((dims for cls, dims in dims_by_class.items() if isinstance(module, cls)), 2)
 
 
 def _tensor_obstacle(module: nn.Module, names: tuple[str, ...]) -> str | None:
     """Return why the tensors of ``module`` cannot be read and replaced as they are, or None."""
     if parametrize.is_parametrized(module):
         return "is parametrized; call torch.nn.utils.parametrize.remove_parametrizations first"
-    own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+    tensors = dict(module.named_parameters(recurse=False)) | dict(
+        module.named_buffers(recurse=False)
+    )
     for name in [name for name in names if getattr(module, name, None) is not None]:
-        if name not in own:
+        if name not in tensors:
             return f"computes its {name} (weight_norm, spectral_norm or pruning); remove that first"
-        if reason := _value_obstacle(name, own[name]):
+        if reason := _value_obstacle(name, tensors[name]):
             return reason
     return None
 

@@ -126,7 +126,8 @@ def plan_on_grid(
 def _attempt(model: nn.Module, pair: Pair) -> Trial | Refusal:
     """Let a copy of a layer fold its BatchNorm, and compare its codes."""
     path = pair.layers[0]
-    norm, layer = model.get_submodule(pair.norm), model.get_submodule(path)
+    norm = model.get_submodule(pair.norm)
+    layer = model.get_submodule(path)
     scale, shift = norm_affine(norm)
     if not bool(torch.isfinite(scale).all() and torch.isfinite(shift).all()):
         return Refusal(pair.norm, "has a variance and eps whose root is no finite number above 0")

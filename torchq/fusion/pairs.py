@@ -43,8 +43,11 @@ def _with_ndims(flow: Flow, recorded: Flow) -> Flow:
     """Return ``flow`` with the dimensions of module results that the recorded run saw."""
 
     def with_ndim(call: Call) -> Call:
-        known = [] if call.module is None else recorded.calls_of(call.module)
-        return replace(call, shape=known[0].shape if len({c.ndim for c in known}) == 1 else None)
+        recorded_calls = [] if call.module is None else recorded.calls_of(call.module)
+        return replace(
+            call,
+            shape=recorded_calls[0].shape if len({c.ndim for c in recorded_calls}) == 1 else None,
+        )
 
     return replace(flow, calls=tuple(map(with_ndim, flow.calls)))
 
@@ -58,7 +61,8 @@ def _flow_of_parts(model: nn.Module) -> Flow:
         start = len(calls)
         for call in flow.calls:
             inputs = tuple(start + index for index in call.inputs)
-            index, name = start + call.index, prefix + call.name
+            index = start + call.index
+            name = prefix + call.name
             calls.append(replace(call, index=index, name=name, inputs=inputs))
         outputs.update(start + index for index in flow.outputs)
         read |= flow.read
@@ -186,15 +190,17 @@ def find_pairs(
 
 def _held_in_containers(model: nn.Module) -> dict[int, str]:
     """Return by id the modules in plain lists and dicts, which keep them, and where these are."""
-    found: dict[int, str] = {}
+    where_by_id: dict[int, str] = {}
     for path, module in model.named_modules():
         for key, value in vars(module).items():
             if key == "_modules" or not isinstance(value, (list, tuple, dict)):
                 continue
             where = f"the {type(value).__name__} {path}{'.' if path else ''}{key}"
-            items = value.values() if isinstance(value, dict) else value
-            found |= {id(item): where for item in items if isinstance(item, nn.Module)}
-    return found
+            members = value.values() if isinstance(value, dict) else value
+            where_by_id |= {
+                id(member): where for member in members if isinstance(member, nn.Module)
+            }
+    return where_by_id
 
 
 def _holders(path: str) -> list[str]:
@@ -240,7 +246,8 @@ class _Finder:
 
     def _hook_between(self, first: str, second: str) -> str | None:
         """Return which hook of a module around one of two paths sees the value between them."""
-        before, behind = set(_holders(first)), set(_holders(second))
+        before = set(_holders(first))
+        behind = set(_holders(second))
         for paths, kind, where in (
             (before - behind, "a forward hook", "is inside"),
             (behind - before, "a forward pre-hook", "comes before"),
@@ -257,13 +264,15 @@ class _Finder:
         sources = [self._source(call) for call in calls]
         if len({id(source.module) for source in sources}) > 1:
             raise _Refused(f"is shared: it follows {', '.join(source.name for source in sources)}")
-        layer, name = sources[0].module, sources[0].name
+        layer = sources[0].module
+        name = sources[0].name
         assert layer is not None
         if len(self.flow.calls_of(layer)) != len(calls):
             raise _Refused(f"its layer {name} is shared: it is also called without this BatchNorm")
         if reason := self._layer_obstacle(layer):
             raise _Refused(f"its layer {name} {reason}")
-        channels, out = norm.running_mean.numel(), output_channels(layer)
+        channels = norm.running_mean.numel()
+        out = output_channels(layer)
         if out != channels:
             raise _Refused(f"has {channels} channels, its layer {name} {out}")
         reason = None
@@ -367,18 +376,18 @@ class _Finder:
 
     def _followers(self, call: Call) -> list[Call]:
         """Return the layer calls that read ``call``, or none where something else reads it too."""
-        found = []
+        followers = []
         for consumer in self.flow.consumers(call):
             if does_nothing(consumer) and consumer.index not in self.flow.outputs:
                 inner = self._followers(consumer)
                 if not inner:
                     return []
-                found += inner
+                followers += inner
             elif is_layer(consumer.module) and len(consumer.inputs) == 1:
-                found.append(replace(consumer, name=self.names[id(consumer.module)]))
+                followers.append(replace(consumer, name=self.names[id(consumer.module)]))
             else:
                 return []
-        return found
+        return followers
 
     def _follower_obstacle(self, follower: Call, norm: Any) -> str | None:
         """Return why ``norm`` cannot be folded into the layer behind it, border aside, or None."""

@@ -25,7 +25,8 @@ from torchq.utils import copy_module, short_repr, undone_on_error
 _LARGEST = 2**24
 #: An entry may ask for a layer of this many times the weights of the branches that it replaces,
 #: or of this many weights. What is larger is damaged.
-_MOST_TIMES, _MOST_WEIGHTS = 64, 2**20
+_MOST_TIMES = 64
+_MOST_WEIGHTS = 2**20
 
 Entry = Mapping[str, Any]
 
@@ -88,8 +89,8 @@ def apply_fusion_record_(model: nn.Module, record: Sequence[Entry]) -> None:
             raise _damaged(entry, None, "an entry with 'kind'")
         if str(entry["kind"]) not in _CHANGES:
             raise _damaged(entry, "kind", f"one of {', '.join(sorted(_CHANGES))}")
-    known = {_canonical(entry) for entry in fusion_record(model)}
-    entries = [dict(entry) for entry in record if _canonical(entry) not in known]
+    already_applied = {_canonical(entry) for entry in fusion_record(model)}
+    entries = [dict(entry) for entry in record if _canonical(entry) not in already_applied]
     with torch.inference_mode(False), undone_on_error(model), recording(model, entries):
         for entry in entries:
             _CHANGES[entry["kind"]](model, entry).apply(model)
@@ -115,12 +116,12 @@ def recording(model: nn.Module, entries: Sequence[Entry]) -> Iterator[None]:
 
 def _ordered(model: nn.Module) -> list[tuple[int, dict[str, Any]]]:
     """Return order and entry of everything recorded below ``model``, with paths in ``model``."""
-    found = [
+    recorded = [
         (order, _moved(entry, into=path))
         for path, module in model.named_modules()
         for order, entry in vars(module).get(_ATTRIBUTE, ())
     ]
-    return sorted(found, key=lambda item: item[0])
+    return sorted(recorded, key=lambda item: item[0])
 
 
 def _store(
@@ -139,8 +140,8 @@ def _store(
     for module in modules.values():
         if _ATTRIBUTE in vars(module):
             delattr(module, _ATTRIBUTE)
-    for path, items in held.items():
-        setattr(modules[path], _ATTRIBUTE, tuple(items))
+    for path, entries_of_module in held.items():
+        setattr(modules[path], _ATTRIBUTE, tuple(entries_of_module))
 
 
 def _paths(entry: Entry) -> list[str]:
@@ -193,7 +194,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _is_texts(value: Any) -> bool:
-    return _is_list(value) and bool(value) and all(isinstance(item, str) for item in value)
+    return _is_list(value) and bool(value) and all(isinstance(entry, str) for entry in value)
 
 
 def _is_count(value: Any, least: int = 1) -> bool:
@@ -202,7 +203,7 @@ def _is_count(value: Any, least: int = 1) -> bool:
 
 def _counts(length: int, least: int) -> tuple[str, Callable[[Any], bool]]:
     def is_right(value: Any) -> bool:
-        counts = _is_list(value) and all(_is_count(item, least) for item in value)
+        counts = _is_list(value) and all(_is_count(number, least) for number in value)
         return counts and len(value) == length
 
     return f"{length} whole numbers of at least {least}", is_right
@@ -246,14 +247,14 @@ def _checked(record: Any, fields: Mapping[str, _Field]) -> list[Any]:
 def _fold_from(model: nn.Module, record: Entry) -> FoldEdit:
     """Return the fold that an entry describes, with the layers' own numbers."""
     norms, layers, padded = _checked(record, _FOLD)
-    found = dict(model.named_modules(remove_duplicate=False))
+    modules = dict(model.named_modules(remove_duplicate=False))
     for path in norms:
-        if not path or not is_norm(found.get(path)):
-            raise _misplaced(path, found.get(path), "a BatchNorm")
-    norm: Any = found[norms[0]]
+        if not path or not is_norm(modules.get(path)):
+            raise _misplaced(path, modules.get(path), "a BatchNorm")
+    norm: Any = modules[norms[0]]
     numbers: dict[str, LayerNumbers] = {}
     for path in layers:
-        layer: Any = found.get(path)
+        layer: Any = modules.get(path)
         if not is_layer(layer):
             raise _misplaced(path, layer, "a layer")
         weight = layer.weight.detach()
@@ -274,9 +275,9 @@ def _block_from(model: nn.Module, record: Entry) -> BlockEdit:
     if block is None or not rule.matches(block):
         raise _misplaced(path, block, f"a {rule.name} block with its branches")
     merged = tuple(_layer_from(layer, block) for layer in layers)
-    asked = _layers_asked_for(block, rule, merged)
-    if asked != len(merged):
-        raise _damaged(record, "layers", f"{asked} layers for a {rule.name} block")
+    layer_count = _layers_asked_for(block, rule, merged)
+    if layer_count != len(merged):
+        raise _damaged(record, "layers", f"{layer_count} layers for a {rule.name} block")
     return BlockEdit(path, rule, merged)
 
 
@@ -284,12 +285,12 @@ def _layers_asked_for(
     block: nn.Module, rule: BlockRule, layers: tuple[MergedLayer, ...]
 ) -> int | None:
     """Return how many layers the conversion of ``block`` asks for; None if more than are given."""
-    rest = iter(layers)
+    unused = iter(layers)
     try:
-        rule.convert(copy_module(block), lambda *args, **kwargs: next(rest).like(block))
+        rule.convert(copy_module(block), lambda *args, **kwargs: next(unused).like(block))
     except StopIteration:
         return None
-    return len(layers) - len(list(rest))
+    return len(layers) - len(list(unused))
 
 
 def _layer_from(record: Any, block: nn.Module) -> MergedLayer:
@@ -301,7 +302,8 @@ def _layer_from(record: Any, block: nn.Module) -> MergedLayer:
             f"apply_fusion_record_: got a layer of {geometry.kernel_numel} weights for a"
             f" {type(block).__name__} of {weights}. The record is damaged"
         )
-    out, each = geometry.out_channels, geometry.in_channels // geometry.groups
+    out = geometry.out_channels
+    each = geometry.in_channels // geometry.groups
     value = KernelBias(torch.zeros(out, each, *geometry.window), torch.zeros(out))
     return MergedLayer.of(geometry, value, block)
 

@@ -160,5 +160,5 @@ class FuseReport:
 def _listed(names: list[str]) -> str:
     """Return the first names, and how many there are beside them."""
     shown = ", ".join(name or "(root)" for name in names[:_NAMES])
-    rest = len(names) - _NAMES
-    return f"{shown} and {rest} more" if rest > 0 else shown
+    hidden = len(names) - _NAMES
+    return f"{shown} and {hidden} more" if hidden > 0 else shown
