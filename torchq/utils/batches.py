@@ -14,9 +14,10 @@ def check_batches(where: str, batches: Any, num_batches: Any = None) -> None:
     """Raise an error unless ``batches`` holds batches and ``num_batches`` is a number of them."""
     is_count = isinstance(num_batches, Integral) and not isinstance(num_batches, bool)
     if num_batches is not None and not (is_count and num_batches > 0):
-        text = f"{where}: got num_batches={num_batches!r}; expected an integer of at least 1, or "
-        text += "None for all batches"
-        raise ConfigError(text)
+        raise ConfigError(
+            f"{where}: got num_batches={num_batches!r}; expected an integer of at least 1, or "
+            "None for all batches"
+        )
     is_one = isinstance(batches, (Tensor, Mapping, str)) or hasattr(batches, "__array__")
     is_many = any(hasattr(batches, name) for name in ("__iter__", "__getitem__"))
     if is_one or not is_many:
@@ -29,7 +30,7 @@ def check_batches(where: str, batches: Any, num_batches: Any = None) -> None:
 def kept_batches(where: str, batches: Iterable[Any], num_batches: int | None = None) -> list[Any]:
     """Return the batches as a list; no batch is an error. ``where`` is the function called."""
     check_batches(where, batches, num_batches)
-    kept = list(islice(batches, num_batches))
-    if not kept:
+    batch_list = list(islice(batches, num_batches))
+    if not batch_list:
         raise CalibrationError(f"{where}: got no batch; expected at least one")
-    return kept
+    return batch_list

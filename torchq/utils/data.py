@@ -20,10 +20,10 @@ _MAX_CHARACTERS = 80
 def short_repr(value: object) -> str:
     """Return a ``repr`` for error texts that is short and never fails."""
     try:
-        text = repr(value)
+        printed = repr(value)
     except (ValueError, RecursionError):  # A huge integer, or deeply nested lists.
         return f"a value of type {type(value).__name__} that cannot be printed"
-    return text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 3] + "..."
+    return printed if len(printed) <= _MAX_CHARACTERS else printed[: _MAX_CHARACTERS - 3] + "..."
 
 
 def parse_json(text: str, where: str) -> Any:
@@ -57,12 +57,14 @@ def check_fields(
     """Return ``data`` after checking that it is a mapping with the right keys."""
     allowed = sorted(known)
     if not isinstance(data, Mapping):
-        text = f"{where}: got a {type(data).__name__}; expected a mapping with some of {allowed}"
-        raise ConfigError(text)
+        raise ConfigError(
+            f"{where}: got a {type(data).__name__}; expected a mapping with some of {allowed}"
+        )
     unknown = sorted(short_repr(key) for key in data if key not in allowed)
     if unknown:
-        text = f"{where}: got unknown keys [{', '.join(unknown)}]; expected some of {allowed}"
-        raise ConfigError(text)
+        raise ConfigError(
+            f"{where}: got unknown keys [{', '.join(unknown)}]; expected some of {allowed}"
+        )
     for key in required:
         if key not in data:
             raise ConfigError(f"{where}: got {short_repr(dict(data))}; expected a {key!r}")

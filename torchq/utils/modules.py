@@ -107,7 +107,7 @@ M = TypeVar("M", bound=nn.Module)
 
 def copy_module(module: M, *, sharing: Iterable[Any] = ()) -> M:
     """Return a deep copy of ``module`` that shares Python modules, locks, computed tensors."""
-    memo = {id(item): item for item in sharing}
+    memo = {id(shared): shared for shared in sharing}
     try:
         return copy.deepcopy(module, dict(memo))
     except Exception:  # an attribute may fail to copy in any way it likes
@@ -133,10 +133,10 @@ def _collect(value: Any, tree: dict[int, Any], shared: dict[int, Any], seen: set
     try:
         copy.deepcopy(value, {**tree, **shared})
     except Exception:  # see copy_module
-        known = len(shared)
+        count_before = len(shared)
         for part in _parts(value):
             _collect(part, tree, shared, seen)
-        if len(shared) == known:
+        if len(shared) == count_before:
             shared[id(value)] = value
 
 
@@ -212,8 +212,8 @@ class _Held:
         self._note_items(value)
 
     def _note_items(self, value: Any) -> None:
-        for item in value.values() if isinstance(value, dict) else value:
-            self._note(item)
+        for member in value.values() if isinstance(value, dict) else value:
+            self._note(member)
 
     def restore(self) -> None:
         """Give modules their attributes, and containers in them, back."""
@@ -289,8 +289,8 @@ def state_kept(model: nn.Module) -> Iterator[None]:
     tensors back, but numbers that a forward writes into these stay.
     """
     held = _Held(model.modules())
-    known = (t for t in held.tensors.values() if not is_lazy(t))
-    dense = [t for t in known if t.layout is torch.strided and not t.is_quantized]
+    materialized = (t for t in held.tensors.values() if not is_lazy(t))
+    dense = [t for t in materialized if t.layout is torch.strided and not t.is_quantized]
     contents = [(tensor, tensor.detach().clone()) for tensor in dense if not tensor.is_meta]
     # Sparse tensors have no address to compare.
     plain = (p for p in model.parameters() if not is_lazy(p) and p.layout is torch.strided)
@@ -303,9 +303,9 @@ def state_kept(model: nn.Module) -> Iterator[None]:
             for tensor, content in contents:
                 if not torch.equal(tensor.nan_to_num(), content.nan_to_num()):
                     tensor.copy_(content)
-            for parameter, own in data:
-                if parameter.data_ptr() != own.data_ptr():
-                    parameter.data = own
+            for parameter, original_data in data:
+                if parameter.data_ptr() != original_data.data_ptr():
+                    parameter.data = original_data
 
 
 @contextmanager

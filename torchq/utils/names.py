@@ -32,8 +32,9 @@ def check_pattern(pattern: Pattern) -> Pattern:
     """Return ``pattern``; a ConfigError says that it is none, whatever the model."""
     if not (pattern if isinstance(pattern, str) else callable(pattern)):
         got = "an empty string" if pattern == "" else f"{pattern!r} ({type(pattern).__name__})"
-        text = f"pattern: got {got}; expected a glob, 're:...', 'type:...', a class or a callable"
-        raise ConfigError(text)
+        raise ConfigError(
+            f"pattern: got {got}; expected a glob, 're:...', 'type:...', a class or a callable"
+        )
     if isinstance(pattern, str) and pattern.startswith("re:"):
         try:
             re.compile(pattern[3:])
@@ -54,10 +55,10 @@ def matches(
     if pattern.startswith("re:"):
         return any(re.search(pattern[3:], name) for name in names)
     if pattern.startswith("type:"):
-        wanted = pattern[5:]
+        class_pattern = pattern[5:]
         return any(
-            fnmatch.fnmatchcase(text, wanted)
-            for text in (qualified_name(cls), cls.__qualname__, cls.__name__)
+            fnmatch.fnmatchcase(class_name, class_pattern)
+            for class_name in (qualified_name(cls), cls.__qualname__, cls.__name__)
         )
     return any(fnmatch.fnmatchcase(name, pattern) for name in names)
 

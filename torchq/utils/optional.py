@@ -13,8 +13,9 @@ def import_optional(module: str, needed_by: str, extra: str = "export") -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        text = f"{needed_by}: {package} is not installed ({error}). Run pip install torchq[{extra}]"
-        raise MissingExtraError(text) from None
+        raise MissingExtraError(
+            f"{needed_by}: {package} is not installed ({error}). Run pip install torchq[{extra}]"
+        ) from None
 
 
 class OptionalModule(ModuleType):

@@ -19,9 +19,10 @@ class Registry(Generic[K, V]):
     def add(self, key: K, value: V) -> V:
         """Enter ``value`` under ``key`` and return it."""
         if key in self._entries:
-            text = f"{self.kind} {_label(key)} is registered already, as {self._entries[key]!r}; "
-            text += "expected a new key"
-            raise ConfigError(text)
+            raise ConfigError(
+                f"{self.kind} {_label(key)} is registered already, as {self._entries[key]!r}; "
+                "expected a new key"
+            )
         self._entries[key] = value
         return value
 
@@ -38,9 +39,10 @@ class Registry(Generic[K, V]):
         try:
             return self._entries[key]
         except KeyError:
-            known = ", ".join(sorted(_label(k) for k in self._entries))
-            text = f"unknown {self.kind} {_label(key)}; expected one of: {known}"
-            raise ConfigError(text) from None
+            labels = ", ".join(sorted(_label(k) for k in self._entries))
+            raise ConfigError(
+                f"unknown {self.kind} {_label(key)}; expected one of: {labels}"
+            ) from None
 
     def get(self, key: K) -> V | None:
         """Return the entry of ``key``, or None."""

@@ -73,11 +73,13 @@ def bullets(findings: Sequence[str], *, width: int | None = None) -> str:
     """Return findings as a list, one line or paragraph each, the places of one finding together."""
     places: dict[str, list[str]] = {}
     for finding in findings:
-        place, _, text = finding.partition(": ")
-        places.setdefault(text, []).append(place)
+        place, _, message = finding.partition(": ")
+        places.setdefault(message, []).append(place)
     lines = []
-    for text, names in places.items():
+    for message, names in places.items():
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         where = ", ".join(names[:_NAMED]) + more
-        lines.append(wrap(f"- {where}: {text}" if text else f"- {where}", indent="  ", width=width))
+        lines.append(
+            wrap(f"- {where}: {message}" if message else f"- {where}", indent="  ", width=width)
+        )
     return "\n".join(lines)

@@ -58,7 +58,8 @@ def time_calls(
 
     A sample lasts ``min_time`` seconds; of the ``rounds`` those after ``least`` fit ``budget``.
     """
-    names, repeats = list(calls), {}
+    names = list(calls)
+    repeats = {}
     for name in names:
         for _ in range(warmup):
             calls[name]()
