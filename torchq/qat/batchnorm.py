@@ -39,7 +39,8 @@ def unfreeze_bn_(model: nn.Module) -> tuple[str, ...]:
     Returns:
         The paths of the layers that are free again.
     """
-    modules, training = list(model.named_modules()), model.training
+    modules = list(model.named_modules())
+    training = model.training
     return tuple(name for name, module in modules if unfreeze_norm_(module, training))
 
 
@@ -90,11 +91,13 @@ def reestimate_bn_(
     check_batches("reestimate_bn_", batches, num_batches)
     norms = [m for m in model.modules() if isinstance(m, _NORMS) and m.running_mean is not None]
     if not norms:
-        text = f"reestimate_bn_: {type(model).__name__} has no BatchNorm with running statistics; "
-        text += "expected at least one"
-        raise ConfigError(text)
+        raise ConfigError(
+            f"reestimate_bn_: {type(model).__name__} has no BatchNorm with running statistics; "
+            "expected at least one"
+        )
     statistics = [b for m in norms for n, b in m.named_buffers(recurse=False) if n in _STATISTICS]
-    momenta, count = [m.momentum for m in norms], 0
+    momenta = [m.momentum for m in norms]
+    count = 0
     try:
         with undone_on_error(written=statistics), torch.no_grad(), evaluating(model):
             for norm in norms:

@@ -55,9 +55,10 @@ def logit_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, dim: 
     Reference: Hinton et al., Distilling the Knowledge in a Neural Network (2015), section 2.
     """
     if student.shape != teacher.shape:
-        text = f"distillation: got shapes {tuple(student.shape)} of the student and "
-        text += f"{tuple(teacher.shape)} of the teacher; expected the same"
-        raise ConfigError(text)
+        raise ConfigError(
+            f"distillation: got shapes {tuple(student.shape)} of the student and "
+            f"{tuple(teacher.shape)} of the teacher; expected the same"
+        )
     _check_temperature(temperature)
     logs = F.log_softmax(student.float() / temperature, dim)
     targets = F.log_softmax(teacher.detach().float() / temperature, dim)
@@ -145,10 +146,12 @@ class Distillation:
             ConfigError: there was no call since the last loss, or outside the block.
         """
         if self._call is None:
-            text = "Distillation.loss: got no call of the model; expected one before each loss, "
-            text += "inside the block. If it was compiled before, give what torch.compile returned"
-            raise ConfigError(text)
-        (args, kwargs, output), self._call = self._call, None
+            raise ConfigError(
+                "Distillation.loss: got no call of the model; expected one before each loss, "
+                "inside the block. If it was compiled before, give what torch.compile returned"
+            )
+        args, kwargs, output = self._call
+        self._call = None
         with torch.no_grad():
             expected = self.teacher(*args, **kwargs)
         return logit_loss(self._logits(output), self._logits(expected), self.temperature, self.dim)

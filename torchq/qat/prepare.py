@@ -71,8 +71,8 @@ def param_groups(
         kind = "weights" if parameter.dim() > 1 else "biases_and_norms"
         if parameter.requires_grad:
             members[names.get(id(parameter), kind)].append(parameter)
-    found = {name: params for name, params in members.items() if params}
-    return [{"name": name, "params": params, **groups[name]} for name, params in found.items()]
+    nonempty = {name: params for name, params in members.items() if params}
+    return [{"name": name, "params": params, **groups[name]} for name, params in nonempty.items()]
 
 
 @dataclass(frozen=True)
@@ -168,14 +168,20 @@ def prepare(
     """
     first, batches = _with_first(loader)
     # A forward of the user's own knows how to read a batch, and nobody else does.
-    example, device = None, device_of(model)
+    example = None
+    device = device_of(model)
     if calibration.get("forward") is None:
         example = first if device is None else move_to(first, device)
     progress = calibration.get("progress", True)
     with unchanged_on_error(model):
-        used = None if target is None else example
+        planning_example = None if target is None else example
         quantized = quantize_(
-            model, recipe, exclude=exclude, target=target, example=used, progress=progress
+            model,
+            recipe,
+            exclude=exclude,
+            target=target,
+            example=planning_example,
+            progress=progress,
         )
         quantized = _with_narrow_weights(model, quantized, example)
         # Training takes back itself what a correction of results would.

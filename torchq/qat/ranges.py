@@ -57,8 +57,9 @@ def learn_ranges_(
         ('0.input_quantizer',)
     """
     if method not in _METHODS:
-        text = f"learn_ranges_: got method {method!r}; expected one of {', '.join(_METHODS)}"
-        raise ConfigError(text)
+        raise ConfigError(
+            f"learn_ranges_: got method {method!r}; expected one of {', '.join(_METHODS)}"
+        )
     chosen = select_quantizers(model, patterns)
     descriptors = {path: _learned(path, q, method) for path, q in chosen.items()}
     for path, quantizer in chosen.items():
@@ -75,7 +76,8 @@ def _clipped_gradient(x: Tensor, quantizer: TensorQuantizer) -> Tensor:
         return y
     d = quantizer.descriptor
     amax, amin = quantizer.range_for(x)
-    parts, dtype = d.granularity.split(x), compute_dtype(x.dtype)
+    parts = d.granularity.split(x)
+    dtype = compute_dtype(x.dtype)
     top = d.granularity.align(amax.to(dtype), x.shape)
     if amin is None:
         scale = scale_from_amax(top, d.format, d.block_scale_format)
@@ -96,8 +98,9 @@ def _learned(path: str, quantizer: TensorQuantizer, method: str) -> QuantDescrip
             "Run torchq.calibrate first"
         )
     if method == "pact" and quantizer.delegate is not None:
-        text = f"{path}: got method 'pact' for a quantizer with a delegate; expected one without"
-        raise ConfigError(text)
+        raise ConfigError(
+            f"{path}: got method 'pact' for a quantizer with a delegate; expected one without"
+        )
     changes: dict[str, Any] = {"symmetric": False} if method == "lsq+" else {}
     try:
         return quantizer.descriptor.replace(learn_amax=True, scale_range_grad=True, **changes)
@@ -109,11 +112,11 @@ def _make_parameters(quantizer: TensorQuantizer, descriptor: QuantDescriptor) ->
     amax = quantizer.amax.detach().clone()
     ends = {"amax": amax}
     if not descriptor.symmetric:
-        known = quantizer.amin
-        if known is None:  # The range was symmetric; unsigned codes start at 0.
+        low_end = quantizer.amin
+        if low_end is None:  # The range was symmetric; unsigned codes start at 0.
             low = quantizer.descriptor.format.quant_min / quantizer.descriptor.format.quant_max
-            known = amax * low
-        ends["amin"] = known.detach().clone()
+            low_end = amax * low
+        ends["amin"] = low_end.detach().clone()
     quantizer.drop_qparams()
     quantizer.descriptor = descriptor
     for name, value in ends.items():
@@ -152,9 +155,10 @@ def share_range_(model: nn.Module, patterns: Sequence[Pattern] | Pattern) -> Ten
     selected = select_quantizers(model, patterns)
     chosen = [path for path, quantizer in selected.items() if id(quantizer) not in weights]
     if len(chosen) < 2:
-        text = f"share_range_: {patterns!r} selects {chosen or 'no quantizer of activations'}; "
-        text += "expected at least two"
-        raise ConfigError(text)
+        raise ConfigError(
+            f"share_range_: {patterns!r} selects {chosen or 'no quantizer of activations'}; "
+            "expected at least two"
+        )
     return share_quantizers_(model, chosen)
 
 
