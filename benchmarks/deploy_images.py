@@ -1,7 +1,6 @@
 """Networks that are trained on CIFAR-10, on every engine, beside their simulations.
 
-A network in INT8 and W4A4 is compared with its simulation, and with that of exact sums, which shows
-how far float32 alone moves the codes.
+A network in INT8 and W4A4 is compared with its simulation.
 """
 
 from __future__ import annotations
@@ -71,21 +70,14 @@ def engines(
 def _agreements(
     simulated: nn.Module, test: Images, names: Sequence[str]
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield figures of the simulation, which adds in float32, and of each engine.
-
-    Kernels add exactly. So engines are compared with the simulation and with its exact sums.
-    """
+    """Yield figures of the simulation and of each engine."""
     plain = logits(simulated, test)
-    with torchq.exact_sums(simulated):
-        exact = logits(simulated, test)
 
     def fields(result: Tensor) -> dict[str, float]:
         return {
             "accuracy": accuracy(result, test),
             "same_class": _same_class(result, plain),
-            "same_class_exact": _same_class(result, exact),
             "to_simulation_db": decibels(result, plain),
-            "to_exact_db": decibels(result, exact),
         }
 
     yield "simulation", fields(plain)

@@ -26,7 +26,7 @@ from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
 from torchq.frontends import adopt_, from_caffe, from_mxnet, from_onnx
 from torchq.fusion import fuse_
-from torchq.nn import TensorQuantizer, exact_sums
+from torchq.nn import TensorQuantizer
 from torchq.onnx import export_onnx, verify_onnx
 from torchq.ptq import tune
 from torchq.runtime import targets
@@ -49,7 +49,6 @@ __all__ = [
     "disabled",
     "doctor",
     "errors",
-    "exact_sums",
     "export_onnx",
     "formats",
     "from_caffe",

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torchq import recipes
 from torchq.config import QuantConfig
 from torchq.errors import ConfigError
+from torchq.functional import QParams
 from torchq.utils import Registry, short_repr, table
 
 #: Writes a calibrated model, traced with an example, to a file; returns what ``print`` shows of it.
@@ -90,6 +91,29 @@ class Codes:
     int32_biases: bool = False
 
 
+class Arithmetic(Protocol):
+    """How the integer kernels of a runtime round: its formulas, on whole numbers in float32.
+
+    Codes are less their zero points here, and are not clamped to the ends of their type: who reads
+    them does that. ``step`` is the scale of the input times those of the weight, as it broadcasts
+    against the sums.
+    """
+
+    def bias_codes(self, bias: Tensor, step: Tensor) -> Tensor:
+        """Return what is added to the sums in place of a float bias."""
+
+    def rounds_products(self, step: Tensor, to: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return the function of exact sums, in place, that gives the codes of a scale."""
+
+    def float_products(self, step: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """Return the function of exact sums, in place, that gives float results of a matmul."""
+
+    def adds(
+        self, first: QParams, second: QParams, to: QParams
+    ) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return the function of two tensors of codes that gives the codes of their sum."""
+
+
 @dataclass(frozen=True)
 class FileRules:
     """What a runtime that reads ONNX files wants in them.
@@ -127,7 +151,7 @@ class Runtime:
         limits: Sentences about what it does not do, which nothing can see in a file.
         versions: What the figures and the rules were found with.
         proved: How far it is proved that this runtime computes the simulation. ``"equal codes"``:
-            in whole networks, under :func:`torchq.nn.exact_sums`. ``"per layer"``: of layers that
+            in whole networks. ``"per layer"``: of layers that
             are given equal inputs. ``"structure alone"``: files keep its rules, and it was not run.
             ``"numbers alone"``: there are no files for it.
         packages: Those that it needs beside torch.
@@ -156,6 +180,11 @@ class Runtime:
     def plans(self) -> bool:
         """True if a model for this runtime is quantized in another way than one for none."""
         return self.placement is not None or self.recipe is not recipes.int8
+
+    @property
+    def arithmetic(self) -> Arithmetic | None:
+        """The formulas of its integer kernels, by which evaluation computes its codes, if known."""
+        return None
 
     @property
     def here(self) -> bool:

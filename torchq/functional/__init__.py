@@ -3,6 +3,7 @@
 Nothing here holds state or waits for the device.
 """
 
+from torchq.functional.code_grid import CodeGrid
 from torchq.functional.fake_quant import (
     AffineFakeQuantizeFunction,
     FakeQuantizeFunction,
@@ -20,6 +21,7 @@ from torchq.functional.scale import compute_dtype, scale_from_amax
 
 __all__ = [
     "AffineFakeQuantizeFunction",
+    "CodeGrid",
     "FakeQuantizeFunction",
     "QParams",
     "Range",

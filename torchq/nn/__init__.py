@@ -13,7 +13,6 @@ from torchq.nn.convert import (
     register,
     revert_,
 )
-from torchq.nn.exact_sums import exact_sums
 from torchq.nn.modules.attention import (
     QuantMultiheadAttention,
     QuantScaledDotProductAttention,
@@ -145,7 +144,6 @@ __all__ = [
     "Tap",
     "TensorQuantizer",
     "convert_",
-    "exact_sums",
     "freeze_norm_",
     "quantizing_only",
     "quantized_as",

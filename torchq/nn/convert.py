@@ -21,6 +21,7 @@ from torch.nn.utils import parametrize
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError, QuantizationError
+from torchq.nn.integer_kernel import IntegerKernel
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.utils import Registry, qualified_name, undone_on_error
 
@@ -81,6 +82,8 @@ class QuantModule(nn.Module):
     rounded_by: str = ""
     #: Both of a layer whose BatchNorm is not folded yet: they hold from the fold on.
     after_fold: tuple[str, str] = ("", "")
+    #: The kernel whose results the forward computes; None where it only simulates them.
+    integer_kernel: IntegerKernel | None = None
     #: True if the kernels of the target take one scale for the whole weight and no more.
     one_weight_scale: bool = False
     #: True if the forward can quantize the result: see :meth:`quantize_output_`.
@@ -383,7 +386,7 @@ def convert_(
 def revert_(module: QuantModule) -> nn.Module:
     """Make a quantized module float again, in place, and return it: the inverse of ``convert_``."""
     module.detach_quantizers()
-    for name in ("bias_format", "rounded_by", "after_fold", "one_weight_scale"):
+    for name in ("bias_format", "rounded_by", "after_fold", "one_weight_scale", "integer_kernel"):
         vars(module).pop(name, None)
     change_class(module, type(module).float_class)
     return module

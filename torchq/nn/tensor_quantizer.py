@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torchq.calib import SEARCHES, Calibrator
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import CalibrationError, ConfigError, ExportError
+from torchq.formats import IntFormat, PerTensor
 from torchq.functional import (
+    CodeGrid,
     QParams,
     Range,
     compute_dtype,
@@ -25,6 +27,7 @@ from torchq.functional import (
 )
 from torchq.nn import optional_buffers
 from torchq.nn.given_numbers import checked_numbers, checked_qparams
+from torchq.nn.kept_numbers import KeptNumbers, are_plain_numbers
 from torchq.nn.optional_buffers import FACTORS, HELD
 from torchq.utils import constant_while_tracing, short_repr
 
@@ -100,8 +103,9 @@ class TensorQuantizer(nn.Module):
     # torch.jit.trace reads every attribute of the class and of the object, but for these. There may
     # be no scale yet; see also __dir__.
     __jit_ignored_attributes__ = ("scale", "range")
-    # A quantizer from before there were delegates has none.
+    # A quantizer from before there were delegates has none, nor a kept grid.
     _delegate: Delegate | None = None
+    _kept_grid: KeptNumbers[CodeGrid | None] | None = None
     keeps_sign: bool = False
     #: It stands in several slots, by :func:`torchq.nn.share_quantizers_`.
     shared: bool = False
@@ -118,6 +122,7 @@ class TensorQuantizer(nn.Module):
         self.name = ""
         self.mode = mode
         self.calibrator = None
+        self._kept_grid = KeptNumbers()
         self._prepare_range(device)
         self.register_buffer("pre_quant_scale", None)
         if self.descriptor.unsigned == "auto":
@@ -183,6 +188,10 @@ class TensorQuantizer(nn.Module):
         """Return ``x`` scaled, observed and quantized, as the switches say."""
         if self.pre_quant_scale is not None:
             x = x * self.pre_quant_scale.to(x.dtype)
+        if self._kept_grid is not None and are_plain_numbers(x):
+            grid = self.fixed_grid()
+            if grid is not None:
+                return grid.values(x)
         if self.observing:
             self.observe(x)
         if not self.quantizing:
@@ -202,6 +211,44 @@ class TensorQuantizer(nn.Module):
         function = learned_fake_quantize if d.learn_amax else fake_quantize
         high, low = self.range_for(x)
         return function(x, high, d.format, d.granularity, d.block_scale_format, low)
+
+    def fixed_grid(self) -> CodeGrid | None:
+        """Return what every call rounds its input to, one object as long as that stays the same.
+
+        None where that depends on the call, or is no one scale of integer codes that a CPU knows:
+        the quantizer is off, observes, has a delegate, no range, several ranges or a dead one.
+        """
+        kept = self._kept_grid
+        if kept is None or not self.quantizing or self.observing or self._delegate is not None:
+            return None
+        # Without the look-up of torch's modules: this runs in each call.
+        buffers = self._buffers
+        amax = buffers["amax"] if "amax" in buffers else self._parameters["amax"]
+        if amax is None or amax.device.type != "cpu":
+            return None
+        amin = buffers["amin"] if "amin" in buffers else self._parameters["amin"]
+        held = buffers.get("held_scale"), buffers.get("held_zero_point")
+        return kept.get((self.descriptor,), (amax, amin, *held), self._made_grid)
+
+    @property
+    def _computes_codes(self) -> bool:
+        """True if calls are this class's own, with one known scale of integer codes."""
+        d = self.descriptor
+        is_own = type(self) is TensorQuantizer and d.fake_quant and not d.dynamic
+        is_whole = isinstance(d.format, IntFormat) and d.format.rounding == "half_even"
+        return is_own and is_whole and d.granularity == PerTensor()
+
+    def _made_grid(self) -> CodeGrid | None:
+        """Return the grid of the known range; None if there is none, or a dead or poisoned one."""
+        if not (self._computes_codes and self.amax.numel() == 1):
+            return None
+        with torch.inference_mode(False), torch.no_grad():
+            qparams = self.qparams()
+            is_held = "held_scale" in self._buffers
+            is_dead = not is_held and bool(self.dead_ranges().any())
+            if is_dead or not bool(qparams.scale.isfinite().all()):
+                return None
+            return CodeGrid.of(replace(qparams, scale=qparams.scale.clone()))
 
     def codes(self, x: Tensor) -> Tensor:
         """Return the codes that a call rounds ``x`` to, with the zero point, without gradient.

@@ -45,7 +45,7 @@ from torchq.onnx.qdq import (
     qparams_of,
     starts_at_zero,
 )
-from torchq.runtime import Codes, FileRules, Placement
+from torchq.runtime import Arithmetic, Codes, FileRules, Placement
 from torchq.runtimes.checks import (
     ACTIVATIONS,
     AVG_POOLS,
@@ -62,6 +62,7 @@ from torchq.runtimes.checks import (
 from torchq.runtimes.graph_engine import GraphEngine, file_of, run_by_shape
 from torchq.runtimes.inspect import inspect_onnx
 from torchq.runtimes.interface import ReadGraph, Run, Shapes
+from torchq.runtimes.onnxruntime_arithmetic import OnnxRuntimeArithmetic
 from torchq.runtimes.session import Session
 from torchq.utils.optional import import_optional
 
@@ -326,6 +327,11 @@ class OnnxRuntime(GraphEngine):
                 f"OnnxRuntime: got provider {self.provider!r}; expected one of "
                 f"{', '.join(map(repr, known))}"
             )
+
+    @property
+    def arithmetic(self) -> Arithmetic | None:
+        """See :attr:`Runtime.arithmetic`; the kernels of the CPU alone are known."""
+        return OnnxRuntimeArithmetic() if self.provider == "cpu" else None
 
     @property
     def label(self) -> str:

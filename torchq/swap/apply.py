@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import NoneType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torchq.nn import (
 from torchq.nn.calls.modules import CHANGED, OperatorOwner, RoutedModule, forward_digest, route_
 from torchq.nn.calls.routes import CallSite
 from torchq.nn.convert import unchanged_on_error, unparametrized
+from torchq.nn.integer_kernel import IntegerKernel
 from torchq.nn.modules.frozen_batchnorm import thawed
 from torchq.nn.modules.operators import OPERATORS, QuantCat, stand_in
 from torchq.runtime import remember_target, runtime_with
@@ -266,6 +268,20 @@ def carry_out_(model: nn.Module, plan: Plan) -> None:
     _check_placed(model, plan)
     _set_modes(model, plan)
     name_quantizers(model)
+    _give_to_kernels(model, plan)
+
+
+def _give_to_kernels(model: nn.Module, plan: Plan) -> None:
+    """Tell layers which kernel of the target computes them, where its formulas are known."""
+    runtime = runtime_with(plan.target, plan.settings)
+    if runtime is None or runtime.arithmetic is None:
+        return
+    known = dict(model.named_modules(remove_duplicate=False))
+    for decision in plan.replaced:
+        module = known.get(decision.name)
+        result = known.get(decision.rounded_by) if decision.rounded_by else None
+        if isinstance(module, QuantModule) and isinstance(result, (TensorQuantizer, NoneType)):
+            module.integer_kernel = IntegerKernel(runtime.name, result)
 
 
 def _build(model: nn.Module, plan: Plan) -> None:

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torchq.nn.batchnorm_folding import OutputScaling
 from torchq.nn.convert import QuantModule, register
 from torchq.nn.correction import Corrected
-from torchq.nn.integer_bias import kernel_bias
+from torchq.nn.integer_kernel import SimulatedProduct, integer_product
 from torchq.utils import constant_while_tracing
 
 
-class _QuantConv(Corrected, OutputScaling, QuantModule):
+class _QuantConv(SimulatedProduct, Corrected, OutputScaling, QuantModule):
     """Base of the convolutions: ``conv(input_quantizer(x), weight_quantizer(weight)) + bias``.
 
     Only ``_conv_forward`` is overridden, so ``padding_mode``, padding ``"same"``, groups and
@@ -24,9 +24,11 @@ class _QuantConv(Corrected, OutputScaling, QuantModule):
     may_quantize_output = True
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        input, weight = self.input_quantizer(input), self.weight_quantizer(weight)
-        weight, bias = self.corrected_weight(weight), kernel_bias(self, self.corrected_bias(bias))
-        result: Tensor = super()._conv_forward(input, weight, bias)  # type: ignore[misc]
+        convolve = super()._conv_forward  # type: ignore[misc]
+        result = integer_product(self, input, convolve)
+        if result is None:
+            x, weight = self.input_quantizer(input), self.weight_quantizer(weight)
+            result = self.simulated(x, weight, bias, convolve)
         return self.quantized_result(result, getattr(self, "output_quantizer", None))
 
 

@@ -6,11 +6,11 @@ from torch import Tensor, nn
 from torchq.nn.batchnorm_folding import OutputScaling
 from torchq.nn.convert import QuantModule, register
 from torchq.nn.correction import Corrected
-from torchq.nn.integer_bias import kernel_bias
+from torchq.nn.integer_kernel import SimulatedProduct, integer_product
 
 
 @register(nn.Linear)
-class QuantLinear(Corrected, OutputScaling, QuantModule, nn.Linear):
+class QuantLinear(SimulatedProduct, Corrected, OutputScaling, QuantModule, nn.Linear):
     """Quantized :class:`torch.nn.Linear`; input (..., in_features).
 
     The bias stays float, or is rounded as a kernel of the target does. A runtime may want the
@@ -18,12 +18,14 @@ class QuantLinear(Corrected, OutputScaling, QuantModule, nn.Linear):
     """
 
     may_quantize_output = True
+    gives_float_results = True
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the product of quantized input and quantized weight, with the bias."""
-        x, weight = self.input_quantizer(input), self.weight_quantizer(self.weight)
-        bias = kernel_bias(self, self.corrected_bias(self.bias))
-        result = F.linear(x, self.corrected_weight(weight), bias)
+        result = integer_product(self, input, F.linear)
+        if result is None:
+            x, weight = self.input_quantizer(input), self.weight_quantizer(self.weight)
+            result = self.simulated(x, weight, self.bias, F.linear)
         return self.quantized_result(result, getattr(self, "output_quantizer", None))
 
 

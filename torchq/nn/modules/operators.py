@@ -17,6 +17,7 @@ from torchq.errors import QuantizationError
 from torchq.graph import KINDS
 from torchq.graph import OPERATORS as ROWS
 from torchq.nn.convert import QuantModule, register
+from torchq.nn.integer_kernel import integer_sum
 from torchq.nn.modules.input_quantized import InputQuantized
 from torchq.nn.tensor_quantizer import TensorQuantizer
 
@@ -168,6 +169,11 @@ class QuantAdd(QuantBinary, Add):
         >>> add(torch.tensor([1.4]), torch.tensor([0.24]))
         tensor([1.2000])
     """
+
+    def forward(self, input: Any, other: Any) -> Tensor:
+        """Return the sum of the quantized operands."""
+        result = integer_sum(self, input, other)
+        return super().forward(input, other) if result is None else result
 
 
 @register(Mul)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchq.errors import ExportError, TorchqError
 from torchq.formats import SCALE_TYPES
 from torchq.graph import call_arguments, call_model, tensors_in
-from torchq.nn import TensorQuantizer, exact_sums
+from torchq.nn import TensorQuantizer
 from torchq.nn.correction import folded_corrections
 from torchq.nn.integer_bias import rounded_biases
 from torchq.onnx.export import undo_export, unwrap
@@ -67,7 +67,6 @@ def verify_onnx(
     batches: Iterable[Any],
     *,
     num_batches: int | None = None,
-    exact: bool = False,
     progress: bool = True,
 ) -> VerifyReport:
     """Prove that a file of :func:`torchq.export_onnx` computes what its model does, in its runtime.
@@ -79,9 +78,9 @@ def verify_onnx(
 
     *Layers*: the file runs once and returns the codes of every quantizer, in a file for ONNX
     Runtime from the integer kernels that a session with default options has. Each layer of the
-    model gets the file's own codes and adds exactly, so that a difference is the doing of that
-    layer. One code in 100,000, and three more, may be another one, by one: values beside a tie.
-    Behind float kernels, averages and in another runtime it may be more: see ``allowed``.
+    model gets the file's own codes, so that a difference is the doing of that layer. One code in
+    100,000, and three more, may be another one, by one: values beside a tie. Behind float kernels,
+    averages and in another runtime it may be more: see ``allowed``.
 
     On CPUs without VNNI a session sets ``session.x64quantprecision``, else it would overflow.
 
@@ -100,8 +99,6 @@ def verify_onnx(
         path: The file.
         batches: Batches as for :func:`torchq.calibrate`; see :func:`torchq.graph.call_model`.
         num_batches: The number of batches to stop after.
-        exact: Let the model add exactly for the outputs too; see :func:`torchq.exact_sums`. Hardly
-            a tie is left.
         progress: Show a bar where it takes longer than a second.
 
     Returns:
@@ -127,7 +124,6 @@ def verify_onnx(
     with torch.no_grad(), evaluating(model), folded_corrections(model), ExitStack() as stack:
         for file in comparison.files:
             stack.enter_context(named_calls(model, file.known, file.note))
-        stack.enter_context(exact_sums(model) if exact else nullcontext())
         for batch in shown:
             comparison.add(batch)
             first = first if count else batch
@@ -185,7 +181,7 @@ class _Comparison:
         if self._written is not None and not self._session_problem:
             most = EQUAL if self.files[0].is_for_reference else EQUAL_BUT_FOR_BIASES
             self._session_problem = unlike_written(self._written.run, feeds, found, most)
-        with named_errors(self._path), exact_sums(self._model):
+        with named_errors(self._path):
             for file in self.files:
                 file.compare(self._model, batch, feeds)
 

@@ -1,0 +1,56 @@
+"""The grid of one fixed range, made once for many calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchq.functional.qparams import QParams
+
+
+@dataclass(frozen=True, eq=False)
+class CodeGrid:
+    """What a tensor with one fixed range of integer codes is rounded to.
+
+    Attributes:
+        qparams: one scale, > 0, one zero point, and the format.
+        scale: that of ``qparams``, without dimensions.
+        low: the smallest code less the zero point.
+        high: the largest one.
+    """
+
+    qparams: QParams
+    scale: Tensor
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, qparams: QParams) -> CodeGrid:
+        """Return the grid of quantization parameters; the host waits for their device."""
+        zero_point = float(qparams.zero_point)
+        return cls(
+            qparams,
+            qparams.scale.detach().reshape(()),
+            qparams.quant_min - zero_point,
+            qparams.quant_max - zero_point,
+        )
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of a code less the zero point."""
+        return max(-self.low, self.high)
+
+    def codes(self, x: Tensor) -> Tensor:
+        """Return the codes of float32 values less the zero point, in a new float32 tensor."""
+        return torch.div(x, self.scale).round_().clamp_(self.low, self.high)
+
+    def values(self, x: Tensor) -> Tensor:
+        """Return float32 values rounded to the grid, in a new tensor."""
+        return self.codes(x).mul_(self.scale)
+
+    def codes_of_values(self, values: Tensor) -> Tensor | None:
+        """Return the codes of values that lie on the grid; None where one does not."""
+        codes = torch.div(values, self.scale).round_()
+        return codes if torch.equal(codes * self.scale, values) else None

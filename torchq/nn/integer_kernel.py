@@ -1,0 +1,418 @@
+"""What the integer kernel of a layer computes, to the last bit, in place of the simulation.
+
+Products of codes are whole numbers, which float32 adds exactly below 2**24, in any order. So a
+layer that its plan gives to an integer kernel multiplies codes, and rounds the sums as the formulas
+of the runtime say: :class:`torchq.runtime.Arithmetic`. It does so in eval mode and without
+gradients, on a CPU, in float32; everything else simulates, in particular whatever records calls
+(``torch.compile``, ``torch.export``, ONNX), autocast, and quantizers that are off, observe, have a
+delegate or a range of each call.
+
+What does not depend on the input is made when ranges or weights change. Whether a float kernel
+adds exactly is never assumed: at each new shape the results of one sample are compared with those
+of float64, and float64 takes its place where they differ.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from torchq.formats import IntFormat
+from torchq.functional import CodeGrid
+from torchq.nn.integer_bias import kernel_bias, raises_step
+from torchq.nn.kept_numbers import KeptNumbers, are_plain_numbers
+from torchq.nn.tensor_quantizer import TensorQuantizer
+from torchq.nn.weight_grid import scale_weight_
+from torchq.runtime import RUNTIMES, Arithmetic
+
+_logger = logging.getLogger(__name__)
+
+#: Whole numbers below are exact in float32, and so are all of their sums below.
+_EXACT = 2.0**24
+_BYTE = 8
+#: Shapes of which a layer remembers whether its kernel is exact.
+_MOST_SHAPES = 256
+#: Rows of a linear layer that are compared with float64.
+_ROWS = 4
+
+#: ``multiply(x, weight, bias)``: what a layer of torch computes of them.
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+class IntegerKernel:
+    """The kernel that a plan gives a layer to, and the numbers of it that were made.
+
+    Args:
+        runtime: the name of the runtime.
+        result: the quantizer that the kernel rounds for; None where its result is float. It is the
+            child of another module, so it is not kept alive: a layer whose reader is gone
+            simulates. A copy of a model has that of the copy.
+    """
+
+    __slots__ = ("_numbers", "_result", "runtime")
+
+    def __init__(self, runtime: str, result: TensorQuantizer | None = None) -> None:
+        self.runtime = runtime
+        self._result = None if result is None else weakref.ref(result)
+        self._numbers: KeptNumbers[Any] = KeptNumbers()
+
+    @property
+    def result(self) -> TensorQuantizer | None:
+        """The quantizer that the kernel rounds for, if it is still there."""
+        return None if self._result is None else self._result()
+
+    @property
+    def arithmetic(self) -> Arithmetic | None:
+        """The formulas of the runtime."""
+        runtime = RUNTIMES.get(self.runtime)
+        return None if runtime is None else runtime.arithmetic
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> IntegerKernel:
+        return type(self)(self.runtime, copy.deepcopy(self.result, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.runtime, self.result)
+
+    def kept(self, settings: tuple[Any, ...], tensors: tuple[Tensor | None, ...], make: Any) -> Any:
+        """Return what ``make`` gives for the formulas, again where settings or numbers change."""
+
+        def made() -> Any:
+            arithmetic = self.arithmetic
+            if arithmetic is None:
+                return None
+            with torch.inference_mode(False), torch.no_grad():
+                return make(arithmetic)
+
+        return self._numbers.get(settings, tensors, made)
+
+    def adds(self, grids: tuple[CodeGrid, ...]) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """Return the function of codes of the first two grids that gives those of the third."""
+        first, second, to = (grid.qparams for grid in grids)
+        add: Callable[[Tensor, Tensor], Tensor] | None
+        add = self.kept(grids, (), lambda arithmetic: arithmetic.adds(first, second, to))
+        return add
+
+
+class SimulatedProduct(nn.Module):
+    """Mixin of layers that multiply a quantized input and a quantized weight."""
+
+    #: True where kernels may leave results in float: codes are multiplied all the same.
+    gives_float_results: ClassVar[bool] = False
+
+    def simulated(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, multiply: Multiply
+    ) -> Tensor:
+        """Return the result of a layer for the values of its codes."""
+        layer: Any = self
+        bias = kernel_bias(layer, layer.corrected_bias(bias))
+        return multiply(x, layer.corrected_weight(weight), bias)
+
+
+# --- products -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Product:
+    """The numbers of a layer with a weight.
+
+    Attributes:
+        sums: adds the products of codes.
+        finish: makes codes or values of the sums, in place.
+        to: the scale of the codes that ``finish`` makes; None for values.
+        weight_codes: of the quantized weight, without a correction.
+    """
+
+    sums: _Sums
+    finish: Callable[[Tensor], Tensor]
+    to: Tensor | None
+    weight_codes: Tensor
+
+    def __call__(self, codes: Tensor, multiply: Multiply) -> Tensor:
+        result = self.finish(self.sums(codes, multiply))
+        return result if self.to is None else result.mul_(self.to)
+
+
+def integer_product(layer: Any, x: Tensor, multiply: Multiply) -> Tensor | None:
+    """Return the result of a layer with a weight as its integer kernel computes it.
+
+    Args:
+        layer: a quantized convolution or linear layer.
+        x: its input.
+        multiply: computes the float layer.
+
+    Returns:
+        Values of codes, not clamped to the ends of their type; None where the layer simulates.
+    """
+    kernel: IntegerKernel | None = layer.integer_kernel
+    if kernel is None or layer.training or not are_plain_numbers(x):
+        return None
+    of_input, of_weight = layer.input_quantizer, layer.weight_quantizer
+    if not (isinstance(of_input, TensorQuantizer) and isinstance(of_weight, TensorQuantizer)):
+        return None
+    grid = of_input.fixed_grid()
+    product = None if grid is None else _product_of(layer, kernel, grid)
+    if grid is None or product is None:
+        return None
+    codes = _codes(of_input, grid, x)
+    weight = _weight_as_called(of_weight, layer.weight, product.weight_codes)
+    if isinstance(codes, Tensor) and weight is None:
+        return product(codes, multiply)
+    # A hook has changed what a quantizer returns.
+    if weight is None:
+        weight = of_weight.qparams().dequantize(product.weight_codes)
+    simulated: Tensor = layer.simulated(_values(codes, grid), weight, layer.bias, multiply)
+    return simulated
+
+
+@dataclass(frozen=True, eq=False)
+class _OffTheGrid:
+    """Values that a hook made of those of a quantizer."""
+
+    values: Tensor
+
+
+def _codes(quantizer: TensorQuantizer, grid: CodeGrid, x: Tensor) -> Tensor | _OffTheGrid:
+    """Return the codes of an input; hooks of the quantizer see its call, and may change it."""
+    if not _is_watched(quantizer):
+        factors = quantizer.pre_quant_scale
+        return grid.codes(x if factors is None else x * factors.to(x.dtype))
+    values = quantizer(x)
+    codes = grid.codes_of_values(values)
+    return _OffTheGrid(values) if codes is None else codes
+
+
+def _is_watched(quantizer: nn.Module) -> bool:
+    """Return True if more than the quantizer itself takes part in a call of it."""
+    hooks = quantizer._forward_hooks or quantizer._forward_pre_hooks
+    return bool(hooks) or "forward" in vars(quantizer)
+
+
+def _weight_as_called(quantizer: TensorQuantizer, weight: Tensor, codes: Tensor) -> Tensor | None:
+    """Return the quantized weight where a hook that sees the call changes it; else None."""
+    if not _is_watched(quantizer):
+        return None
+    values: Tensor = quantizer(weight)
+    plain = quantizer.qparams().dequantize(codes)
+    return None if torch.equal(values, plain) else values
+
+
+def _product_of(layer: Any, kernel: IntegerKernel, grid: CodeGrid) -> _Product | None:
+    """Return the numbers of a layer as its ranges and weights are now; None if it simulates."""
+    quantizer = layer.weight_quantizer
+    if not quantizer.quantizing or quantizer.observing or quantizer.delegate is not None:
+        return None
+    result = kernel.result
+    to = None if result is None else result.fixed_grid()
+    if to is None and (layer.rounded_by or not layer.gives_float_results):
+        return None
+    marks = layer.bias_format, layer.rounded_by, layer.after_fold
+    settings = (grid, to, quantizer.descriptor, *marks)
+    of_weight = quantizer.amax, quantizer._buffers.get("held_scale"), quantizer.pre_quant_scale
+    tensors = (layer.weight, layer.bias, *of_weight, layer.output_gain, layer.output_shift)
+    if any(t is not None and t.device.type != "cpu" for t in tensors):
+        return None
+    product: _Product | None
+    product = kernel.kept(settings, tensors, lambda found: _made(layer, found, grid, to))
+    return product
+
+
+def _made(
+    layer: Any, arithmetic: Arithmetic, grid: CodeGrid, to: CodeGrid | None
+) -> _Product | None:
+    """Return the numbers of a layer, made of its ranges and weights."""
+    is_float = not layer.rounded_by
+    if any(layer.after_fold) or (is_float and grid.qparams.format.bits != _BYTE):
+        return None
+    if layer.weight.dtype is not torch.float32 or not _has_whole_weights(layer.weight_quantizer):
+        return None
+    quantizer, weight, bias = _with_correction(layer)
+    if bool(raises_step(layer, bias).any()) or bool(quantizer.dead_ranges().any()):
+        return None  # The file rounds the weight to another scale, or to nothing.
+    codes = quantizer.codes(weight)
+    plain_codes = layer.weight_quantizer.codes(layer.weight.detach())
+    step = grid.scale * quantizer.qparams().scale.flatten()
+    if len(step) not in (1, len(weight)) or not bool(codes.isfinite().all()):
+        return None
+    step = step.expand(len(weight))
+    if to is None or is_float:
+        finish = arithmetic.float_products(step, bias)
+        return _Product(_Sums(codes, None, grid), finish, None, plain_codes)
+    bias_codes = None if bias is None else arithmetic.bias_codes(bias, step)
+    finish = arithmetic.rounds_products(_by_channel(step, codes), to.scale)
+    return _Product(_Sums(codes, bias_codes, grid), finish, to.scale, plain_codes)
+
+
+def _has_whole_weights(quantizer: TensorQuantizer) -> bool:
+    d = quantizer.descriptor
+    is_plain = type(quantizer) is TensorQuantizer and quantizer.pre_quant_scale is None
+    is_fixed = quantizer.calibrated and not d.dynamic and d.fake_quant
+    is_whole = isinstance(d.format, IntFormat) and d.format.bits <= _BYTE and d.symmetric
+    return is_plain and is_fixed and is_whole and d.block_size is None
+
+
+def _with_correction(layer: Any) -> tuple[TensorQuantizer, Tensor, Tensor | None]:
+    """Return quantizer, weight and bias as a file has them: gain and shift are folded in."""
+    quantizer: TensorQuantizer = layer.weight_quantizer
+    weight: Tensor = layer.weight.detach()
+    bias: Tensor | None = None if layer.bias is None else layer.bias.detach()
+    if layer.is_corrected and bias is not None:
+        bias = bias + layer.output_shift
+        if layer.output_gain.numel():
+            quantizer = copy.deepcopy(quantizer)
+            factor = layer.per_weight(layer.output_gain.double())
+            weight = scale_weight_(quantizer, weight, factor).values
+    return quantizer, weight, bias
+
+
+def _by_channel(numbers: Tensor, weight: Tensor) -> Tensor:
+    """Return one number per output channel as it broadcasts against the result of a layer."""
+    spatial_dims = [1] * (weight.dim() - 2)
+    return numbers.view(-1, *spatial_dims)
+
+
+class _Sums:
+    """Adds products of codes exactly: in float32, in parts, or in float64.
+
+    Args:
+        weight: the codes of a weight, (out, in / groups, ...).
+        bias: whole numbers, (out,).
+        grid: of the input.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, grid: CodeGrid) -> None:
+        self._weight, self._bias = weight, bias
+        self._is_exact: dict[Any, bool] = {}
+        self._parts = _parts(weight, bias, grid)
+
+    def __call__(self, codes: Tensor, multiply: Multiply) -> Tensor:
+        """Return ``float(sum)`` of codes, in a new float32 tensor."""
+        if not self._parts:
+            return self._in_float64(codes, multiply)
+        key = _conditions(codes)
+        is_exact = self._is_exact.get(key)
+        if is_exact is False:
+            return self._in_float64(codes, multiply)
+        sums = self._in_float32(codes, multiply)
+        if is_exact is None:
+            is_exact = self._agrees(codes, sums, multiply)
+            self._remember(key, is_exact)
+        return sums if is_exact else self._in_float64(codes, multiply)
+
+    def _remember(self, key: Any, is_exact: bool) -> None:
+        if len(self._is_exact) >= _MOST_SHAPES:
+            self._is_exact.clear()
+        self._is_exact[key] = is_exact
+        if not is_exact:
+            _logger.info("float32 does not add %s exactly here: float64 does", key[0])
+
+    def _in_float32(self, codes: Tensor, multiply: Multiply) -> Tensor:
+        if len(self._parts) == 1:
+            return multiply(codes, self._weight, self._bias)
+        axis = 1 - self._weight.dim()  # of the channels of the input
+        pieces = codes.split([part.shape[1] for part in self._parts], axis)
+        total = None
+        for piece, part in zip(pieces, self._parts, strict=True):
+            sums = multiply(piece, part, None).double()
+            total = sums if total is None else total.add_(sums)
+        assert total is not None
+        if self._bias is not None:
+            total += _by_channel(self._bias.double(), self._weight)
+        return total.float()
+
+    def _in_float64(self, codes: Tensor, multiply: Multiply) -> Tensor:
+        bias = None if self._bias is None else self._bias.double()
+        return multiply(codes.double(), self._weight.double(), bias).float()
+
+    def _agrees(self, codes: Tensor, sums: Tensor, multiply: Multiply) -> bool:
+        """Return True if sums are whole numbers, and those of one sample are those of float64."""
+        if not torch.equal(sums, sums.round()):  # as Winograd's kernels give them
+            return False
+        dims = self._weight.dim()
+        if dims == 2:  # a linear layer: some rows
+            codes, sums = codes.reshape(-1, codes.shape[-1]), sums.reshape(-1, sums.shape[-1])
+            codes, sums = codes[:_ROWS], sums[:_ROWS]
+        elif codes.dim() == dims:
+            codes, sums = codes[:1], sums[:1]
+        return torch.equal(self._in_float64(codes, multiply), sums)
+
+
+def _conditions(codes: Tensor) -> tuple[Any, ...]:
+    """Return what torch chooses a kernel by, beside the shape of the weight."""
+    settings = torch.backends.mkldnn.enabled, torch.get_float32_matmul_precision()
+    return codes.shape, codes.stride(), torch.get_num_threads(), *settings
+
+
+def _parts(weight: Tensor, bias: Tensor | None, grid: CodeGrid) -> tuple[Tensor, ...]:
+    """Return the weight in parts along its input channels whose sums float32 holds exactly.
+
+    Nothing where one channel alone may be too large.
+    """
+    # (out, in): the most that the products of one input channel add up to, in either direction.
+    flat = weight.flatten(2).double() if weight.dim() > 2 else weight.double()[..., None]
+    positive = flat.clamp_min(0).sum(2)
+    negative = flat.clamp_max(0).sum(2).neg_()
+    upper = positive * grid.high - negative * grid.low
+    lower = negative * grid.high - positive * grid.low
+    most = torch.maximum(upper, lower)
+    of_bias = torch.zeros(len(weight), dtype=torch.float64) if bias is None else bias.abs().double()
+    if float((torch.maximum(upper.sum(1), lower.sum(1)) + of_bias).max()) < _EXACT:
+        return (weight,)
+    sizes: list[int] = []
+    total = torch.zeros(len(weight), dtype=torch.float64)
+    for channel in most.T:
+        if float(channel.max()) >= _EXACT:
+            return ()
+        if not sizes or float((total + channel).max()) >= _EXACT:
+            sizes.append(0)
+            total = torch.zeros_like(total)
+        sizes[-1] += 1
+        total = total + channel
+    return tuple(part.contiguous() for part in weight.split(sizes, 1))
+
+
+# --- sums of two tensors ------------------------------------------------------------------------
+
+
+def integer_sum(layer: Any, first: Any, second: Any) -> Tensor | None:
+    """Return the sum of two tensors as the integer kernel of a layer computes it.
+
+    Returns:
+        Values of codes, not clamped to the ends of their type; None where the layer simulates.
+    """
+    kernel: IntegerKernel | None = layer.integer_kernel
+    if kernel is None or not layer.rounded_by or layer.training:
+        return None
+    are_alike = are_plain_numbers(first) and are_plain_numbers(second)
+    if not are_alike or first.shape != second.shape:
+        return None
+    of_first, of_second = layer.input_quantizer, layer.other_quantizer
+    grids = _grids(of_first, of_second, kernel.result)
+    add = None if grids is None else kernel.adds(grids)
+    if grids is None or add is None:
+        return None
+    x, y = _codes(of_first, grids[0], first), _codes(of_second, grids[1], second)
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        return add(x, y).mul_(grids[2].scale)
+    return _values(x, grids[0]) + _values(y, grids[1])
+
+
+def _grids(*quantizers: Any) -> tuple[CodeGrid, ...] | None:
+    """Return the grids of quantizers; None where one has none."""
+    grids = []
+    for quantizer in quantizers:
+        grid = quantizer.fixed_grid() if isinstance(quantizer, TensorQuantizer) else None
+        if grid is None:
+            return None
+        grids.append(grid)
+    return tuple(grids)
+
+
+def _values(operand: Tensor | _OffTheGrid, grid: CodeGrid) -> Tensor:
+    return operand.mul_(grid.scale) if isinstance(operand, Tensor) else operand.values
