@@ -102,13 +102,27 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@torch.no_grad()
+def give_statistics(model: nn.Module, batches: Sequence[Tensor]) -> None:
+    """Let the BatchNorms of a float model with random weights have the statistics of batches.
+
+    With those that they begin with, the values of a deep network vanish in eval mode, and its
+    ranges would be those of rounding errors.
+    """
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    usual = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.momentum = None  # the mean of all batches
+    model.train()
+    for batch in batches:
+        model(batch)
+    model.eval()
+    for norm, momentum in zip(norms, usual, strict=True):
+        norm.momentum = momentum
+
+
 def train(model: nn.Module, batches: Sequence[Tensor]) -> None:
     """Train in place on the squares of all outputs, and end in eval mode."""
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            # Means of all steps: after a few of them the usual ones are mostly what they began as,
-            # and values of a deep network with random weights vanish in eval mode.
-            module.momentum = None
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
     model.train()
     for batch in batches:
@@ -235,6 +249,7 @@ def untrained_rows(options: argparse.Namespace, report: Reporter) -> None:
             model = make().eval()
             with torch.no_grad():
                 model(batches[0])  # heads of detectors keep anchors of their first call
+            give_statistics(model, batches)
             first = copy.deepcopy(model)
             torchq.fuse_(first, batches[0], progress=False)
             recipe, options_of_both = recipe_for(target), {"target": target, "progress": False}
