@@ -177,8 +177,6 @@ class VerifyReport:
             lines.append("  next: export with torchq.export_onnx, whose files name every layer")
         elif not self.ok:
             lines.append(f"  next: {self.hint}")
-        elif any(output.equal < 1 for output in self.outputs):
-            lines.append("  next: exact=True tells ties of float sums from the rest")
         return "\n".join(lines)
 
     def table(self) -> str:
