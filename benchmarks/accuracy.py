@@ -88,9 +88,10 @@ def classifier(name: str, options: argparse.Namespace) -> Network:
     pool = read_split(data, "train", 64 if options.quick else _POOL)
 
     def figures(expected: Sequence[Tensor], found: Sequence[Tensor]) -> dict[str, float]:
-        y, q = torch.cat(list(expected)), torch.cat(list(found))
-        known = y.log_softmax(1)
-        divergence = ((known - q.log_softmax(1)) * known.exp()).sum(1).mean()
+        y = torch.cat(list(expected))
+        q = torch.cat(list(found))
+        log_chances = y.log_softmax(1)
+        divergence = ((log_chances - q.log_softmax(1)) * log_chances.exp()).sum(1).mean()
         return {
             "float_accuracy": round(100 * accuracy(y, test), 2),
             "drop": round(100 * (accuracy(y, test) - accuracy(q, test)), 2),
@@ -238,8 +239,8 @@ def _report_draw(
         row = dict(zip(_KEY, (name, recipe, method, draw), strict=True))
         if tuple(row.values()) not in done:
             sizes = {"images": len(network.test), "calibration": options.calibration}
-            found = {} if run is None else network.figures(run)
-            report.value(**row, **sizes, **fields, **found)
+            measured = {} if run is None else network.figures(run)
+            report.value(**row, **sizes, **fields, **measured)
 
     for recipe in options.recipes:
         methods = _methods(name, recipe, options)
@@ -259,23 +260,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--images", type=int, default=2500, help="test images; scenes: a fifth")
     options.add_argument("--calibration", type=int, default=256, help="images to calibrate")
     options.add_argument("--draws", type=int, nargs="+", default=[0, 1, 2])
-    for names, known in (
+    for names, choices in (
         ("networks", NETWORKS),
         ("recipes", RECIPES),
         ("methods", METHODS),
         ("peers", PEERS),
     ):
-        options.add_argument(f"--{names}", nargs="*", default=list(known), choices=[[], *known])
-    given = parse(options, argv)
-    if given.quick:
-        given.images, given.calibration, given.draws = 50, 64, given.draws[:1]
-    with Reporter("accuracy", given.out, packages=PACKAGES) as report:
-        networks = {name: NETWORKS[name](name, given) for name in given.networks}
-        for draw in given.draws:  # a run that is cut short has the same draws of all
+        options.add_argument(f"--{names}", nargs="*", default=list(choices), choices=[[], *choices])
+    chosen = parse(options, argv)
+    if chosen.quick:
+        chosen.images = 50
+        chosen.calibration = 64
+        chosen.draws = chosen.draws[:1]
+    with Reporter("accuracy", chosen.out, packages=PACKAGES) as report:
+        networks = {name: NETWORKS[name](name, chosen) for name in chosen.networks}
+        for draw in chosen.draws:  # a run that is cut short has the same draws of all
             for name, network in networks.items():
-                _report_draw(name, network, draw, given, report)
-    if given.out is not None:
-        print(figures.accuracy(figures.read_file(given.out)))
+                _report_draw(name, network, draw, chosen, report)
+    if chosen.out is not None:
+        print(figures.accuracy(figures.read_file(chosen.out)))
 
 
 if __name__ == "__main__":

@@ -57,7 +57,8 @@ def _file(write: Callable[..., str], suffix: str, **options: Any) -> Callable[..
     def quantize(model: nn.Module, batches: Sequence[Tensor]) -> Run:
         images = torch.cat(list(batches)).split(1)
         with tempfile.TemporaryDirectory() as folder:
-            source, path = Path(folder, "float.onnx"), Path(folder, f"peer{suffix}")
+            source = Path(folder, "float.onnx")
+            path = Path(folder, f"peer{suffix}")
             torch.onnx.export(
                 model,
                 (images[0],),

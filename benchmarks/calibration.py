@@ -38,11 +38,9 @@ def modelopt() -> Any | None:
 def collecting(
     report: Reporter, x: Tensor, peer: Any | None, times: dict[str, Any], **case: object
 ) -> None:
-    ours, channels, largest = (
-        Calibrator("histogram", num_bins=BINS),
-        Calibrator("histogram", granularity=PerAxis((1,)), num_bins=BINS),
-        Calibrator(),
-    )
+    ours = Calibrator("histogram", num_bins=BINS)
+    channels = Calibrator("histogram", granularity=PerAxis((1,)), num_bins=BINS)
+    largest = Calibrator()
     destination = torch.empty_like(x)
     candidates: dict[str, Callable[[], object]] = {
         "clone": x.clone,
@@ -67,8 +65,8 @@ def estimating(report: Reporter, x: Tensor, peer: Any | None, times: dict[str, A
         theirs = peer.HistogramCalibrator(num_bits=8, axis=None, unsigned=False, num_bins=BINS)
         theirs.collect(x)
     for method in ("percentile", "mse", "entropy"):
-        found = ours.range(method).high.item()
-        figures: dict[str, object] = {"what": "range", "method": method, "torchq": found}
+        amax = ours.range(method).high.item()
+        figures: dict[str, object] = {"what": "range", "method": method, "torchq": amax}
         candidates: dict[str, Callable[[], object]] = {
             "torchq": lambda method=method: ours.range(method).high
         }
@@ -97,17 +95,17 @@ def estimating_channels(report: Reporter, channels: int, times: dict[str, Any]) 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--elements", type=int, default=6_400_000, help="size of the tensor")
-    given = parse(options, argv)
+    chosen = parse(options, argv)
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(given.elements // 64 // 100, 64, 100, generator=generator)
+    x = torch.randn(chosen.elements // 64 // 100, 64, 100, generator=generator)
     peer = modelopt()
-    with Reporter("calibration", given.out, packages=("nvidia-modelopt",)) as report:
+    with Reporter("calibration", chosen.out, packages=("nvidia-modelopt",)) as report:
         if peer is None:
             report.value(what="left out", candidate="ModelOpt", reason="not installed")
         fresh = "MALLOC_MMAP_THRESHOLD_" in os.environ
         times = {
-            **timing(given),
-            "clock": time.thread_time if given.threads == 1 else time.perf_counter,
+            **timing(chosen),
+            "clock": time.thread_time if chosen.threads == 1 else time.perf_counter,
         }
         collecting(report, x, peer, times, data="normal", fresh_memory=fresh)
         estimating(report, x, peer, times)

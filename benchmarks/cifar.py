@@ -33,8 +33,8 @@ class Images:
     def augmented(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return a training batch: padded by 4, with one random crop, each image flipped or not."""
         images = F.pad(self.images[index], (4, 4, 4, 4))
-        top, left = (int(torch.randint(0, 9, (), generator=generator)) for _ in range(2))
-        images = images[..., top : top + 32, left : left + 32]
+        top, column = (int(torch.randint(0, 9, (), generator=generator)) for _ in range(2))
+        images = images[..., top : top + 32, column : column + 32]
         flip = torch.rand(len(index), generator=generator) < 0.5
         return torch.where(flip.view(-1, 1, 1, 1), images.flip(3), images), self.labels[index]
 
@@ -86,7 +86,8 @@ class _Block(nn.Module):
         self.bn1 = nn.BatchNorm2d(outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(outputs)
-        self.stride, self.extra = stride, (outputs - inputs) // 2
+        self.stride = stride
+        self.extra = (outputs - inputs) // 2
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
@@ -208,7 +209,8 @@ def _separable(inputs: int, outputs: int, stride: int) -> nn.Sequential:
 
 def depthwise() -> nn.Module:
     """Return a small MobileNet (Howard et al., 1704.04861) for images of 32 by 32, untrained."""
-    widths, strides = (32, 64, 128, 128, 256, 256, 256), (2, 1, 2, 1, 2, 1)
+    widths = (32, 64, 128, 128, 256, 256, 256)
+    strides = (2, 1, 2, 1, 2, 1)
     stem = nn.Sequential(nn.Conv2d(3, 32, 3, 1, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU())
     blocks = map(_separable, widths, widths[1:], strides)
     return nn.Sequential(
@@ -222,9 +224,12 @@ class _Encoder(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.fc1 = nn.Linear(width, 4 * width)
+        self.fc2 = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         n, tokens, width = x.shape
@@ -243,7 +248,8 @@ class ViT(nn.Module):
         self.patches = nn.Conv2d(3, width, patch, patch)
         self.places = nn.Parameter(0.02 * torch.randn(1, (32 // patch) ** 2, width))
         self.blocks = nn.Sequential(*(_Encoder(width, heads) for _ in range(depth)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits (N, 10) of images (N, 3, 32, 32)."""

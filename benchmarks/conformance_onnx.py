@@ -66,13 +66,13 @@ def as_tensor(value: Any) -> Tensor:
 
 def difference(got: Tensor, expected: Any, rtol: float, atol: float) -> str:
     """Return how an output differs from the expected one, "" where it does not."""
-    wanted = as_tensor(expected)
-    if got.shape != wanted.shape or got.dtype != wanted.dtype:
-        return f"{got.dtype} {tuple(got.shape)} for {wanted.dtype} {tuple(wanted.shape)}"
+    reference = as_tensor(expected)
+    if got.shape != reference.shape or got.dtype != reference.dtype:
+        return f"{got.dtype} {tuple(got.shape)} for {reference.dtype} {tuple(reference.shape)}"
     rtol = max(rtol, HALF_PRECISION.get(got.dtype, 0.0))
-    if torch.allclose(got.double(), wanted.double(), rtol, atol, equal_nan=True):
+    if torch.allclose(got.double(), reference.double(), rtol, atol, equal_nan=True):
         return ""
-    return f"largest error {(got.double() - wanted.double()).abs().max():.3g}"
+    return f"largest error {(got.double() - reference.double()).abs().max():.3g}"
 
 
 def outcome(source: Any, data: Iterable[Any], rtol: float, atol: float) -> Row:
@@ -90,9 +90,9 @@ def outcome(source: Any, data: Iterable[Any], rtol: float, atol: float) -> Row:
                 results = model(*[as_tensor(value) for value in inputs[: len(model.input_names)]])
             results = results if isinstance(results, tuple) else (results,)
             for got, expected in zip(results, outputs, strict=True):
-                text = difference(got, expected, rtol, atol)
-                if text:
-                    return {"outcome": "wrong", "reason": text}
+                difference_text = difference(got, expected, rtol, atol)
+                if difference_text:
+                    return {"outcome": "wrong", "reason": difference_text}
     except Exception as error:  # the same
         return {"outcome": "wrong", "reason": f"{type(error).__name__}: {error}"[:200]}
     return {"outcome": "right"}
@@ -149,11 +149,12 @@ def light_networks(names: str = "*") -> Iterator[Row]:
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         model = torchq.from_onnx(path)
         (name,) = model.input_names
-        shape = next(info.shape for info in session.get_inputs() if info.name == name)
+        shape = next(argument.shape for argument in session.get_inputs() if argument.name == name)
         x = torch.rand(shape, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
-            got, wanted = model(x), torch.from_numpy(session.run(None, {name: x.numpy()})[0])
-        error = float((got - wanted).abs().max() / wanted.abs().max())
+            got = model(x)
+            reference = torch.from_numpy(session.run(None, {name: x.numpy()})[0])
+        error = float((got - reference).abs().max() / reference.abs().max())
         verdict = "right" if error <= LIMIT else "wrong"
         yield {"section": "light", "name": path.stem, "outcome": verdict, "error": error}
 
@@ -181,16 +182,16 @@ def exported(name: str) -> Iterator[Row]:
     """Yield how well a classifier comes back from the files of both exporters."""
     model, x = network(name)
     with torch.no_grad():
-        wanted = model(x)
+        reference = model(x)
     for exporter, dynamo in EXPORTERS.items():
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the older exporter warns of its age
             path = Path(folder) / "model.onnx"
             quiet = {"verbose": False} if dynamo else {}
             torch.onnx.export(model, (x,), str(path), dynamo=dynamo, **quiet)
-            found = torchq.from_onnx(path)
+            imported = torchq.from_onnx(path)
             with torch.no_grad():
-                error = float((found(x) - wanted).abs().max() / wanted.abs().max())
+                error = float((imported(x) - reference).abs().max() / reference.abs().max())
         verdict = "right" if error <= LIMIT else "wrong"
         yield {"section": exporter, "name": name, "outcome": verdict, "error": error}
 
@@ -199,9 +200,9 @@ def classifier_names() -> list[str]:
     """Return the classifiers of torchvision, the small ones first."""
     import torchvision.models as zoo
 
-    found = list(zoo.list_models(module=zoo))
-    sizes = {n: next(iter(zoo.get_model_weights(n))).meta["num_params"] for n in found}
-    return sorted(found, key=lambda n: sizes[n])
+    classifiers = list(zoo.list_models(module=zoo))
+    sizes = {n: next(iter(zoo.get_model_weights(n))).meta["num_params"] for n in classifiers}
+    return sorted(classifiers, key=lambda n: sizes[n])
 
 
 def run_classifier(name: str, limit: float) -> list[Row]:
@@ -209,11 +210,12 @@ def run_classifier(name: str, limit: float) -> list[Row]:
     command = [sys.executable, "-m", "benchmarks.conformance_onnx", "--one", name]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
-        text, end = done.stdout, (done.stderr.strip().splitlines() or [""])[-1][:200]
+        printed = done.stdout
+        end = (done.stderr.strip().splitlines() or [""])[-1][:200]
     except subprocess.TimeoutExpired as error:
-        text = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+        printed = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
         end = f"time limit of {limit:.0f} s"
-    rows = [json.loads(line) for line in text.splitlines() if line.startswith('{"section"')]
+    rows = [json.loads(line) for line in printed.splitlines() if line.startswith('{"section"')]
     missing = [exporter for exporter in EXPORTERS if exporter not in {r["section"] for r in rows}]
     failed = [{"section": e, "name": name, "outcome": "not run", "reason": end} for e in missing]
     return rows + failed

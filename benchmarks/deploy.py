@@ -45,7 +45,8 @@ ZOO = (
 )
 TRANSFORMERS = ("encoder", "vit_b_16", "swin_t")
 #: The targets that the networks are placed for, and the one of the model for "fastest".
-PLACEMENTS, FASTEST = ("onnxruntime", "openvino"), "openvino"
+PLACEMENTS = ("onnxruntime", "openvino")
+FASTEST = "openvino"
 Candidates = dict[str, Callable[[], object]]
 
 
@@ -55,13 +56,13 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.fc1, self.act, self.fc2 = (
-            nn.Linear(width, 4 * width),
-            nn.GELU(),
-            nn.Linear(4 * width, width),
-        )
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.fc1 = nn.Linear(width, 4 * width)
+        self.act = nn.GELU()
+        self.fc2 = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, width = x.shape
@@ -100,10 +101,8 @@ class UNet(nn.Module):
 
 
 def _level(inputs: int, outputs: int) -> nn.Sequential:
-    first, second = (
-        nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
-        nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
-    )
+    first = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+    second = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
     return nn.Sequential(
         first, nn.BatchNorm2d(outputs), nn.ReLU(), second, nn.BatchNorm2d(outputs), nn.ReLU()
     )
@@ -185,7 +184,8 @@ def onnxruntime_call(path: Path, x: Tensor, threads: int) -> Callable[[], Any]:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = threads, 3
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     feeds = {session.get_inputs()[0].name: x.numpy()}
     return lambda: session.run(None, feeds)
@@ -284,7 +284,7 @@ def engine_candidates(
         tasks: by target; an engine that is no target takes that of ``FASTEST``.
         engines: their names.
     """
-    found: Candidates = {}
+    calls: Candidates = {}
     modules: dict[str, nn.Module] = {}
     for name in engines:
         engine = RUNTIMES[name]
@@ -302,27 +302,28 @@ def engine_candidates(
                 print(f"# {candidate.label}: {error}", flush=True)
                 continue
             modules[candidate.label] = module
-            found[candidate.label] = (lambda m, x: lambda: call_model(m, x))(module, task.example)
-    return found, modules
+            calls[candidate.label] = (lambda m, x: lambda: call_model(m, x))(module, task.example)
+    return calls, modules
 
 
 def torch_candidates(model: nn.Module, simulated: nn.Module, x: Tensor) -> Candidates:
     """Return the float model as users run it, and the engine "torch" with its own placement."""
     folded = copy.deepcopy(simulated)
     torchq.restore_(folded)
-    half, half_x = copy.deepcopy(folded).to(torch.bfloat16), x.to(torch.bfloat16)
+    half = copy.deepcopy(folded).to(torch.bfloat16)
+    half_x = x.to(torch.bfloat16)
     if x.dim() == 4:
         half, half_x = (
             half.to(memory_format=torch.channels_last),
             half_x.contiguous(memory_format=torch.channels_last),
         )
     int8 = torchq.deploy(quantized_for_torch(model, x), x)
-    found: Candidates = {
+    calls: Candidates = {
         "fp32 eager": lambda: model(x),
         "bf16 folded": lambda: half(half_x),
         "torch quantized, own placement": lambda: int8(x),
     }
-    return found
+    return calls
 
 
 def maker_candidates(
@@ -336,7 +337,7 @@ def maker_candidates(
         transformer: quantize as the makers advise for transformers.
         options: of the command line.
     """
-    found: Candidates = {}
+    calls: Candidates = {}
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "float.onnx")
         for engine, (quantize, suffix) in MAKERS.items():
@@ -346,12 +347,12 @@ def maker_candidates(
             try:
                 source.write_bytes(OnnxRuntime(quantized=False).build(task).graph_bytes())
                 label = quantize(source, path, [x[:1], x[-1:]], transformer)
-                found[label] = DIRECT[engine](path, x, options.threads)
+                calls[label] = DIRECT[engine](path, x, options.threads)
                 if engine == "openvino":
-                    found[f"{label} bf16"] = openvino_call(path, x, options.threads, "bf16")
+                    calls[f"{label} bf16"] = openvino_call(path, x, options.threads, "bf16")
             except Exception as error:  # a tool may fail in any way it likes, or be absent
                 print(f"# {engine}: {error}", flush=True)
-    return found
+    return calls
 
 
 def measure(name: str, batch: int, options: argparse.Namespace, report: Reporter) -> None:
@@ -362,20 +363,21 @@ def measure(name: str, batch: int, options: argparse.Namespace, report: Reporter
     task = tasks[FASTEST]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        chosen, own = build_fastest(task)  # first: it needs memory for all candidates as well
+        # First, because it needs memory for all candidates as well.
+        chosen, choice = build_fastest(task)
         engines, modules = engine_candidates(tasks, options.engines)
-        found = torch_candidates(model, quantized(model, x), x) | engines
-        found["fastest"] = lambda: chosen(x)
+        calls = torch_candidates(model, quantized(model, x), x) | engines
+        calls["fastest"] = lambda: chosen(x)
         makers = maker_candidates(task, x, name in TRANSFORMERS, options) if options.makers else {}
         clock = time.process_time if options.cpu_time else time.perf_counter
-        rows = compare(found | makers, baseline="fp32 eager", clock=clock, **timing(options))
+        rows = compare(calls | makers, baseline="fp32 eager", clock=clock, **timing(options))
     for row in rows:
         report.timing(row, **case, speedup=1 / row.ratio, clock=clock.__name__)
     best = {row.candidate: row.least_s for row in rows}
     rivals = {name: s for name, s in best.items() if name in modules or name in makers}
     report.value(
         **case,
-        fastest=own.chosen,
+        fastest=choice.chosen,
         behind_best=best["fastest"] / min(rivals.values()) - 1,
         agreement_db={
             label: decibels(module(x), _placed(tasks, label).model(x))

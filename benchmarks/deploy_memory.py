@@ -45,7 +45,8 @@ class Small(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.head = nn.Conv2d(3, 16, 3), nn.Linear(576, 16)
+        self.conv = nn.Conv2d(3, 16, 3)
+        self.head = nn.Linear(576, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(torch.flatten(torch.relu(self.conv(x)), 1))
@@ -78,15 +79,15 @@ def measure(path: Path, use: str) -> dict[str, float]:
     x = torch.load(path.with_name("input"))
     before = resident()
     model = torch.load(path, weights_only=False, mmap=use == "mapped")
-    found = {}
+    growth = {}
     for state, calls in (("loaded", 0), ("one_size", 2)):
         for _ in range(calls):
             model(x)
         now = resident()
-        found |= {
+        growth |= {
             f"{state}_{kind}_mib": round((now[kind] - before[kind]) / _MIB, 1) for kind in now
         }
-    return found
+    return growth
 
 
 def save(name: str, folder: Path) -> None:
@@ -95,7 +96,8 @@ def save(name: str, folder: Path) -> None:
     torch.save(x, folder / "input")
     torch.save(model, folder / "fp32")
     torch.save(torchq.deploy(quantized(model, x)), folder / "int8")
-    small, image = Small().eval(), torch.randn(1, 3, 8, 8)
+    small = Small().eval()
+    image = torch.randn(1, 3, 8, 8)
     torch.save(
         [(m, image) for m in (small, torchq.deploy(quantized(small, image)))], folder / "warm"
     )

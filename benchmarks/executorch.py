@@ -51,8 +51,9 @@ def _report(name: str, network: Network, options: argparse.Namespace, reporter: 
     calls = {kind: partial(file, image) for kind, file in files.items()}
     how = {**timing(options), "clock": time.process_time}
     for row in compare(calls, baseline="float32", **how):
-        file, simulated = files[row.candidate], expected[row.candidate]
-        found = network.outputs(partial(_one_by_one, file))
+        file = files[row.candidate]
+        simulated = expected[row.candidate]
+        results = network.outputs(partial(_one_by_one, file))
         reporter.timing(
             row,
             network=name,
@@ -60,10 +61,10 @@ def _report(name: str, network: Network, options: argparse.Namespace, reporter: 
             integer=len(file.report.integer),
             in_float=dict(file.report.in_float),
             outside=sum(file.report.outside.values()),
-            file=network.compare(network.expected, found),
+            file=network.compare(network.expected, results),
             simulation=network.compare(network.expected, simulated),
-            beside=network.compare(simulated, found),
-            decibels=decibels(torch.cat(found), torch.cat(simulated)),
+            beside=network.compare(simulated, results),
+            decibels=decibels(torch.cat(results), torch.cat(simulated)),
             kilobytes=file.graph.numel() // 1000,
         )
 

@@ -64,10 +64,12 @@ CASES = [
 
 def aten(case: Case, amax: Tensor) -> Quantize:
     if isinstance(case.granularity, PerAxis):
-        axis, scales = case.granularity.axes[0], amax.flatten() / 127
+        axis = case.granularity.axes[0]
+        scales = amax.flatten() / 127
         zeros = torch.zeros_like(scales, dtype=torch.int32)
         return lambda x: torch.fake_quantize_per_channel_affine(x, scales, zeros, axis, -128, 127)
-    scale, zero_point = amax / 127, torch.zeros((), dtype=torch.int32)
+    scale = amax / 127
+    zero_point = torch.zeros((), dtype=torch.int32)
     return lambda x: torch.fake_quantize_per_tensor_affine(x, scale, zero_point, -128, 127)
 
 
@@ -85,7 +87,9 @@ def brevitas(case: Case, amax: Tensor) -> Quantize:
     wrapper = import_module("brevitas.core.function_wrapper")
     quant = import_module("brevitas.core.quant")
     function = quant.IntQuant(narrow_range=False, signed=True, input_view_impl=wrapper.Identity())
-    step, zero, width = amax / 127, torch.tensor(0.0), torch.tensor(8.0)
+    step = amax / 127
+    zero = torch.tensor(0.0)
+    width = torch.tensor(8.0)
     return lambda x: function(step, zero, width, x)
 
 
@@ -95,8 +99,8 @@ def torchao(case: Case, amax: Tensor) -> Quantize:
     zero = torch.zeros_like(step, dtype=torch.int32)
 
     def run(x: Tensor) -> Tensor:
-        kept = zip(amax.shape or [1] * x.dim(), x.shape, strict=True)
-        block = tuple(size if n == 1 else 1 for n, size in kept)
+        sizes = zip(amax.shape or [1] * x.dim(), x.shape, strict=True)
+        block = tuple(size if n == 1 else 1 for n, size in sizes)
         return function(x, block, step, zero, torch.int8, -128, 127)
 
     return run
@@ -104,40 +108,41 @@ def torchao(case: Case, amax: Tensor) -> Quantize:
 
 def rivals(case: Case, amax: Tensor) -> dict[str, Quantize]:
     """Return the other tools that can do the case and are installed."""
-    found: dict[str, Quantize] = {}
+    tools: dict[str, Quantize] = {}
     if isinstance(case.granularity, PerBlock):
-        return found
+        return tools
     if case.format.is_integer:
-        found["aten"] = aten(case, amax)
+        tools["aten"] = aten(case, amax)
     for build in (modelopt, brevitas, torchao):
         try:
             if case.format.is_integer or build is modelopt:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    found[build.__name__] = build(case, amax)
+                    tools[build.__name__] = build(case, amax)
         except ImportError as error:
             print(f"left out: {build.__name__} ({error})", file=sys.stderr)
-    return found
+    return tools
 
 
 def candidates(case: Case, x: Tensor, compiled: bool) -> dict[str, Quantize]:
     amax = torchq.functional.reduce_amax(x, case.granularity).mul_(0.8)  # some elements clip
-    found = {} if case.learned else rivals(case, amax)
-    plain, learned = torchq.functional.fake_quantize, torchq.functional.learned_fake_quantize
+    runs = {} if case.learned else rivals(case, amax)
+    plain = torchq.functional.fake_quantize
+    learned = torchq.functional.learned_fake_quantize
     function = learned if case.learned else plain
     amax.requires_grad_(case.learned)
 
     def ours(v: Tensor) -> Tensor:
         return function(v, amax, case.format, case.granularity)
 
-    found["torchq"] = ours
+    runs["torchq"] = ours
     if compiled:
         torch.compiler.reset()  # each case is a program of its own, no recompilation of the last
         # The backward is timed again and again on one graph.
         torch._functorch.config.donated_buffer = False
-        found["torchq compiled"] = torch.compile(ours, fullgraph=True)
+        runs["torchq compiled"] = torch.compile(ours, fullgraph=True)
     usable = {}
-    for name, run in found.items():
+    for name, run in runs.items():
         try:
             difference = ((run(x).float() - ours(x).float()).abs() / amax.max()).max().item()
         except (RuntimeError, TypeError, ValueError) as error:
@@ -158,11 +163,11 @@ def calls(mode: str, runs: dict[str, Quantize], x: Tensor) -> dict[str, Callable
             **{name: (lambda run=run: run(leaf)) for name, run in runs.items()},
         }
     grad = torch.randn_like(x)
-    found: dict[str, Callable[[], object]] = {"clone": lambda: grad.clone()}
+    timed: dict[str, Callable[[], object]] = {"clone": lambda: grad.clone()}
     for name, run in runs.items():
         y = run(leaf)
-        found[name] = lambda y=y: torch.autograd.grad(y, leaf, grad, retain_graph=True)
-    return found
+        timed[name] = lambda y=y: torch.autograd.grad(y, leaf, grad, retain_graph=True)
+    return timed
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -182,8 +187,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             x = case.tensor()
             runs = candidates(case, x, chosen.compile)
             for mode in chosen.modes.split(","):
-                found = calls(mode, runs, x)
-                for row in compare(found, baseline="clone", clock=clock, **timing(chosen)):
+                timed = calls(mode, runs, x)
+                for row in compare(timed, baseline="clone", clock=clock, **timing(chosen)):
                     report.timing(row, case=case.name, mode=mode, clock=clock.__name__)
 
 

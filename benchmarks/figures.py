@@ -38,10 +38,10 @@ class Measured:
         Raises:
             LookupError: no line has them; the benchmark wrote something else than is shown.
         """
-        found = [row for row in self.all(bench, **wanted) if key in row]
-        if not found:
+        rows = [row for row in self.all(bench, **wanted) if key in row]
+        if not rows:
             raise LookupError(f"no line of {bench} has {key} and {wanted}")
-        return found[-1][key]
+        return rows[-1][key]
 
 
 def read_results(folder: Path = ROOT / "benchmarks" / "results") -> Measured:
@@ -69,8 +69,9 @@ def _percent(share: float) -> str:
 
 def _span(values: Iterable[float], text: str = "{:.1f}") -> str:
     """Return the least and the largest value, or the one that both are."""
-    found = sorted(values)
-    low, high = text.format(found[0]), text.format(found[-1])
+    ordered = sorted(values)
+    low = text.format(ordered[0])
+    high = text.format(ordered[-1])
     return low if low == high else f"{low} to {high}"
 
 
@@ -99,8 +100,8 @@ def memories(measured: Measured) -> list[float]:
 def speedup(measured: Measured, model: str, batch: int, candidate: str) -> float:
     """Return how much faster than FP32 eager a network runs on one thread."""
     lookup = {"model": model, "batch": batch, "threads": 1, "candidate": candidate}
-    found: float = measured.value("speedup", "deploy_native", **lookup)
-    return found
+    ratio: float = measured.value("speedup", "deploy_native", **lookup)
+    return ratio
 
 
 def _int8(measured: Measured) -> str:
@@ -117,16 +118,16 @@ def answers_kept(row: Mapping[str, Any]) -> float:
 
 def untouched(measured: Measured, network: str, recipe: str, method: str = "untouched") -> str:
     """Return the least and the largest share of images with the answer of the float network."""
-    found = measured.all("accuracy", network=network, recipe=recipe, method=method)
-    return _span(row["same"] for row in found) + " %"
+    rows = measured.all("accuracy", network=network, recipe=recipe, method=method)
+    return _span(row["same"] for row in rows) + " %"
 
 
 def _step(measured: Measured, network: str, tool: str) -> str:
     """Return the ratio of a training step, and that of the compiled one in brackets."""
     lookup = {"bench": "qat_step", "model": network}
-    text = f"{measured.value('ratio', mode='eager', candidate=tool, **lookup):.2f}"
+    eager = f"{measured.value('ratio', mode='eager', candidate=tool, **lookup):.2f}"
     compiled = measured.all(mode="compiled", candidate=f"{tool} compiled", **lookup)
-    return f"{text} ({compiled[-1]['ratio']:.2f})" if compiled else text
+    return f"{eager} ({compiled[-1]['ratio']:.2f})" if compiled else eager
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -188,8 +189,8 @@ def fuse(measured: Measured) -> str:
     rows = []
     for network in dict.fromkeys([*exact, "repvgg_a0"]):
         error = f"{exact[network]['error_float64']:.0e}" if network in exact else ""
-        found = measured.all("fuse", part="latency", network=network)
-        by_tool = {row["candidate"]: f"{row['ratio']:.2f}" for row in found}
+        latencies = measured.all("fuse", part="latency", network=network)
+        by_tool = {row["candidate"]: f"{row['ratio']:.2f}" for row in latencies}
         rows.append((network, error, by_tool.get("torchq", ""), by_tool.get("torch", "")))
     return markdown(("network", "error in float64", "time", "time, torch.fx's fuse"), rows)
 
@@ -201,20 +202,20 @@ def folds(measured: Measured) -> str:
         if "integers_folded_first" in row:
             cells.setdefault((row["network"], row["target"]), []).append(row)
     rows = []
-    for (network, target), found in cells.items():
+    for (network, target), cases in cells.items():
         folded, refused, counted, beyond = (
             "/".join(dict.fromkeys(str(count) for count in counts))
             for counts in (
-                [row["folded"] for row in found],
-                [len(row["refused"]) for row in found],
-                [row["counted"] for row in found],
-                [row["changed_beyond"] for row in found],
+                [row["folded"] for row in cases],
+                [len(row["refused"]) for row in cases],
+                [row["counted"] for row in cases],
+                [row["changed_beyond"] for row in cases],
             )
         )
-        codes = f"{counted} counted, {beyond} beyond, of {found[-1]['codes'] / 1e6:.2f} M"
-        error = f"{max(row['layer_error'] for row in found):.0e}"
-        integers = "/".join(dict.fromkeys(str(row["integers"]) for row in found))
-        first = f"{integers} of {found[-1]['layers']} ({found[-1]['integers_folded_first']})"
+        codes = f"{counted} counted, {beyond} beyond, of {cases[-1]['codes'] / 1e6:.2f} M"
+        error = f"{max(row['layer_error'] for row in cases):.0e}"
+        integers = "/".join(dict.fromkeys(str(row["integers"]) for row in cases))
+        first = f"{integers} of {cases[-1]['layers']} ({cases[-1]['integers_folded_first']})"
         rows.append((network, target, folded, refused, codes, error, first))
     head = ("network", "target", "folded", "refused", "codes changed", "largest error of a layer")
     return markdown((*head, "layers on integers (folded first)"), rows)
@@ -234,13 +235,15 @@ def accuracy(measured: Measured) -> str:
     """Return the means over draws of benchmarks/accuracy.py, a column for each network."""
     rows = measured.all("accuracy")
     networks = list(dict.fromkeys(row["network"] for row in rows))
-    found: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = {}
+    by_method: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = {}
     for row in rows:
-        by_network = found.setdefault((row["recipe"], row["method"]), {})
+        by_network = by_method.setdefault((row["recipe"], row["method"]), {})
         by_network.setdefault(row["network"], []).append(row)
     table = [
         (recipe, method, *(_accuracy_cell(cells.get(network, [])) for network in networks))
-        for (recipe, method), cells in sorted(found.items(), key=lambda item: item[0][0] == "peers")
+        for (recipe, method), cells in sorted(
+            by_method.items(), key=lambda item: item[0][0] == "peers"
+        )
     ]
     times = (
         [r["ratio"] for r in rows if r["network"] == n and r["method"] == "untouched"]
@@ -277,11 +280,11 @@ def training(measured: Measured) -> str:
 
 
 def methods(measured: Measured) -> str:
-    found: dict[str, list[float]] = {}
+    accuracies: dict[str, list[float]] = {}
     for row in measured.all("accuracy_qat", network="resnet20", widths="w4a4"):
         if row["method"].startswith("short: "):
-            found.setdefault(row["method"].removeprefix("short: "), []).append(row["accuracy"])
-    rows = [(name, f"{mean(values):.1f} %", len(values)) for name, values in found.items()]
+            accuracies.setdefault(row["method"].removeprefix("short: "), []).append(row["accuracy"])
+    rows = [(name, f"{mean(values):.1f} %", len(values)) for name, values in accuracies.items()]
     return markdown(("method", "accuracy", "seeds"), rows)
 
 
@@ -294,13 +297,13 @@ def zoo(measured: Measured) -> str:
     rows: list[Sequence[object]] = [("networks", *map(len, libraries))]
     checks = ("plan", "quantize", "off", "restore", "save", "fuse")
     for check in (*checks, "export", "deploy"):
-        made = [[row[check] for row in own if check in row] for own in libraries]
-        rows.append((check, *(f"{values.count('ok')} of {len(values)}" for values in made)))
-    left, total = (
-        [sum(row.get(key, 0) for row in own) for own in libraries]
+        outcomes = [[row[check] for row in library if check in row] for library in libraries]
+        rows.append((check, *(f"{values.count('ok')} of {len(values)}" for values in outcomes)))
+    in_float, total = (
+        [sum(row.get(key, 0) for row in library) for library in libraries]
         for key in ("left_float", "products")
     )
-    counts = (f"{a} of {b}" for a, b in zip(left, total, strict=True))
+    counts = (f"{a} of {b}" for a, b in zip(in_float, total, strict=True))
     return markdown(("check", *ZOO), [*rows, ("products left float", *counts)])
 
 
@@ -379,19 +382,20 @@ def deploy(measured: Measured) -> str:
                 cells.append("")
                 continue
             candidates = ("torch quantized, own placement", "fastest")
-            own, fastest = (speedup(measured, model, batch, c) for c in candidates)
-            cells.append(f"{own:.1f}x ({fastest:.1f}x)")
+            placed, fastest = (speedup(measured, model, batch, c) for c in candidates)
+            cells.append(f"{placed:.1f}x ({fastest:.1f}x)")
         rows.append((name, *cells))
     return markdown(("setting", *NETWORKS), rows)
 
 
 def memory(measured: Measured) -> str:
     names = {"FP32": "fp32", "deployed": "int8", "deployed, mapped file": "int8, mapped"}
-    key, rows = "one_size_anonymous_mib", []
+    key = "one_size_anonymous_mib"
+    rows = []
     for title in ("ResNet-50", "ViT-B/16", "encoder"):
         lookup = {"bench": "deploy_memory", "model": NETWORKS[title]}
-        found = (measured.value(key, candidate=name, **lookup) for name in names.values())
-        rows.append((title, *(f"{mib:.0f}" for mib in found)))
+        sizes = (measured.value(key, candidate=name, **lookup) for name in names.values())
+        rows.append((title, *(f"{mib:.0f}" for mib in sizes)))
     return markdown(("MiB", *names), rows)
 
 
@@ -399,7 +403,8 @@ def agreement(measured: Measured) -> str:
     rows = []
     for row in measured.all("accuracy_deploy"):
         if row["engine"] not in ("fp32", "simulation"):
-            planned, accuracy = row["planned_for"] or "any", f"{100 * row['accuracy']:.2f} %"
+            planned = row["planned_for"] or "any"
+            accuracy = f"{100 * row['accuracy']:.2f} %"
             simulated = measured.value(
                 "accuracy",
                 bench="accuracy_deploy",
@@ -414,11 +419,11 @@ def agreement(measured: Measured) -> str:
 
 def codes(measured: Measured) -> str:
     """Codes that differ, over three recipes, and images with equal results."""
-    found: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
+    by_network: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
     for row in measured.all("same_codes"):
-        found.setdefault(row["network"], {}).setdefault(row["target"], []).append(row)
+        by_network.setdefault(row["network"], {}).setdefault(row["target"], []).append(row)
     rows = []
-    for network, runtimes in found.items():
+    for network, runtimes in by_network.items():
         cells = []
         for runtime in ("onnxruntime", "openvino"):
             cases = runtimes[runtime]

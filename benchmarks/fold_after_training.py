@@ -70,11 +70,16 @@ class UNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.lowest = _block(3, 16), _block(16, 32), _block(32, 64)
-        self.up2, self.norm2 = nn.ConvTranspose2d(64, 32, 2, 2, bias=False), nn.BatchNorm2d(32)
-        self.up1, self.norm1 = nn.ConvTranspose2d(32, 16, 2, 2, bias=False), nn.BatchNorm2d(16)
+        self.first = _block(3, 16)
+        self.second = _block(16, 32)
+        self.lowest = _block(32, 64)
+        self.up2 = nn.ConvTranspose2d(64, 32, 2, 2, bias=False)
+        self.norm2 = nn.BatchNorm2d(32)
+        self.up1 = nn.ConvTranspose2d(32, 16, 2, 2, bias=False)
+        self.norm1 = nn.BatchNorm2d(16)
         self.join2, self.join1 = _block(64, 32), _block(32, 16)
-        self.pool, self.head = nn.MaxPool2d(2), nn.Conv2d(16, 4, 1)
+        self.pool = nn.MaxPool2d(2)
+        self.head = nn.Conv2d(16, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, 3, H, W) to (N, 4, H, W)."""
@@ -240,8 +245,8 @@ def untrained_rows(options: argparse.Namespace, report: Reporter) -> None:
     done = finished_rows(options.out, *_KEY)
     for network, make in NETWORKS.items():
         for target in TARGETS:
-            left = [p for p in PRECISIONS if (network, target, p) not in done]
-            if not left or not fnmatchcase(f"{network} {target}", options.only):
+            unfinished = [p for p in PRECISIONS if (network, target, p) not in done]
+            if not unfinished or not fnmatchcase(f"{network} {target}", options.only):
                 continue
             torch.manual_seed(0)
             steps = 1 if options.quick else _STEPS
@@ -252,13 +257,14 @@ def untrained_rows(options: argparse.Namespace, report: Reporter) -> None:
             give_statistics(model, batches)
             first = copy.deepcopy(model)
             torchq.fuse_(first, batches[0], progress=False)
-            recipe, options_of_both = recipe_for(target), {"target": target, "progress": False}
+            recipe = recipe_for(target)
+            options_of_both = {"target": target, "progress": False}
             torchq.quantize_(first, recipe, example=batches[0], **options_of_both)
             torchq.calibrate(first, batches[:2], correct=False, progress=False)
             prepared = torchq.qat.prepare(model, batches[:2], recipe, **options_of_both)
             layers = sum(d.weight is not None for d in prepared.quantized.replaced)
             train(model, batches)
-            for precision in left:
+            for precision in unfinished:
                 trained = through_checkpoint(model, PRECISIONS[precision])
                 row = measured(trained, first, batches[0], layers)
                 cell = dict(zip(_KEY, (network, target, precision), strict=True))

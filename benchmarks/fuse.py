@@ -81,7 +81,8 @@ def _error(model: nn.Module, x: Tensor, want: Tensor) -> float:
 def _exact(report: Reporter, options: argparse.Namespace) -> None:
     """Compare fused networks with the unfused float64 ones."""
     for name in options.networks[:2] if options.quick else options.networks:
-        model, size = _build(name), max(options.size, 128 if name == "inception_v3" else 0)
+        model = _build(name)
+        size = max(options.size, 128 if name == "inception_v3" else 0)
         shape = (1, 3, 4, 64, 65) if name in _VIDEO_NETWORKS else (1, 3, size, size + 1)
         x = torch.randn(shape)
         exact = copy.deepcopy(model).double()

@@ -54,7 +54,8 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
         self.body = nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1))
         self.head = nn.Linear(4, 2)
 
@@ -300,14 +301,15 @@ def _child(reader: str, first: int, last: int, folder: Path) -> Iterator[tuple[i
     work = ["--work", reader, str(first), str(last), str(folder)]
     command = [sys.executable, "-m", "benchmarks.fuzz", *work]
     done = subprocess.run(command, capture_output=True, text=True)
-    started, ended = first, first - 1
+    started = first
+    ended = first - 1
     for line in done.stdout.splitlines():
         with contextlib.suppress(json.JSONDecodeError):
-            found = json.loads(line)
-            started = found.get("start", started)
-            if "result" in found:
-                ended = found["number"]
-                yield ended, found["result"]
+            message = json.loads(line)
+            started = message.get("start", started)
+            if "result" in message:
+                ended = message["number"]
+                yield ended, message["result"]
     if ended < last - 1:
         tail = (done.stderr.strip().splitlines() or [""])[-1]
         yield started, f"FAIL: the process ended with {done.returncode}: {tail[:200]}"
@@ -360,7 +362,7 @@ def _report(options: argparse.Namespace, folder: Path) -> int:
         for reader in options.readers:
             count = options.count // len(options.readers)
             results, failures = fuzz(reader, count, folder, options.first)
-            shown = [f"{reader}:{number} {text}" for number, text in failures[:20]]
+            shown = [f"{reader}:{number} {reason}" for number, reason in failures[:20]]
             first = {"first": options.first} if options.first else {}
             report.value(reader=reader, **first, results=dict(results), failures=shown)
             failed += len(failures)

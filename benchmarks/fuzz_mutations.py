@@ -172,7 +172,7 @@ def mutate_onnx(rng: Random, source: Path, path: Path) -> None:
 def _mutate_graph(rng: Random, model: Any) -> None:
     graph = model.graph
     node, tensor = (
-        rng.choice(items) if items else None for items in (graph.node, graph.initializer)
+        rng.choice(parts) if parts else None for parts in (graph.node, graph.initializer)
     )
     kinds: list[Callable[[], object]] = [
         lambda: node.input.pop() if node.input else None,
@@ -201,6 +201,7 @@ def _mutate_graph(rng: Random, model: Any) -> None:
 
 def _swap_inputs(rng: Random, graph: Any) -> None:
     """Exchange one input of two nodes, which may close a circle."""
-    one, two = rng.choice(graph.node), rng.choice(graph.node)
+    one = rng.choice(graph.node)
+    two = rng.choice(graph.node)
     if one.input and two.input:
         one.input[0], two.input[0] = two.input[0], one.input[0]

@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse(parser(__doc__), argv)
     graph = fx.symbolic_trace(nn.Sequential(*(Block() for _ in range(BLOCKS))).eval())
     x = torch.randn(1, CHANNELS, SIZE, SIZE)
-    interpreter, runner = fx.Interpreter(graph), GraphRunner(graph)
+    interpreter = fx.Interpreter(graph)
+    runner = GraphRunner(graph)
     with torch.no_grad(), Reporter("graph_runner", options.out) as report:
         if not torch.equal(interpreter.run(x), runner.run(x)):
             raise AssertionError("the two runners compute different results")

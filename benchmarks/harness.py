@@ -81,8 +81,8 @@ def compare(
     if rounds < 1 or warmup < 0:
         raise ValueError(f"rounds, warmup: got {rounds}, {warmup}; expected at least 1 and 0")
 
-    found = time_calls(candidates, rounds=rounds, warmup=warmup, min_time=min_time, clock=clock)
-    return [_summarize(name, found, baseline) for name in candidates]
+    seconds = time_calls(candidates, rounds=rounds, warmup=warmup, min_time=min_time, clock=clock)
+    return [_summarize(name, seconds, baseline) for name in candidates]
 
 
 def _summarize(name: str, found: Mapping[str, Samples], baseline: str) -> Timing:
@@ -147,12 +147,12 @@ def _commit() -> str | None:
     Outside a repository there is none, and the result is None.
     """
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    here = Path(__file__).resolve().parent
+    folder = Path(__file__).resolve().parent
     try:
-        found = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
+        described = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return found.stdout.strip()
+    return described.stdout.strip()
 
 
 class Reporter:
@@ -221,9 +221,9 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         ("--min-time", 0.02, "seconds that a sample lasts at least"),
         ("--threads", 1, "torch threads"),
     ]
-    for name, default, text in numbers:
-        text += " (default: %(default)s)"
-        result.add_argument(name, type=type(default), default=default, help=text)
+    for name, default, meaning in numbers:
+        described = f"{meaning} (default: %(default)s)"
+        result.add_argument(name, type=type(default), default=default, help=described)
     result.add_argument(
         "--quick",
         action="store_true",

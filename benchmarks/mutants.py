@@ -251,10 +251,12 @@ class _Finder(ast.NodeVisitor):
     def _add(self, kind: str, line: int, begin: int, end: int, replacement: str) -> None:
         function = ".".join(self._scope)
         source = self._lines[line - 1].rstrip("\n")
-        text = self._source[begin:end]
+        replaced = self._source[begin:end]
         column = begin - self._line_starts[line - 1]
         self.mutants.append(
-            Mutant(self._path, line, column, function, kind, source, begin, end, text, replacement)
+            Mutant(
+                self._path, line, column, function, kind, source, begin, end, replaced, replacement
+            )
         )
 
     def _offset(self, line: int, column: int) -> int:

@@ -86,7 +86,7 @@ def bars(
 ) -> None:
     """Draw horizontal bars, the first at the top, with their values; torchq's stand out."""
     ours = [name.startswith(("torchq", "INT8", "W4A4", "W2A4")) for name in names]
-    colours = [theme.accent if own else theme.quiet for own in ours]
+    colours = [theme.accent if is_ours else theme.quiet for is_ours in ours]
     rows = range(len(names), 0, -1)
     place.barh(list(rows), values, color=colours, height=0.62)
     for row, value in zip(rows, values, strict=True):
@@ -129,7 +129,8 @@ def _weights_and_codes(place: Any, theme: Theme) -> None:
     """Draw a histogram of float weights upwards, and of their codes of four bits downwards."""
     filters = _trained_weights().flatten(1)
     weights = filters[(filters.abs().amax(1) / filters.std(1)).argmin()]
-    amax, form = weights.abs().amax(), torchq.formats.INT4
+    amax = weights.abs().amax()
+    form = torchq.formats.INT4
     step = float(torchq.functional.scale_from_amax(amax, form))
     edges = (torch.arange(-22, 24) - 0.5) * step / 3
     counts, _ = torch.histogram(weights, edges)
@@ -175,7 +176,8 @@ def overview_narrow(theme: Theme) -> Any:
 def scale(theme: Theme) -> Any:
     """Draw symmetric codes of four bits: every value goes to the nearest point of the grid."""
     fig, (place,) = figure(theme, 1, (8.0, 1.9))
-    amax, form = torch.tensor(2.1), torchq.formats.INT4
+    amax = torch.tensor(2.1)
+    form = torchq.formats.INT4
     step = float(torchq.functional.scale_from_amax(amax, form))
     codes = torch.arange(-7, 8)
     place.plot(codes * step, torch.zeros(15), "|", color=theme.accent, markersize=22)
@@ -183,7 +185,8 @@ def scale(theme: Theme) -> Any:
         place.annotate(str(code), (code * step, -0.45), ha="center", va="top", color=theme.accent)
     values = torch.tensor([-1.93, -0.72, 0.1, 0.52, 1.36, 2.6])
     for value, rounded in zip(values, fake_quantize(values, amax, form), strict=True):
-        start, end = (float(value), 0.95), (float(rounded), 0.2)
+        start = (float(value), 0.95)
+        end = (float(rounded), 0.2)
         arrow = {"arrowstyle": "->", "color": theme.quiet}
         place.annotate("", end, start, arrowprops=arrow)
         place.annotate(f"{float(value):.2f}", start, ha="center", va="bottom")
@@ -204,9 +207,9 @@ def granularity(theme: Theme) -> Any:
         "one scale for the tensor": torchq.formats.PerTensor(),
         "one scale for each output channel": torchq.formats.PerAxis((0,)),
     }
-    for place, (title, kept) in zip(axes, granularities.items(), strict=True):
-        amax = torchq.functional.reduce_amax(weight, kept)
-        error = fake_quantize(weight, amax, torchq.formats.INT4, kept) - weight
+    for place, (title, kind) in zip(axes, granularities.items(), strict=True):
+        amax = torchq.functional.reduce_amax(weight, kind)
+        error = fake_quantize(weight, amax, torchq.formats.INT4, kind) - weight
         relative = error.norm(dim=1) / weight.norm(dim=1)
         place.bar(range(16), relative.tolist(), color=theme.accent)
         place.set_ylim(0, 1.05)

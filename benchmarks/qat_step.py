@@ -140,15 +140,15 @@ def make_step(name: str, tool: str, compiled: bool = False) -> Step:
 
 
 def steps(name: str, tools: Sequence[str], compiled: bool) -> dict[str, Step]:
-    found: dict[str, Step] = {}
+    step_by_tool: dict[str, Step] = {}
     for tool in tools:
         try:
-            found[tool + " compiled" * compiled] = make_step(name, tool, compiled)
+            step_by_tool[tool + " compiled" * compiled] = make_step(name, tool, compiled)
         except Exception as error:  # a rival that is absent or cannot do a model stops nothing
             if tool in ("fp32", "torchq"):
                 raise
             print(f"left out of {name}: {tool} ({type(error).__name__})", file=sys.stderr)
-    return found
+    return step_by_tool
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -164,9 +164,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name in chosen.models.split(","):
             for mode in chosen.modes.split(","):
                 compiled = mode == "compiled"
-                found = steps(name, chosen.tools.split(","), compiled)
+                step_by_tool = steps(name, chosen.tools.split(","), compiled)
                 baseline = "fp32" + " compiled" * compiled
-                for row in compare(found, baseline=baseline, clock=clock, **timing(chosen)):
+                for row in compare(step_by_tool, baseline=baseline, clock=clock, **timing(chosen)):
                     report.timing(row, model=name, mode=mode, clock=clock.__name__)
 
 

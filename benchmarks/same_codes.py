@@ -45,7 +45,8 @@ class Recurrent(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.lstm = nn.Conv2d(3, 8, 3, padding=1), nn.LSTM(256, 64, batch_first=True)
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.lstm = nn.LSTM(256, 64, batch_first=True)
         self.head = nn.Linear(64, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -64,8 +65,11 @@ class UNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.last = _pair(3, 16), _pair(16, 32), _pair(32, 16)
-        self.up, self.head = nn.ConvTranspose2d(32, 16, 2, 2), nn.Conv2d(16, 4, 1)
+        self.first = _pair(3, 16)
+        self.second = _pair(16, 32)
+        self.last = _pair(32, 16)
+        self.up = nn.ConvTranspose2d(32, 16, 2, 2)
+        self.head = nn.Conv2d(16, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, 3, H, W) to (N, 4, H, W)."""
@@ -123,13 +127,15 @@ def compared(
 ) -> dict[str, Any]:
     """Return the figures of one network, recipe and runtime."""
     calibration, test = data
-    config, fresh = RECIPES[recipe](), copy.deepcopy(model)
+    config = RECIPES[recipe]()
+    fresh = copy.deepcopy(model)
     settings: dict[str, Any] = {"target": target, "example": calibration[0][:2]}
     plan = torchq.plan(model, config, **settings)
     swapped = torchq.quantize_(model, config, **settings)
     torchq.calibrate(model, calibration, progress=False)
     with tempfile.TemporaryDirectory() as folder:
-        path, saved = Path(folder, "model.onnx"), Path(folder, "model.pt")
+        path = Path(folder, "model.onnx")
+        saved = Path(folder, "model.pt")
         torchq.save(model, saved)
         loaded = torchq.load(fresh, saved)
         plans = [p.outcome() for p in (plan, swapped, plan_of(model), plan_of(loaded))]
@@ -167,16 +173,17 @@ def main() -> None:
         for name, make, size in networks(options.data):
             if options.networks and name not in options.networks:
                 continue
-            data, model = images(options.data, size, options.images), make()
+            data = images(options.data, size, options.images)
+            model = make()
             torchq.fuse_(model, data[0][0][:2])
             for recipe in options.recipes:
                 for target in options.targets:
                     with warnings.catch_warnings():
                         warnings.simplefilter("ignore", UserWarning)
-                        found = compared(copy.deepcopy(model), recipe, target, data)
-                    report.value(network=name, recipe=recipe, target=target, **found)
-                    rows.append([name, recipe, target, *map(str, found.values())])
-                    head = ["network", "recipe", "runtime", *found]
+                        figures = compared(copy.deepcopy(model), recipe, target, data)
+                    report.value(network=name, recipe=recipe, target=target, **figures)
+                    rows.append([name, recipe, target, *map(str, figures.values())])
+                    head = ["network", "recipe", "runtime", *figures]
     print(table([head, *rows]))
 
 

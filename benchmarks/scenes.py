@@ -34,12 +34,15 @@ def scene(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     slope = (uniform(3, 2) - 0.5) / SIDE
     image = uniform(3, 1, 1) + slope[:, :1, None] * x + slope[:, 1:, None] * y
     image = image + 0.05 * torch.randn(3, SIDE, SIDE, generator=generator)
-    middle, boxes, kinds = image.mean((1, 2), keepdim=True), [], []
+    middle = image.mean((1, 2), keepdim=True)
+    boxes = []
+    kinds = []
     for _ in range(int(torch.randint(1, 4, (), generator=generator))):
         half = 5 + 8 * float(uniform(1))
         cx, cy = (half + (SIDE - 2 * half) * uniform(2)).tolist()
         kind = int(torch.randint(KINDS, (), generator=generator))
-        dx, dy = (x - cx).abs(), (y - cy).abs()
+        dx = (x - cx).abs()
+        dy = (y - cy).abs()
         inside = (
             dx.square() + dy.square() < half**2,
             torch.maximum(dx, dy) < half,
@@ -88,7 +91,8 @@ class Detector(nn.Module):
         """Return centres and sizes (N, 4, cells), and the logits of the kinds."""
         x = self.down(x)
         x = x + self.deep(x)
-        boxes, kinds = self.boxes(x).flatten(2), self.kinds(x).flatten(2)
+        boxes = self.boxes(x).flatten(2)
+        kinds = self.kinds(x).flatten(2)
         middle = self.centres + _STRIDE * boxes[:, :2]
         return torch.cat([middle, 4 * _STRIDE * boxes[:, 2:].sigmoid()], 1), kinds
 
@@ -101,21 +105,27 @@ class Detector(nn.Module):
 def _targets(boxes: Tensor, kinds: Tensor) -> tuple[Tensor, Tensor]:
     """Return the box and the one-hot kind of each cell whose centre is near that of an object."""
     rows, columns = (grid.flatten() for grid in _grid(CELLS, _STRIDE))
-    middle, size = (boxes[:, :2] + boxes[:, 2:]) / 2, boxes[:, 2:] - boxes[:, :2]
-    wanted, kind = torch.zeros(4, CELLS**2), torch.zeros(KINDS, CELLS**2)
+    middle = (boxes[:, :2] + boxes[:, 2:]) / 2
+    size = boxes[:, 2:] - boxes[:, :2]
+    target_boxes = torch.zeros(4, CELLS**2)
+    kind = torch.zeros(KINDS, CELLS**2)
     for i in range(len(boxes)):  # later objects cover earlier ones, as in the image
         near = ((columns - middle[i, 0]).abs() < _STRIDE) & ((rows - middle[i, 1]).abs() < _STRIDE)
-        wanted[:, near] = torch.cat([middle[i], size[i]])[:, None]
+        target_boxes[:, near] = torch.cat([middle[i], size[i]])[:, None]
         kind[:, near] = F.one_hot(kinds[i], KINDS).float()[:, None]
-    return wanted, kind
+    return target_boxes, kind
 
 
 def _scenes(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return images, and what each cell should return."""
     generator = torch.Generator().manual_seed(seed)
     rows = [scene(generator) for _ in range(count)]
-    wanted, kinds = zip(*(_targets(boxes, kinds) for _, boxes, kinds in rows), strict=True)
-    return torch.stack([image for image, _, _ in rows]), torch.stack(wanted), torch.stack(kinds)
+    target_boxes, kinds = zip(*(_targets(boxes, kinds) for _, boxes, kinds in rows), strict=True)
+    return (
+        torch.stack([image for image, _, _ in rows]),
+        torch.stack(target_boxes),
+        torch.stack(kinds),
+    )
 
 
 def fit_detector(model: Detector, steps: int, seed: int = 0) -> None:
@@ -126,10 +136,12 @@ def fit_detector(model: Detector, steps: int, seed: int = 0) -> None:
     rows = _scenes(min(_SCENES, steps * _BATCH), seed)
     for _ in progress_bar(range(steps), description="train", unit="step"):
         index = torch.randint(len(rows[0]), (_BATCH,))
-        x, wanted, kinds = (tensor[index] for tensor in rows)
+        x, target_boxes, kinds = (tensor[index] for tensor in rows)
         boxes, logits = model.raw(x)
         near = kinds.amax(1, keepdim=True)
-        of_boxes = (F.smooth_l1_loss(boxes, wanted, reduction="none") * near).sum() / near.sum()
+        of_boxes = (
+            F.smooth_l1_loss(boxes, target_boxes, reduction="none") * near
+        ).sum() / near.sum()
         odds = F.binary_cross_entropy_with_logits(logits, kinds, reduction="none")
         focus = (logits.sigmoid() - kinds).abs().square()
         loss = of_boxes / _STRIDE + (focus * odds).sum() / near.sum()

@@ -108,10 +108,10 @@ def choose(libraries: Iterable[str], sample: int | None, match: str) -> list[str
     """
     chosen: list[list[str]] = []
     for library in libraries:
-        found = [name for name in names(library) if match in name]
-        if sample is not None and len(found) > sample:
-            found = [found[i * len(found) // sample] for i in range(sample)]
-        chosen.append(found)
+        matching = [name for name in names(library) if match in name]
+        if sample is not None and len(matching) > sample:
+            matching = [matching[i * len(matching) // sample] for i in range(sample)]
+        chosen.append(matching)
     turns = itertools.zip_longest(*chosen)
     return [name for turn in turns for name in turn if name is not None]
 

@@ -162,9 +162,12 @@ def _train(
         torchq.calibrate(model, batches, method=name.split()[1], progress=False)
         return {}
     _, _, steps, lr = _TRAINED[widths]
-    teacher, method = copy.deepcopy(model), Method(loss="logits" if "dist" in name else "labels")
+    teacher = copy.deepcopy(model)
+    method = Method(loss="logits" if "dist" in name else "labels")
     if is_short := name.startswith(_SHORT):
-        steps, lr, method = _SHORT_STEPS, _SHORT_LR, _METHODS[name.removeprefix(_SHORT)]
+        steps = _SHORT_STEPS
+        lr = _SHORT_LR
+        method = _METHODS[name.removeprefix(_SHORT)]
     steps = 1 if options.quick else round(steps * options.scale)
     prepare(model, batches, _recipe(widths, not is_short, method.per_channel), progress=False)
     if is_short:  # the quantizers with few bits; those of the first and the last layer have 8
@@ -215,11 +218,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--scale", type=float, default=1.0, help="multiplies all steps")
     fast = "train images compiled, with autocast to bfloat16"
     options.add_argument("--bf16", action="store_true", help=fast)
-    given = parse(options, argv)
-    if given.quick:
-        given.images, given.seeds = 50, given.seeds[:1]
-    with Reporter("accuracy_qat", given.out) as report:
-        with_training(given, report)
+    chosen = parse(options, argv)
+    if chosen.quick:
+        chosen.images = 50
+        chosen.seeds = chosen.seeds[:1]
+    with Reporter("accuracy_qat", chosen.out) as report:
+        with_training(chosen, report)
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def check_quantize(subject: Subject) -> Fields:
     total = count(model, lambda: call(model, subject.entry.example)).total
     report = torchq.quantize_(model)
     torchq.calibrate(model, [subject.entry.example], progress=False, on_unseen="disable")
-    left = count(model, lambda: call(model, subject.entry.example)).floating
+    still_float = count(model, lambda: call(model, subject.entry.example)).floating
     modules = dict(model.named_modules())
     weighted = [
         decision
@@ -141,15 +141,15 @@ def check_quantize(subject: Subject) -> Fields:
         and any(p.dim() > 1 for p in modules[decision.name].parameters(recurse=False))
     ]
     reasons = {decision.name: decision.reason for decision in weighted}
-    found = outputs(model, subject.entry.example)
-    finite = all(bool(x.isfinite().all()) for x in found if x.is_floating_point())
+    results = outputs(model, subject.entry.example)
+    finite = all(bool(x.isfinite().all()) for x in results if x.is_floating_point())
     return {
         "quantize": verdict(finite, "not finite"),
         "products": total,
-        "left_float": len(left),
-        "left_shapes": sorted(set(left)),
+        "left_float": len(still_float),
+        "left_shapes": sorted(set(still_float)),
         "left_reasons": reasons,
-        "db": worst_decibels(found, subject.expected),
+        "db": worst_decibels(results, subject.expected),
     }
 
 
@@ -210,14 +210,15 @@ def check_export(subject: Subject) -> Fields:
     """Check that ONNX Runtime agrees with the simulation, where it can run float files."""
     try:
         session = subject.session
-        found = session.run(None, _feeds(session, subject.entry.example))
+        results = session.run(None, _feeds(session, subject.entry.example))
     except Exception:
         if _runs_in_float(subject):
             raise
         return {"export": FLOAT_FAILS, "exporter": subject.exporter}
     expected = outputs(subject.targeted, subject.entry.example)
-    ratio = worst_decibels([torch.from_numpy(array) for array in found], expected[: len(found)])
-    least, fields = subject.agreement_db, {"export_db": ratio, "exporter": subject.exporter}
+    ratio = worst_decibels([torch.from_numpy(array) for array in results], expected[: len(results)])
+    least = subject.agreement_db
+    fields = {"export_db": ratio, "exporter": subject.exporter}
     if ratio <= least:
         # A file for ONNX Runtime has unsigned codes, which are finer where nothing is negative, and
         # its integer kernels round sums and means of their own.
@@ -311,7 +312,7 @@ def run_checks(name: str, checks: Iterable[str]) -> Iterator[Fields]:
             try:
                 fields = CHECKS[key](subject)
             except Exception as error:
-                text = (str(error).splitlines() or [""])[0]
-                fields = {key: f"{type(error).__name__}: {text[:300]}"}
+                first = (str(error).splitlines() or [""])[0]
+                fields = {key: f"{type(error).__name__}: {first[:300]}"}
         yield fields | {f"{key}_s": round(time.perf_counter() - begin, 1)}
     yield {"seconds": round(time.perf_counter() - start, 1)}

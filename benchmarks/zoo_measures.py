@@ -103,16 +103,16 @@ def checksum(tensor: Tensor) -> int:
 
 def state(model: nn.Module) -> dict[str, Any]:
     """Return what a dry run must leave alone: classes, attributes, the contents of containers."""
-    found: dict[str, Any] = {}
+    by_path: dict[str, Any] = {}
     for name, module in model.named_modules():
-        found[name] = (type(module), sorted(vars(module)))
+        by_path[name] = (type(module), sorted(vars(module)))
         for key, value in vars(module).items():
             leaves, _ = tree_flatten_with_path(value)
-            found[f"{name}.{key}"] = [
+            by_path[f"{name}.{key}"] = [
                 (str(path), id(leaf), checksum(leaf) if isinstance(leaf, Tensor) else 0)
                 for path, leaf in leaves
             ]
-    return found
+    return by_path
 
 
 # --- products with weights ------------------------------------------------------------------------
@@ -205,8 +205,8 @@ def count(model: nn.Module, run: Any) -> WeightCalls:
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.no_grad(), WeightCalls(model) as found:
+        with torch.no_grad(), WeightCalls(model) as calls:
             run()
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
-    return found
+    return calls

@@ -104,9 +104,9 @@ small s m0 0 1 18 10 26 34 050 100 base
 def _timm_rank(name: str) -> tuple[int, int, str]:
     words = set(re.split(r"[_.]|(?<=[a-z])(?=\d)", name))
     small = SMALL.split()
-    found = min((i for i, word in enumerate(small) if word in words), default=len(small))
+    place = min((i for i, word in enumerate(small) if word in words), default=len(small))
     numbers = [int(n) for n in re.findall(r"\d+", name)]
-    return found, sum(numbers), name
+    return place, sum(numbers), name
 
 
 def _timm_names() -> Iterator[str]:
@@ -114,9 +114,9 @@ def _timm_names() -> Iterator[str]:
     import timm
 
     for module in sorted(timm.list_modules()):
-        found = timm.list_models(module=module)
-        if found:
-            yield f"{module}.{min(found, key=_timm_rank)}"
+        matching = timm.list_models(module=module)
+        if matching:
+            yield f"{module}.{min(matching, key=_timm_rank)}"
 
 
 def _timm(key: str) -> Entry:
@@ -354,19 +354,19 @@ def shortened(model: nn.Module, *example: Any) -> nn.Module:
 
 def _cut(blocks: nn.Sequential | nn.ModuleList) -> nn.Module:
     """Return the container without the third and further blocks of each run of equal ones."""
-    kept: dict[str, nn.Module] = {}
+    children: dict[str, nn.Module] = {}
     previous, length = None, 0
     for name, block in blocks.named_children():
         kind = (type(block), [parameter.shape for parameter in block.parameters()])
         length = length + 1 if kind == previous and kind[1] else 1
         previous = kind
         if length <= KEPT:
-            kept[name] = block
-    if len(kept) == len(blocks):
+            children[name] = block
+    if len(children) == len(blocks):
         return blocks
     if isinstance(blocks, nn.ModuleList):
-        return nn.ModuleList(kept.values())
-    return nn.Sequential(*kept.values())
+        return nn.ModuleList(children.values())
+    return nn.Sequential(*children.values())
 
 
 # --- all of them ---------------------------------------------------------------------------------
