@@ -53,6 +53,7 @@ def _same(shown: str, printed: str, tolerance: float) -> bool:
 def _near(shown: str, printed: str, tolerance: float) -> bool:
     if "e" in shown or "e" in printed:
         return True
-    ours, theirs = float(shown.replace(",", "")), float(printed.replace(",", ""))
+    ours = float(shown.replace(",", ""))
+    theirs = float(printed.replace(",", ""))
     last_digit = 10.0 ** -len(shown.partition(".")[2])
     return abs(ours - theirs) <= max(tolerance * abs(ours), 2 * last_digit)

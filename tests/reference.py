@@ -239,7 +239,8 @@ def affine_fake_quantize(
     is ``(code - zero_point) * scale``. Each operation is rounded to ``working``.
     """
     quant_min, quant_max = integer_bounds(bits, unsigned)
-    low, high = min(Fraction(amin), Fraction(0)), max(Fraction(amax), Fraction(0))
+    low = min(Fraction(amin), Fraction(0))
+    high = max(Fraction(amax), Fraction(0))
     length = round_to(high - low, working)
     scale = round_to(Fraction(length) / (quant_max - quant_min), working)
     if power_of_two and scale >= working.smallest_normal:
@@ -268,7 +269,8 @@ def power_of_two_above(value: float) -> float:
 def rounded(value: float, rounding: str) -> int:
     """Round a finite number to an integer by the definition of each policy."""
     exact = Fraction(value)
-    low, high = math.floor(exact), math.ceil(exact)
+    low = math.floor(exact)
+    high = math.ceil(exact)
     if rounding in ("up", "down"):
         return high if rounding == "up" else low
     if exact - low != Fraction(1, 2):

@@ -71,7 +71,8 @@ def test_a_training_step(name: str) -> None:
     model = nn.Sequential(
         nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 16, 4)
     )
-    x, target = torch.randn(2, 3, 6, 6), torch.tensor([0, 3])
+    x = torch.randn(2, 3, 6, 6)
+    target = torch.tensor([0, 3])
     torchq.quantize_(model, CONFIGS[name])
     torchq.calibrate(model, [x], progress=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -40,7 +40,8 @@ def test_recipes_are_data(name: str) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_run(name: str, generator: torch.Generator) -> None:
     """Before and after calibration, finite, near the float model, and different from it."""
-    net, x = model(), torch.randn(4, 3, 8, 8, generator=generator)
+    net = model()
+    x = torch.randn(4, 3, 8, 8, generator=generator)
     expected = net(x)
     report = torchq.quantize_(net, recipes.by_name(name))
     layers = ["6"] if name == "int8_dynamic" else ["0", "3", "6"]

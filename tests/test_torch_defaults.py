@@ -96,7 +96,8 @@ def test_defaults_change_no_result(
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.pools = nn.Conv2d(4, 4, 1), nn.Sequential(nn.AvgPool2d(2), nn.SiLU())
+        self.conv = nn.Conv2d(4, 4, 1)
+        self.pools = nn.Sequential(nn.AvgPool2d(2), nn.SiLU())
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([self.pools(self.conv(x) + x), self.pools(x)], 1)

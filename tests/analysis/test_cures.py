@@ -191,7 +191,8 @@ def test_one_bad_layer_of_eight_bits_is_named() -> None:
 
 
 def test_one_scale_for_unequal_channels_wants_equalization() -> None:
-    recipe, unequal = torchq.recipes.integer(8, 8, per_channel=False), copy.deepcopy(trained())
+    recipe = torchq.recipes.integer(8, 8, per_channel=False)
+    unequal = copy.deepcopy(trained())
     with torch.no_grad():
         unequal[3].rbr_reparam.weight[0] *= 100  # type: ignore[index]
     model = quantized(recipe, unequal, target="onnxruntime")

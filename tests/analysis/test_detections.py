@@ -101,7 +101,9 @@ def test_figures_are_those_counted_by_hand() -> None:
 
 @pytest.mark.parametrize("damage", ["label", "place", "score", "twice"])
 def test_it_says_no_to_each_kind_of_damage(damage: str) -> None:
-    boxes, scores, labels = BOXES.clone(), SCORES.clone(), LABELS.clone()
+    boxes = BOXES.clone()
+    scores = SCORES.clone()
+    labels = LABELS.clone()
     if damage == "label":
         labels[0] = 5
     elif damage == "place":

@@ -67,7 +67,8 @@ class TwoReaders(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1)
+        self.a = nn.Conv2d(3, 4, 1)
+        self.b = nn.Conv2d(3, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.a(x) + self.b(x)
@@ -278,7 +279,8 @@ class Product(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(6, 9)), nn.Parameter(torch.zeros(9))
+        self.weight = nn.Parameter(torch.randn(6, 9))
+        self.bias = nn.Parameter(torch.zeros(9))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.addmm(self.bias, x, self.weight)
@@ -345,7 +347,8 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", NETWORKS)
 def test_healthy_networks_have_no_finding_but_channels_of_zeros(name: str) -> None:
     torch.manual_seed(0)
-    model, batches = NETWORKS[name]().eval(), [torch.randn(2, 3, 32, 32) for _ in range(2)]
+    model = NETWORKS[name]().eval()
+    batches = [torch.randn(2, 3, 32, 32) for _ in range(2)]
     torchq.fuse_(model, batches[0], progress=False)
     simulated(model, batches, on_unseen="dynamic")
     report = torchq.doctor(model, batches, progress=False)

@@ -91,7 +91,8 @@ def test_large_outputs_are_compared_on_the_first_images(channels: int, compared:
 
 def test_a_layer_that_mixes_images_gets_all_of_them() -> None:
     """Let the order of the dimensions be (L, N, E), as in torch's attention by default."""
-    attention, seen = nn.MultiheadAttention(512, 2), []
+    attention = nn.MultiheadAttention(512, 2)
+    seen = []
 
     class Sequences(Parts):
         def forward(self, x: Tensor) -> Tensor:

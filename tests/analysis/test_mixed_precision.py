@@ -177,7 +177,8 @@ class Projections(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        key, value = self.key(x.view(-1, 16)), self.value(x.view(-1, 16))
+        key = self.key(x.view(-1, 16))
+        value = self.value(x.view(-1, 16))
         weights = (self.query(x) @ key.T).softmax(-1)
         return self.last(weights @ value)
 

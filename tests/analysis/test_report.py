@@ -28,7 +28,9 @@ class Classifier(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.middle, self.last = nn.Linear(16, 24), nn.Linear(24, 24), nn.Linear(24, 8)
+        self.first = nn.Linear(16, 24)
+        self.middle = nn.Linear(24, 24)
+        self.last = nn.Linear(24, 8)
         self.unused = nn.Linear(2, 2)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -30,7 +30,9 @@ class Sequences(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(20, 32)
-        self.encode, self.decode, self.head = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 5)
+        self.encode = nn.Linear(32, 32)
+        self.decode = nn.Linear(32, 32)
+        self.head = nn.Linear(32, 5)
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Output:
         hidden = self.encode(self.embed(tokens))
@@ -52,7 +54,9 @@ def quantized(batches: list[Any]) -> nn.Module:
 
 
 def test_a_loss_is_no_result() -> None:
-    logits, hidden, loss = torch.randn(2, 5), torch.randn(2, 3, 4), torch.tensor(1.0)
+    logits = torch.randn(2, 5)
+    hidden = torch.randn(2, 3, 4)
+    loss = torch.tensor(1.0)
     assert [t.shape for t in results_in(Output(logits, hidden, loss))] == [(2, 5), (2, 3, 4)]
     assert results_in(loss)[0] is loss
 
@@ -127,7 +131,8 @@ def test_layer_errors_name_the_first_layer(place: str, value: float) -> None:
 def test_the_report_does_not_call_nan_equal_predictions(place: str) -> None:
     model, x, first = broken(place, math.nan)
     found = torchq.report(model, [x], plan=False, progress=False)
-    verdict, outputs = found.data["verdict"], found.data["outputs"]
+    verdict = found.data["verdict"]
+    outputs = found.data["outputs"]
     assert outputs["agreement"] == (0.0 if place != "input" else 0.75)
     assert verdict["grade"] == "poor" and not verdict["blame"]
     assert f"NaN or infinity for these batches, and {first} is the first" in verdict["sentence"]
@@ -156,7 +161,8 @@ def test_one_of_two_outputs_is_enough() -> None:
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return self.a(x), self.b(x)
 
-    model, x = Two(a=nn.Linear(4, 2), b=nn.Linear(4, 2)).eval(), torch.randn(3, 4)
+    model = Two(a=nn.Linear(4, 2), b=nn.Linear(4, 2)).eval()
+    x = torch.randn(3, 4)
     simulated(model, [x])
     model.b.bias.data[0] = math.nan
     assert math.isnan(torchq.layer_errors(model, [x], progress=False).output_sqnr)
@@ -176,7 +182,8 @@ def test_deploy_takes_models_that_mask_scores_by_infinity() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.head(x).index_fill(1, torch.tensor([1, 4]), -math.inf)
 
-    model, x = Masked(head=nn.Linear(8, 6)).eval(), torch.randn(3, 8)
+    model = Masked(head=nn.Linear(8, 6)).eval()
+    x = torch.randn(3, 8)
     simulated(model, [x], torchq.recipes.int8(reduce_range=True))
     int8 = torchq.deploy(model, x, progress=False)
     torch.testing.assert_close(int8(x), model(x), rtol=1e-5, atol=1e-5)

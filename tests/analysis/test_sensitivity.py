@@ -142,7 +142,8 @@ class Heads(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention, self.out = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.out = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         mixed, weights = self.attention(x, x, x)

@@ -56,7 +56,8 @@ def test_a_float_model(measure: Callable[..., Any]) -> None:
 def test_batches_that_can_be_read_only_once(measure: Callable[..., Any]) -> None:
     batches = [X + n for n in range(3)]
     model = quantized()
-    once, often = measure(model, iter(batches), progress=False), measure(model, batches)
+    once = measure(model, iter(batches), progress=False)
+    often = measure(model, batches)
     assert str(once) == str(often)
 
 

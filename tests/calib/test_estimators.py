@@ -51,7 +51,8 @@ def naive_entropy(counts: list[int], levels: list[float]) -> int:
     counts = [counts[1], *counts[1:]]
     end = max(i + 1 for i, c in enumerate(counts) if c)
     top = 2 * levels[-1] - levels[-2]
-    best, least = end, math.inf
+    best = end
+    least = math.inf
     for edge in range(len(levels), end + 1):
         reference = counts[:edge]
         reference[-1] += sum(counts[edge:])
@@ -78,7 +79,8 @@ def naive_mse(counts: list[int], format: Format) -> int:
     """Return the edge of least error of the bin centers, each rounded by a search."""
     grid = [v for v in format.values if v >= 0]
     end = max(i + 1 for i, c in enumerate(counts) if c)
-    best, least = 0, math.inf
+    best = 0
+    least = math.inf
     for edge in range(1, end + 1):
         scale = edge / format.qmax
         error = 0.0
@@ -173,6 +175,7 @@ def test_as_many_values_as_bins_keep_everything() -> None:
 
 def test_as_many_bins_as_values_are_too_coarse() -> None:
     counts = random_counts("laplace", 128, torch.Generator().manual_seed(0))
-    coarse, fine = histogram_of(counts), histogram_of([*counts, 0])
+    coarse = histogram_of(counts)
+    fine = histogram_of([*counts, 0])
     assert torch.equal(mse(coarse, INT8), largest(coarse, INT8))
     assert not torch.equal(mse(fine, INT8), largest(fine, INT8))

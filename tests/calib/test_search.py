@@ -88,7 +88,8 @@ def test_of_equal_errors_the_largest_range_wins() -> None:
 def test_a_scale_shared_by_all_blocks_is_never_cut_into_pieces(generator: torch.Generator) -> None:
     granularity = PerBlock(16, 1)
     x = torch.randn(16, 16384, generator=generator) * torch.logspace(-3, 2, 16).unsqueeze(1)
-    largest, errors = granularity.amax(x), []
+    largest = granularity.amax(x)
+    errors = []
     fractions = [1.0, 0.6, 0.2]
     for fraction in fractions:
         quantized = fake_quantize(x, largest * fraction, E2M1, granularity, E4M3)

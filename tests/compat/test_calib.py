@@ -31,7 +31,8 @@ def test_max_over_batches_and_reset() -> None:
 
 def test_max_per_axis() -> None:
     calibrator = calib.MaxCalibrator(8, 0, False)
-    x, y = draw(5, 3, 2), draw(5, 3, 2, seed=1)
+    x = draw(5, 3, 2)
+    y = draw(5, 3, 2, seed=1)
     calibrator.collect(x)
     calibrator.collect(y)
     wanted = torch.maximum(x.abs(), y.abs()).amax((1, 2), keepdim=True)
@@ -111,7 +112,8 @@ def divergences(counts: np.ndarray, levels: int, stops: range) -> list[float]:
                 quantized[i] = sum(bins[j] for j in inside) / len(inside)
         reference = bins[:stop].copy()
         reference[-1] += bins[stop:].sum()
-        p, q = reference / reference.sum(), quantized / max(quantized.sum(), 1)
+        p = reference / reference.sum()
+        q = quantized / max(quantized.sum(), 1)
         with np.errstate(divide="ignore"):
             scores.append(float(np.sum(p[p > 0] * np.log(p[p > 0] / q[p > 0]))))
     return scores
@@ -146,7 +148,8 @@ def test_mse_is_the_definition(bits: Any, unsigned: bool) -> None:
     x = torch.cat([draw(2000), torch.tensor([6.0])])
     calibrator = calib.HistogramCalibrator(bits, None, unsigned, num_bins=200)
     calibrator.collect(x)
-    edges, counts = calibrator._calib_bin_edges, calibrator._calib_hist.double()
+    edges = calibrator._calib_bin_edges
+    counts = calibrator._calib_hist.double()
     centers = (edges[1:] + edges[:-1]) / 2
 
     def error(amax: torch.Tensor) -> float:

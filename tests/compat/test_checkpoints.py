@@ -28,7 +28,8 @@ def floats() -> nn.Sequential:
 
 
 def legacy_model() -> nn.Sequential:
-    conv, linear = quant_nn.QuantConv2d(3, 4, 3), quant_nn.QuantLinear(16, 2)
+    conv = quant_nn.QuantConv2d(3, 4, 3)
+    linear = quant_nn.QuantLinear(16, 2)
     return nn.Sequential(conv, nn.ReLU(), nn.Flatten(), linear)
 
 

@@ -114,7 +114,8 @@ def close(path: Path, model: nn.Module, x: Tensor, atol: float = 1e-5) -> None:
 )
 def test_other_formats(tmp_path: Path, dynamo: bool, options: dict[str, Any]) -> None:
     """Ranges and bounds that int8 does not have are clipped before."""
-    model, x = calibrated(**options), example(options.get("dtype", torch.float32))
+    model = calibrated(**options)
+    x = example(options.get("dtype", torch.float32))
     opset = 21 if dynamo and "num_bits" in options else 19
     found = export(model, x, tmp_path / "model.onnx", dynamo=dynamo, opset=opset)
     assert count(found, "QuantizeLinear") == 4

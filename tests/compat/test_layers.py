@@ -51,7 +51,8 @@ def test_weighted_layers(
     x = torch.randn(shape)
     layer = make(name, arguments, bias=bias)
     function = FUNCTIONS[name]
-    weight, quantize = layer.weight.detach(), tensor_quant.fake_tensor_quant
+    weight = layer.weight.detach()
+    quantize = tensor_quant.fake_tensor_quant
     quantized = quantize(weight, per_channel(weight, axis)), quantize(x, x.abs().max())
     assert layer(x).equal(function(quantized[1], quantized[0], layer.bias))
     layer.input_quantizer.disable()
@@ -189,7 +190,8 @@ class QuantScale(nn.Linear, _utils.QuantMixin):
         self.init_quantizer(*_utils.pop_quant_desc_in_kwargs(self.__class__, **kwargs))
 
     def forward(self, input: Tensor) -> Tensor:
-        x, weight = self._input_quantizer(input), self._weight_quantizer(self.weight)
+        x = self._input_quantizer(input)
+        weight = self._weight_quantizer(self.weight)
         return F.linear(x, weight, bias=self.bias)
 
 
@@ -202,13 +204,15 @@ class QuantTwice(quant_nn.QuantConv2d):
 
 
 def test_user_classes() -> None:
-    layer, plain = QuantScale(3, 4), quant_nn.QuantLinear(3, 4)
+    layer = QuantScale(3, 4)
+    plain = quant_nn.QuantLinear(3, 4)
     plain.load_state_dict(layer.state_dict())
     x = torch.randn(5, 3)
     assert layer(x).equal(plain(x))
     assert layer.input_quantizer is layer._input_quantizer and layer.weight_quantizer.axis == 0
     options: Any = {"quant_desc_input": QuantDescriptor(4)}
-    twice, conv = QuantTwice(2, 3, 3, **options), quant_nn.QuantConv2d(2, 3, 3, **options)
+    twice = QuantTwice(2, 3, 3, **options)
+    conv = quant_nn.QuantConv2d(2, 3, 3, **options)
     conv.load_state_dict(twice.state_dict())
     y = torch.randn(1, 2, 5, 5)
     assert twice(y).equal(2 * conv(y))
@@ -217,9 +221,11 @@ def test_user_classes() -> None:
 
 def test_clip_values_and_gradients() -> None:
     x = torch.randn(3, 100)
-    x[0, 0], x[0, 1] = -0.3, 0.7  # the bounds themselves count as clipped
+    x[0, 0] = -0.3
+    x[0, 1] = 0.7  # the bounds themselves count as clipped
     x.requires_grad_()
-    low, high = torch.tensor(-0.3, requires_grad=True), torch.tensor(0.7, requires_grad=True)
+    low = torch.tensor(-0.3, requires_grad=True)
+    high = torch.tensor(0.7, requires_grad=True)
     weight = torch.randn(3, 100)
     (quant_nn.functional.clip(x, low, high) * weight).sum().backward()
     torch.testing.assert_close(low.grad, weight[x <= low].sum())
@@ -266,7 +272,8 @@ def folding_net() -> nn.Sequential:
 @pytest.mark.parametrize("calibrated", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
 def test_batchnorms_fold_into_layers_of_the_originals_names(calibrated: bool, shared: bool) -> None:
-    model, x = folding_net(), torch.randn(2, 3, 8, 8)
+    model = folding_net()
+    x = torch.randn(2, 3, 8, 8)
     if shared:
         model[2]._weight_quantizer = model[0]._weight_quantizer
         model[2].weight = nn.Parameter(model[0].weight.detach().clone())  # of one range

@@ -54,7 +54,8 @@ MODES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", MODES, ids=str)
 @pytest.mark.parametrize("given", [True, False])
 def test_without_quantization_it_is_torchs(options: dict[str, Any], given: bool) -> None:
-    layer, plain = QuantLSTM(5, 7, **options), nn.LSTM(5, 7, **options)
+    layer = QuantLSTM(5, 7, **options)
+    plain = nn.LSTM(5, 7, **options)
     assert list(layer.state_dict()) == list(plain.state_dict())
     plain.load_state_dict(layer.state_dict())
     off(layer)
@@ -69,7 +70,8 @@ def test_without_quantization_it_is_torchs(options: dict[str, Any], given: bool)
 
 @pytest.mark.parametrize("options", [{}, {"bidirectional": True, "num_layers": 2}], ids=str)
 def test_packed_sequences(options: dict[str, Any]) -> None:
-    layer, plain = QuantLSTM(5, 7, **options), nn.LSTM(5, 7, **options)
+    layer = QuantLSTM(5, 7, **options)
+    plain = nn.LSTM(5, 7, **options)
     plain.load_state_dict(layer.state_dict())
     off(layer)
     sorted_ = pack_sequence([torch.randn(n, 5) for n in (6, 4, 4, 1)])
@@ -77,7 +79,8 @@ def test_packed_sequences(options: dict[str, Any]) -> None:
     count = 4 if options else 1
     states = torch.randn(count, 4, 7), torch.randn(count, 4, 7)
     for packed, hx in ((sorted_, None), (shuffled, None), (shuffled, states)):
-        found, expected = layer(packed, hx), plain(packed, hx)
+        found = layer(packed, hx)
+        expected = plain(packed, hx)
         close(found[0].data, expected[0].data)
         close(found[1], expected[1])
         assert found[0].batch_sizes.equal(expected[0].batch_sizes)
@@ -88,20 +91,26 @@ def test_packed_sequences(options: dict[str, Any]) -> None:
 def test_quantized_lstm(bits_input: int, bits_weight: int, bias: bool) -> None:
     """Input and hidden state share a range, and so do the two weights; the rest stays float."""
     descriptors = described(bits_input, bits_weight)
-    layer, plain = QuantLSTM(9, 7, bias=bias, **descriptors), nn.LSTM(9, 7, bias=bias)
+    layer = QuantLSTM(9, 7, bias=bias, **descriptors)
+    plain = nn.LSTM(9, 7, bias=bias)
     plain.load_state_dict(layer.state_dict())
     replace_jointly(bits_weight, *plain.all_weights[0][:2])
-    x, h, c = torch.randn(1, 4, 9), torch.randn(1, 4, 7), torch.randn(1, 4, 7)
+    x = torch.randn(1, 4, 9)
+    h = torch.randn(1, 4, 7)
+    c = torch.randn(1, 4, 7)
     quantized_x, quantized_h = jointly(bits_input, x, h)
     close(layer(x, (h, c)), plain(quantized_x, (quantized_h, c)))
 
 
 def test_quantized_cell() -> None:
-    cell, plain = QuantLSTMCell(9, 7, **described(5, 4)), nn.LSTMCell(9, 7)
+    cell = QuantLSTMCell(9, 7, **described(5, 4))
+    plain = nn.LSTMCell(9, 7)
     assert list(cell.state_dict()) == list(plain.state_dict())
     plain.load_state_dict(cell.state_dict())
     replace_jointly(4, plain.weight_ih, plain.weight_hh)
-    x, h, c = torch.randn(4, 9), torch.randn(4, 7), torch.randn(4, 7)
+    x = torch.randn(4, 9)
+    h = torch.randn(4, 7)
+    c = torch.randn(4, 7)
     quantized_x, quantized_h = jointly(5, x, h)
     close(cell(x, (h, c)), plain(quantized_x, (quantized_h, c)))
     off(cell)

@@ -119,7 +119,8 @@ def test_max_calibration() -> None:
     quantizer.enable_calib()
     with pytest.raises(RuntimeError, match="Calibrator returned None"):
         quantizer.load_calib_amax()
-    first, second = draw(6, 4, 3, 3), draw(6, 4, 3, 3, seed=1)
+    first = draw(6, 4, 3, 3)
+    second = draw(6, 4, 3, 3, seed=1)
     quantizer(first)
     quantizer(second)
     expected = torch.maximum(*(utils.reduce_amax(x, axis=(1, 2, 3)) for x in (first, second)))

@@ -35,7 +35,8 @@ class Base(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, padding=1)
+        self.a = nn.Conv2d(3, 8, 3)
+        self.b = nn.Conv2d(8, 8, 3, padding=1)
         self.c = nn.Conv2d(8, 4, 1)
 
     def tail(self, h: Tensor) -> Any:
@@ -270,7 +271,8 @@ class NotYet(Exception):
 class Exceptions(Base):
     def first(self, h: Tensor) -> Any:
         h += 1
-        raise NotYet(h + h)
+        doubled = h + h
+        raise NotYet(doubled)
 
     def tail(self, h: Tensor) -> Any:
         try:
@@ -489,7 +491,8 @@ class Noise(Base):
 class OwnNoise(Base):
     def __init__(self) -> None:
         super().__init__()
-        self.numbers, self.generator = random.Random(0), torch.Generator().manual_seed(1)
+        self.numbers = random.Random(0)
+        self.generator = torch.Generator().manual_seed(1)
 
     def tail(self, h: Tensor) -> Any:
         noise = torch.rand(h.shape, generator=self.generator)
@@ -514,7 +517,8 @@ class Experts(Base):
 
     def tail(self, h: Tensor) -> Any:
         rows = h.permute(0, 2, 3, 1).flatten(0, 2)
-        chosen, out = self.gate(rows).argmax(-1), torch.zeros_like(rows)
+        chosen = self.gate(rows).argmax(-1)
+        out = torch.zeros_like(rows)
         for number, expert in enumerate(self.experts):
             out[chosen == number] = expert(rows[chosen == number])
         return self.b((out + rows).view_as(h.permute(0, 2, 3, 1)).permute(0, 3, 1, 2))

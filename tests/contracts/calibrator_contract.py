@@ -66,7 +66,8 @@ class CalibratorContract:
         before = x.clone()
         calibrator = collected(make, x)
         assert torch.equal(x, before)
-        range_, whole = calibrator.range(), Range.of(x, calibrator.granularity, symmetric=False)
+        range_ = calibrator.range()
+        whole = Range.of(x, calibrator.granularity, symmetric=False)
         largest = calibrator.granularity.amax(x) if range_.low is None else whole.high
         assert (range_.low is None) == calibrator.symmetric
         for _, end in range_.ends():

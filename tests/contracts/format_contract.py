@@ -86,7 +86,8 @@ def check_between(format: Format) -> None:
         low, high = torch.tensor(pairs, dtype=dtype).unbind(1)
         middle = low / 2 + high / 2  # exact: a format has far fewer bits than float32
         even = torch.tensor([_even(format, *pair) for pair in pairs], dtype=dtype)
-        down, up = torch.tensor(-math.inf, dtype=dtype), torch.tensor(math.inf, dtype=dtype)
+        down = torch.tensor(-math.inf, dtype=dtype)
+        up = torch.tensor(math.inf, dtype=dtype)
         assert torch.equal(format.snap_(middle.clone()), even)
         assert torch.equal(format.snap_(middle.nextafter(down)), low)
         assert torch.equal(format.snap_(middle.nextafter(up)), high)

@@ -136,7 +136,8 @@ def _activations_and_pools() -> Iterator[Case]:
         yield _case("", (3, 4), cls)
     yield _case("slope", (2, 3, 4), nn.LeakyReLU, 0.3)
     for d in (1, 2, 3):
-        shape, unbatched = _shape(d, 3), _shape(d, 3, batch=None)
+        shape = _shape(d, 3)
+        unbatched = _shape(d, 3, batch=None)
         pools = {
             "MaxPool": {"stride": 2, "padding": 1, "ceil_mode": True},
             "AvgPool": {"stride": 2, "count_include_pad": False, "padding": 1},

@@ -40,7 +40,8 @@ def recurrent_by_hand(
 
     ``keep`` (T, N) tells which elements are no padding; a row's state stays where it is padding.
     """
-    y, last = (x.transpose(0, 1) if plain.batch_first else x), list[State]()
+    y = x.transpose(0, 1) if plain.batch_first else x
+    last = list[State]()
     ends = ("", "_reverse") if plain.bidirectional else ("",)
     if state is None:
         widths = [plain.proj_size or plain.hidden_size]
@@ -71,7 +72,8 @@ def _direction(
     outputs = dict[int, Tensor]()
     steps = range(len(x))
     for step in reversed(steps) if end.endswith("reverse") else steps:
-        new, rows = _step(plain, x[step], state, end, quantize), keep[step].unsqueeze(1)
+        new = _step(plain, x[step], state, end, quantize)
+        rows = keep[step].unsqueeze(1)
         state = tuple(torch.where(rows, n, o) for n, o in zip(new, state, strict=True))
         outputs[step] = torch.where(rows, new[0], 0.0)
     last.append(state)
@@ -100,7 +102,8 @@ def _after_products(plain: nn.RNNBase, i: Tensor, h: Tensor, state: State) -> St
         cell = forget.sigmoid() * state[1] + first.sigmoid() * value.tanh()
         return out.sigmoid() * cell.tanh(), cell
     if isinstance(plain, nn.GRU):
-        (ir, iz, iv), (hr, hz, hv) = i.chunk(3, 1), h.chunk(3, 1)
+        ir, iz, iv = i.chunk(3, 1)
+        hr, hz, hv = h.chunk(3, 1)
         update = (iz + hz).sigmoid()
         return ((1 - update) * (iv + (ir + hr).sigmoid() * hv).tanh() + update * state[0],)
     return ((i + h).relu() if getattr(plain, "nonlinearity", "") == "relu" else (i + h).tanh(),)

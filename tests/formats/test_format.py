@@ -206,7 +206,8 @@ def test_a_new_float_format_needs_no_code() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_scale_types_round_as_torch_does(name: str, dtype: torch.dtype) -> None:
     """To the nearest number of the type, from the smallest scale on; larger ones stay."""
-    kind, generator = formats.SCALE_TYPES[name], torch.Generator().manual_seed(0)
+    kind = formats.SCALE_TYPES[name]
+    generator = torch.Generator().manual_seed(0)
     x = torch.randn(4096, generator=generator).mul(8).exp()
     edges = [kind.least, kind.least / 2, kind.qmax, kind.qmax * 1.0001, 3e38]
     x = torch.cat([x, torch.tensor(edges)]).to(dtype)

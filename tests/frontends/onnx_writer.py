@@ -31,7 +31,8 @@ class Writer:
     """
 
     def __init__(self, opset: int, seed: int = 0) -> None:
-        self.opset, self.generator = opset, torch.Generator().manual_seed(seed)
+        self.opset = opset
+        self.generator = torch.Generator().manual_seed(seed)
         self.nodes: list[Any] = []
         self.initializers: list[Any] = []
         self.inputs: list[Any] = []

@@ -50,7 +50,8 @@ def test_networks_compute_what_opencv_computes(name: str) -> None:
 def test_slices_and_splits() -> None:
     model = torchq.from_caffe(*files_of("operators"))
     inputs, expected = recorded("operators")
-    got, x = outputs_of(model, inputs), inputs["data"]
+    got = outputs_of(model, inputs)
+    x = inputs["data"]
     parts = [got[f"part{i}"] for i in range(3)]
     assert [part.shape[1] for part in parts] == [1, 2, 1]
     assert torch.equal(torch.cat(parts, 1), x)
@@ -62,7 +63,8 @@ def test_slices_and_splits() -> None:
 def test_detections_are_those_of_opencv() -> None:
     model = torchq.from_caffe(*files_of("detector"))
     inputs, expected = recorded("detector")
-    rows, wanted = outputs_of(model, inputs)["found"][0, 0], expected["found"][0, 0]
+    rows = outputs_of(model, inputs)["found"][0, 0]
+    wanted = expected["found"][0, 0]
     assert bool((rows[1:, 1] >= rows[:-1, 1]).all())  # Caffe's order: class after class
     # OpenCV orders by score; here both by score.
     rows = rows[rows[:, 2].argsort(stable=True)]

@@ -53,8 +53,10 @@ class Upsampling(nn.Sequential):
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.mix = nn.LayerNorm(12), nn.Linear(12, 36)
-        self.out, self.head = nn.Linear(12, 12), nn.Linear(12, 3)
+        self.norm = nn.LayerNorm(12)
+        self.mix = nn.Linear(12, 36)
+        self.out = nn.Linear(12, 12)
+        self.head = nn.Linear(12, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(2).transpose(1, 2)[:, :, :1].expand(-1, -1, 12).contiguous()
@@ -163,7 +165,8 @@ def test_adopted_networks_compute_the_makers_codes(
 
 def codes_differ(model: nn.Module, other: nn.Module, x: Tensor) -> int:
     """Return how many codes differ between quantizers of ModelOpt and ours on the same tensors."""
-    differ, seen = [], 0
+    differ = []
+    seen = 0
 
     def compare(name: str) -> Any:
         ours: Any = model.get_submodule(name)
@@ -199,7 +202,8 @@ class PairedNet(nn.Module):
         self, *, high: int = 255, ends_quantized: bool = False, reads_twice: bool = False
     ) -> None:
         super().__init__()
-        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 2)
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.head = nn.Linear(4, 2)
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.high, self.ends_quantized, self.reads_twice = high, ends_quantized, reads_twice
         codes = torch.randint(-128, 128, self.conv.weight.shape, dtype=torch.int8)
@@ -228,7 +232,8 @@ class PairedNet(nn.Module):
 class FloatNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 2)
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.head = nn.Linear(4, 2)
         self.pool = nn.AdaptiveAvgPool2d(1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -333,7 +338,8 @@ def test_ranges_formats_and_factors_are_taken() -> None:
     other = stand_in(num_bits=4, narrow_range=True, pre_quant_scale=factor)
     model: Any = nn.Sequential(nn.Linear(4, 3))
     torchq.adopt_(model, other)
-    first, weight = model[0].input_quantizer, model[0].weight_quantizer
+    first = model[0].input_quantizer
+    weight = model[0].weight_quantizer
     assert str(first.descriptor.format) == "int4_narrow" and float(first.amax) == 1.5
     assert torch.equal(first.pre_quant_scale, factor)
     assert weight.amax.flatten().tolist() == [1.0, 0.5, 2.0]

@@ -97,13 +97,15 @@ def test_default_boxes_of_a_detector_stay_float(target: str) -> None:
 @EXPORTERS
 def test_regions_of_a_file_that_was_read_follow_their_boxes(dynamo: bool, tmp_path: Path) -> None:
     w = Writer(16)
-    x, rois = w.input("x", ["n", 3, 8, 8]), w.input("rois", ["k", 4])
+    x = w.input("x", ["n", 3, 8, 8])
+    rois = w.input("rois", ["k", 4])
     places = w.input("places", ["k"], torch.int64)
     options = {"output_height": 2, "output_width": 3, "sampling_ratio": 2}
     model = torchq.from_onnx(w.model(w.node("RoiAlign", w.conv(x, 3, 4), rois, places, **options)))
     boxes = torch.tensor([[0.0, 0, 4, 4], [1, 1, 6, 7], [2, 0, 7, 4]])
     images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    example, path = (images, boxes[:2], torch.tensor([0, 1])), tmp_path / "regions.onnx"
+    example = (images, boxes[:2], torch.tensor([0, 1]))
+    path = tmp_path / "regions.onnx"
     open_sizes = {"rois": {0: "k"}, "places": {0: "k"}}
     torchq.export_onnx(
         model, example, path, dynamo=dynamo, dynamic_batch=False, dynamic_shapes=open_sizes

@@ -33,7 +33,8 @@ def exported(model: nn.Module, x: Tensor, **options: Any) -> bytes:
 
 
 def test_a_network_comes_back_under_the_names_of_its_weights() -> None:
-    model, x = StagedNet().eval(), torch.randn(2, 3, 8, 8)
+    model = StagedNet().eval()
+    x = torch.randn(2, 3, 8, 8)
     read = torchq.from_onnx(exported(model, x, opset_version=17))
     torch.testing.assert_close(read(x), model(x), rtol=1e-5, atol=1e-6)
     assert type(read.get_submodule("layer4.conv")) is nn.Conv2d
@@ -42,7 +43,8 @@ def test_a_network_comes_back_under_the_names_of_its_weights() -> None:
 
 
 def test_the_whole_way_from_a_file_to_a_quantized_file(tmp_path: Path) -> None:
-    model, x = StagedNet().eval(), torch.randn(4, 3, 8, 8)
+    model = StagedNet().eval()
+    x = torch.randn(4, 3, 8, 8)
     read = torchq.from_onnx(exported(model, x, opset_version=13), free_batch=True)
     torchq.fuse_(read, x)
     torchq.quantize_(read)
@@ -83,11 +85,13 @@ def test_a_shared_initializer_is_one_parameter() -> None:
 
 
 def test_a_product_and_the_bias_behind_it_are_one_layer() -> None:
-    weight, bias = torch.randn(3, 5), torch.randn(5)
+    weight = torch.randn(3, 5)
+    bias = torch.randn(5)
     w = Writer(17)
     product = w.node("MatMul", w.input("x", [4, 3]), w.weight(weight, "fc.weight"))
     total = w.node("Add", w.weight(bias), product)
-    read, x = torchq.from_onnx(w.model(total)), torch.randn(4, 3)
+    read = torchq.from_onnx(w.model(total))
+    x = torch.randn(4, 3)
     assert type(read.fc) is nn.Linear and torch.equal(read.fc.bias, bias)
     torch.testing.assert_close(read(x), x @ weight + bias)
     two = w.model(total, w.node("Relu", product))
@@ -128,9 +132,11 @@ def test_attention_is_read_by_its_definition_and_quantized(tmp_path: Path) -> No
 
 def test_the_result_can_be_copied_pickled_and_traced() -> None:
     w = Writer(17)
-    x, scales = w.input("x", [1, 2, 4, 4]), w.weight(torch.tensor([1.0, 1.0, 1.5, 2.5]))
+    x = w.input("x", [1, 2, 4, 4])
+    scales = w.weight(torch.tensor([1.0, 1.0, 1.5, 2.5]))
     y = w.node("Resize", x, "", scales, mode="cubic", exclude_outside=1)
-    read, x = torchq.from_onnx(w.model(w.node("Relu", y))), torch.randn(1, 2, 4, 4)
+    read = torchq.from_onnx(w.model(w.node("Relu", y)))
+    x = torch.randn(1, 2, 4, 4)
     expected = read(x)
     copies = copy.deepcopy(read), pickle.loads(pickle.dumps(read))
     for other in (*copies, torch.fx.symbolic_trace(read)):
@@ -272,7 +278,8 @@ def test_data_beside_the_file(
 
 def test_a_constant_that_would_fill_the_memory_is_refused() -> None:
     w = Writer(17)
-    one, huge = w.weight(torch.ones(1)), w.weight(torch.tensor([2**40]))
+    one = w.weight(torch.ones(1))
+    huge = w.weight(torch.tensor([2**40]))
     bigger = w.node("Add", w.node("Expand", one, huge), one)
     with pytest.raises(FrontendError, match=r"Expand .* expected at most"):
         torchq.from_onnx(w.model(w.node("Add", w.input("x", [1]), bigger)))
@@ -338,7 +345,8 @@ def test_a_size_that_the_file_fixes_is_checked(shape: tuple[int, ...]) -> None:
 
 
 def test_fused_quantized_copied_and_deployed_models_check_sizes_too() -> None:
-    read, x = torchq.from_onnx(flattened(13, [1, -1])), torch.randn(1, 3, 4, 6)
+    read = torchq.from_onnx(flattened(13, [1, -1]))
+    x = torch.randn(1, 3, 4, 6)
     torchq.fuse_(read, x)
     torchq.quantize_(read, target="onnxruntime", example=x)
     torchq.calibrate(read, [x], progress=False)
@@ -374,7 +382,8 @@ def taken(op_type: str) -> Any:
     """Return a file that computes with the one image of its batch."""
     w = Writer(13)
     y = w.conv(w.input("x", [1, 3, 4, 6]), 3, 5)
-    one, zero = w.constant([1]), w.constant([0])
+    one = w.constant([1])
+    zero = w.constant([0])
     calls = {
         "Reshape": lambda: w.node("Reshape", y, w.constant([5, -1])),
         "Squeeze": lambda: w.node("Squeeze", y, zero),

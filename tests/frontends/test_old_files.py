@@ -161,7 +161,8 @@ def with_a_negative_size() -> Case:
 def with_boxes_without_an_area() -> Case:
     """Boxes that are points overlap nothing, not even each other."""
     w = Writer(11)
-    boxes, scores = w.input("boxes", [1, 4, 4]), w.input("scores", [1, 1, 4])
+    boxes = w.input("boxes", [1, 4, 4])
+    scores = w.input("scores", [1, 1, 4])
     limits = w.constant([9]), w.constant([0.5])
     y = w.node("NonMaxSuppression", boxes, scores, *limits)
     values = torch.tensor([[[1.0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 2, 2], [0, 0, 2, 1.9]]])
@@ -230,7 +231,9 @@ def test_states_of_zeros_can_be_exported(tmp_path: Path) -> None:
     x = w.input("x", ["t", 1, 3])
     y, *_ = w.node("LSTM", x, *weights, "", state, state, outputs=3, hidden_size=4,
                    direction="bidirectional")  # fmt: skip
-    model, given, path = w.model(y), random(6, 1, 3), str(tmp_path / "again.onnx")
+    model = w.model(y)
+    given = random(6, 1, 3)
+    path = str(tmp_path / "again.onnx")
     read = torchq.from_onnx(model)
     assert all(buffer.is_contiguous() for buffer in read.buffers())
 

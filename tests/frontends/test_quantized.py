@@ -37,7 +37,8 @@ class Residual(nn.Module):
 
 def test_zero_points_survive_the_way_there_and_back(tmp_path: Path) -> None:
     torch.manual_seed(0)  # Few scales have no float32 range, and come back one unit off.
-    model, x = Residual().eval(), torch.randn(4, 8, 8, 8)
+    model = Residual().eval()
+    x = torch.randn(4, 8, 8, 8)
     torchq.quantize_(model, torchq.recipes.int8(symmetric=False))
     torchq.calibrate(model, [x], progress=False)
     torchq.export_onnx(model, x, tmp_path / "one.onnx")
@@ -61,7 +62,8 @@ SINGLE = torchq.runtimes.TensorRt(precision="float32")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("target", [None, SINGLE, "openvino"], ids=str)
 def test_codes_survive_the_way_there_and_back(target: Any, tmp_path: Path) -> None:
-    model, x = Residual().eval(), torch.randn(4, 8, 8, 8)
+    model = Residual().eval()
+    x = torch.randn(4, 8, 8, 8)
     options: dict[str, Any] = {} if target is None else {"target": target}
     torchq.quantize_(model, **({} if target is None else {**options, "example": x}))
     torchq.calibrate(model, [x], progress=False)
@@ -93,7 +95,8 @@ def quantize_pair(zero_point: int, dtype: torch.dtype) -> Any:
 )
 def test_pairs_become_quantizers(zero_point: int, dtype: torch.dtype, format: Any) -> None:
     read = torchq.from_onnx(quantize_pair(zero_point, dtype))
-    low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    low = torch.iinfo(dtype).min
+    high = torch.iinfo(dtype).max
     x = torch.tensor([-1e3, 0.3, 0.6, 1e3], requires_grad=True)
     y = read(x)
     bounds = ((low - zero_point) * 0.5, (high - zero_point) * 0.5)
@@ -116,7 +119,8 @@ def test_weights_of_four_bits_keep_their_codes(unsigned: bool, tmp_path: Path) -
     w.initializers.append(weight)
     values = w.node("DequantizeLinear", "codes", w.weight(torch.tensor([0.5, 0.25, 2])), axis=1)
     y = w.node("MatMul", w.input("x", [2, 5]), values)
-    read, x = torchq.from_onnx(w.model(y)), torch.randn(2, 5)
+    read = torchq.from_onnx(w.model(y))
+    x = torch.randn(2, 5)
     wanted = x @ torch.tensor(codes * [0.5, 0.25, 2.0], dtype=torch.float32)
     torch.testing.assert_close(read(x), wanted)
     (quantizer,) = (m for m in read.modules() if isinstance(m, TensorQuantizer))

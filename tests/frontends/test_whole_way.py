@@ -64,7 +64,8 @@ def transformer() -> Any:
         act = w.node("Mul", w.node("Mul", hidden, gate), w.constant(0.5))
         x = norm(w, w.node("Add", x, dense(w, act, 32, 16, f"layer{layer}.down")), f"l{layer}.n2")
     pooled = w.node("Gather", x, w.constant(0), axis=1)
-    weight, bias = w.random(5, 16, name="classifier.weight"), w.random(5, name="classifier.bias")
+    weight = w.random(5, 16, name="classifier.weight")
+    bias = w.random(5, name="classifier.bias")
     return w.model(w.node("Gemm", pooled, weight, bias, transB=1), x)
 
 
@@ -151,7 +152,8 @@ def compare(found: list[Tensor], wanted: tuple[Tensor, ...]) -> None:
 
 
 def test_boxes_are_chosen_in_exported_programs_too() -> None:
-    read, feeds = torchq.from_onnx(detector()), images(2)
+    read = torchq.from_onnx(detector())
+    feeds = images(2)
     program = torch.export.export(read, (feeds["images"],), strict=False).module()
     with torch.no_grad():
         for one, other in zip(program(images(2)["images"]), read(feeds["images"]), strict=True):

@@ -74,7 +74,9 @@ def make(
         x = x[:1].expand(case.shape)
     amax = torch.rand(case.amax_shape, dtype=compute_dtype(dtype)) * 2 + 0.5
     if amax.numel() > 3:
-        amax.view(-1)[1], amax.view(-1)[2], amax.view(-1)[3] = 1e-38, torch.inf, 1e-30
+        amax.view(-1)[1] = 1e-38
+        amax.view(-1)[2] = torch.inf
+        amax.view(-1)[3] = 1e-30
     return x.to(device), amax.to(device)
 
 
@@ -96,7 +98,8 @@ def assert_equals_definition(
 
     They have the values, dtype, shape and strides of the definition.
     """
-    format, scale_format = CATALOG[format_name], None if scales is None else CATALOG[scales]
+    format = CATALOG[format_name]
+    scale_format = None if scales is None else CATALOG[scales]
     expected, expected_mask = kernels("reference").fake_quantize(
         x, amax, format, scale_format, True
     )

@@ -69,7 +69,8 @@ def oracle(
     """Return the values and the codes of each element."""
     assert isinstance(format, IntFormat)
     spec = working(x.dtype)
-    values, codes = torch.empty_like(x), torch.empty(x.shape, dtype=torch.float64)
+    values = torch.empty_like(x)
+    codes = torch.empty(x.shape, dtype=torch.float64)
     for index in itertools.product(*map(range, x.shape)):
         group = group_of(index, granularity)
         codes[index], _, value = affine_fake_quantize(
@@ -171,7 +172,8 @@ def test_masked_gradients_equal_learned_ones(
     amin, amax = (end.nan_to_num(1.0) for end in clipped(sample(generator), granularity))
     grads = []
     for function in (fake_quantize, learned_fake_quantize):
-        leaf, low = x.clone().requires_grad_(), amin.clone().requires_grad_()
+        leaf = x.clone().requires_grad_()
+        low = amin.clone().requires_grad_()
         function(leaf, amax, UINT8, granularity, amin=low).sum().backward()
         grads.append(leaf.grad)
         assert (low.grad is None) == (function is fake_quantize)

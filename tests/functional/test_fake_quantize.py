@@ -125,7 +125,9 @@ def test_quantize_and_dequantize(name: str, dtype: torch.dtype, generator: torch
 
     Dequantizing them is the fake-quantized tensor before its last rounding.
     """
-    x, format, granularity = sample(generator, dtype), CATALOG[name], PerAxis((1,))
+    x = sample(generator, dtype)
+    format = CATALOG[name]
+    granularity = PerAxis((1,))
     amax = clipped(x, granularity)
     codes = quantize(x, amax, format, granularity)
     assert codes.dtype is amax.dtype and codes.shape == x.shape
@@ -183,7 +185,8 @@ def test_dead_ranges_are_exactly_zero(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["int8", "uint8", "e4m3"])
 def test_small_ranges_keep_their_precision(name: str, amax: float) -> None:
     """Scaling a tensor by a power of two scales its result, however small the numbers are."""
-    x, shift = torch.linspace(0, 1, 50), 2.0 ** math.floor(math.log2(amax))
+    x = torch.linspace(0, 1, 50)
+    shift = 2.0 ** math.floor(math.log2(amax))
     small = fake_quantize(x * shift, shift, CATALOG[name])
     assert torch.equal(small, fake_quantize(x, 1.0, CATALOG[name]) * shift)
     assert int((small != 0).sum()) > 40
@@ -213,7 +216,9 @@ def test_unsigned_clamps_negative_values() -> None:
     assert fake_quantize(x, 1.0, formats.UINT8).tolist() == [0.0, 0.0, pytest.approx(0.4)]
 
 
-INT, FLAGS, ONES = torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool), torch.ones(2)
+INT = torch.ones(2, dtype=torch.int64)
+FLAGS = torch.ones(2, dtype=torch.bool)
+ONES = torch.ones(2)
 ERRORS: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
     (fake_quantize, (INT, 1.0), TypeError, "fake_quantize: got a tensor of torch.int64; expected"),
     (quantize, (FLAGS, 1.0), TypeError, r"quantize: got a tensor of torch.bool; .*x.float\(\)"),

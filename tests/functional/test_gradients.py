@@ -49,8 +49,10 @@ def lsq_by_hand(
     x: Tensor, amax: Tensor, format: Format, granularity: Granularity, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Esser et al. 2020, equations 3 and 5, element by element; ``d scale / d amax = 1 / qmax``."""
-    grad_x, grad_amax = torch.zeros_like(x), torch.zeros_like(amax)
-    parts, upstream = granularity.split(x), granularity.split(weights)
+    grad_x = torch.zeros_like(x)
+    grad_amax = torch.zeros_like(amax)
+    parts = granularity.split(x)
+    upstream = granularity.split(weights)
     scale = scale_from_amax(granularity.align(amax, x.shape), format).expand_as(parts)
     owner = granularity.align(torch.arange(amax.numel()).view(amax.shape), x.shape).expand_as(parts)
     codes = granularity.split(quantize(x, amax, format, granularity))

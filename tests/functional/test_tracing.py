@@ -46,7 +46,9 @@ def fresh_dynamo() -> Iterator[None]:
 @pytest.mark.parametrize("name", ["int8", "uint4", pytest.param("e4m3", marks=VMAP_OF_FLOATS)])
 def test_vmap(name: str) -> None:
     """Mapped over data and ranges, over ranges alone, over data alone; and the gradient mapped."""
-    x, amax, format = torch.randn(4, 5), torch.rand(4) + 0.5, CATALOG[name]
+    x = torch.randn(4, 5)
+    amax = torch.rand(4) + 0.5
+    format = CATALOG[name]
     rows = fake_quantize(x, amax[:, None], format, PerAxis((0,)))
     assert same(torch.vmap(lambda v, a: fake_quantize(v, a, format))(x, amax), rows)
     assert same(
@@ -61,7 +63,8 @@ def test_vmap(name: str) -> None:
 
 
 def test_gradient_of_a_learned_range_by_torch_func() -> None:
-    x, amax = torch.randn(6), torch.tensor(1.0)
+    x = torch.randn(6)
+    amax = torch.tensor(1.0)
     leaf = amax.clone().requires_grad_()
     learned_fake_quantize(x, leaf).sum().backward()
     assert leaf.grad is not None

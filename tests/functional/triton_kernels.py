@@ -87,7 +87,8 @@ def test_captured_in_a_cuda_graph() -> None:
     x = torch.randn(64, 33, device="cuda", requires_grad=True)
     amax = torch.tensor(1.5, device="cuda")
     fake_quantize(x, amax).sum().backward()  # compiles the kernels, outside the capture
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    side = torch.cuda.Stream()
     with torch.cuda.graph(graph, stream=side):
         y = fake_quantize(x, amax)
         (grad,) = torch.autograd.grad(y.sum(), x)

@@ -69,7 +69,8 @@ class Net(nn.Module):
 
     def __init__(self, forward: Callable[[Any, Tensor], Any], channels: int = 4) -> None:
         super().__init__()
-        self.run, self.bn = forward, nn.BatchNorm2d(channels)
+        self.run = forward
+        self.bn = nn.BatchNorm2d(channels)
         self.conv = nn.Conv2d(channels, channels, 3, padding=1)
         self.other = nn.Conv2d(channels, channels, 1)
 

@@ -62,7 +62,9 @@ def test_codes_keep_their_magnitude_and_take_the_sign(name: str, zero_gamma: boo
     sides[name == "transposed"] = -1
     scale = bn.weight.detach().double() / (bn.running_var.double() + bn.eps).sqrt()
     assert bool((scale < 0).any())
-    before, amax, want = codes(layer), layer.weight_quantizer.amax.clone(), outputs(model, x)
+    before = codes(layer)
+    amax = layer.weight_quantizer.amax.clone()
+    want = outputs(model, x)
     report = fuse_(model, x)
     assert report.applied
     assert model[0] is layer
@@ -85,13 +87,15 @@ def test_learned_range_keeps_its_parameter() -> None:
     model[1].running_var.fill_(1.0)
     convert_(model[0], input=PER_TENSOR, weight=QuantDescriptor(learn_amax=True, amax=0.2))
     calibrate(model, [x], progress=False)
-    parameter, amax = model[0].weight_quantizer.amax, model[0].weight_quantizer.amax.item()
+    parameter = model[0].weight_quantizer.amax
+    amax = model[0].weight_quantizer.amax.item()
     assert fuse_(model, x).applied  # one range for all channels, but also one scale
     assert model[0].weight_quantizer.amax is parameter
     assert parameter.item() == pytest.approx(amax * 0.5, rel=1e-4)
 
 
-BY_INPUT, GROUPED = nn.ConvTranspose2d(3, 8, 3), nn.ConvTranspose2d(4, 4, 3, groups=2)
+BY_INPUT = nn.ConvTranspose2d(3, 8, 3)
+GROUPED = nn.ConvTranspose2d(4, 4, 3, groups=2)
 ACROSS = QuantDescriptor(block_size=4, block_axis=0)
 POWERS = QuantDescriptor(axis=0, power_of_two=True)
 MX = QuantDescriptor((4, 3), block_size=16, block_axis=1, scale_format="e8m0")
@@ -174,12 +178,14 @@ def test_a_trained_net_keeps_its_accuracy_in_the_right_order_only() -> None:
         loss.backward()
         optimizer.step()
     model.eval()
-    test, expected = images[384:], labels[384:]
+    test = images[384:]
+    expected = labels[384:]
 
     def accuracy(net: Any) -> float:
         return (outputs(net, test).argmax(1) == expected).float().mean().item()
 
-    before, wrong = accuracy(model), copy.deepcopy(model)
+    before = accuracy(model)
+    wrong = copy.deepcopy(model)
     assert before >= 0.9
     fuse_(model, test)
     for net in (model, wrong):

@@ -34,8 +34,11 @@ def channelwise(x: Tensor, scale: float, shift: Any) -> Any:
 @pytest.mark.parametrize("groups", [1, 2, 6])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_fold_after_conv(rank: int, groups: int, has_bias: bool) -> None:
-    x, kernel = randn(2, 6, *[5] * rank), randn(12, 6 // groups, *[3] * rank)
-    bias, scale, shift = (randn(12) if has_bias else None), randn(12), randn(12)
+    x = randn(2, 6, *[5] * rank)
+    kernel = randn(12, 6 // groups, *[3] * rank)
+    bias = randn(12) if has_bias else None
+    scale = randn(12)
+    shift = randn(12)
     want = channelwise(CONV[rank](x, kernel, bias, padding=1, groups=groups), scale, shift)
     got = al.fold_affine_after(kernel, bias, scale, shift)
     assert close(CONV[rank](x, *got, padding=1, groups=groups), want)
@@ -46,8 +49,11 @@ def test_fold_after_conv(rank: int, groups: int, has_bias: bool) -> None:
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_fold_after_transposed_conv(rank: int, groups: int, per_group: int, has_bias: bool) -> None:
     out = groups * per_group
-    x, kernel = randn(2, 8, *[4] * rank), randn(8, per_group, *[3] * rank)
-    bias, scale, shift = (randn(out) if has_bias else None), randn(out), randn(out)
+    x = randn(2, 8, *[4] * rank)
+    kernel = randn(8, per_group, *[3] * rank)
+    bias = randn(out) if has_bias else None
+    scale = randn(out)
+    shift = randn(out)
     want = channelwise(
         TRANSPOSED[rank](x, kernel, bias, stride=2, padding=1, groups=groups), scale, shift
     )
@@ -68,7 +74,8 @@ def test_identity_kernel_for_any_groups(groups: int) -> None:
     [((1, 1), (0, 0)), ((1, 3), (0, 1)), ((3, 1), (1, 0)), ((3, 3), (1, 1)), ((3, 3), (2, 2))],
 )
 def test_pad_kernel_aligns_any_padding(window: Any, padding: Any) -> None:
-    x, kernel = randn(1, 2, 9, 9), randn(3, 2, *window)
+    x = randn(1, 2, 9, 9)
+    kernel = randn(3, 2, *window)
     before = [2 - p for p in padding]
     after = [5 - b - k for b, k in zip(before, window, strict=True)]
     want = F.conv2d(x, kernel, padding=padding)
@@ -82,7 +89,8 @@ def test_pad_kernel_aligns_any_padding(window: Any, padding: Any) -> None:
 
 @pytest.mark.parametrize("new_groups", [1, 2, 3, 6, 12])
 def test_regroup_kernel(new_groups: int) -> None:
-    x, kernel = randn(1, 24, 5, 5), randn(36, 2, 3, 3)
+    x = randn(1, 24, 5, 5)
+    kernel = randn(36, 2, 3, 3)
     assert close(
         F.conv2d(x, al.regroup_kernel(kernel, 12, new_groups), groups=new_groups),
         F.conv2d(x, kernel, groups=12),

@@ -40,10 +40,12 @@ def build(case: str) -> Any:
 @pytest.mark.sample(16)
 @pytest.mark.parametrize("case", CASES)
 def test_family_is_merged_exactly(case: str) -> None:
-    model, expected = build(case), CASES[case]
+    model = build(case)
+    expected = CASES[case]
     inputs = [image(2, expected.in_channels, size, size + 2) for size in (12, 13)]
     wanted = [outputs(model, x) for x in inputs]
-    single, block = copy.deepcopy(model).float(), model[0]
+    single = copy.deepcopy(model).float()
+    block = model[0]
     report = fuse_(model)
     assert report.applied and report.refused == ()
     assert expected.family in {fusion.kind for fusion in report.fused}
@@ -113,7 +115,8 @@ def test_merged_layers_take_dtype_mode_and_gradient_of_the_block() -> None:
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("case", ["dbb", "repvgg"])
 def test_merging_under_no_grad(case: str, mode: Any) -> None:
-    model, x = build(case), image(1, 8, 12, 12)
+    model = build(case)
+    x = image(1, 8, 12, 12)
     with mode():
         assert [fusion.kind for fusion in fused_exactly(model, x, x).fused] == [case]
     assert getattr(model[0], str(CASES[case].attribute)).weight.requires_grad
@@ -124,7 +127,8 @@ def test_implicit_head(bias: bool) -> None:
     model = nn.ModuleDict({"head": ImplicitHead((4, 6), 5, bias)}).double().eval()
     head = model["head"]
     xs = [image(2, c, 7, 7) for c in (4, 6)]
-    want, layers = outputs(head, xs), list(head.m)
+    want = outputs(head, xs)
+    layers = list(head.m)
     for kinds in ({"yolov7-implicit"}, set()):
         assert {fusion.kind for fusion in fuse_(model).fused} == kinds
         assert all(a is b for a, b in zip(layers, head.m, strict=True))

@@ -20,7 +20,8 @@ def test_models_that_cannot_be_traced_are_recorded(functional: bool) -> None:
         y = m.bn(y)
         return y * y.shape[0] if x.abs().max() > 0.1 else y
 
-    model, x = randomized(Net(forward).double()), image()
+    model = randomized(Net(forward).double())
+    x = image()
     without = fuse_(copy.deepcopy(model))
     assert without.fused == ()
     assert "Give an example to see the whole" in without.notes[0]
@@ -34,7 +35,8 @@ def test_asking_for_the_type_of_a_weight_is_not_reading_it(traceable: bool) -> N
     def forward(m: Any, x: Tensor) -> Any:
         return m.bn(m.conv(x.to(m.conv.weight.dtype).to(m.conv.bias))) * m.conv.weight.shape[0]
 
-    model, x = randomized(Net(forward if traceable else data_dependent(forward)).double()), image()
+    model = randomized(Net(forward if traceable else data_dependent(forward)).double())
+    x = image()
     assert len(fused_exactly(model, x, x).fused) == 1
 
 
@@ -50,7 +52,8 @@ def test_linear_and_batchnorm_with_the_features_moved(shape: tuple[int, ...]) ->
         y = m.other(x)
         return m.bn(y.permute(0, 3, 1, 2) if len(shape) == 4 else y.flatten(0, 1))
 
-    model, x = Net(forward), image(*shape)
+    model = Net(forward)
+    x = image(*shape)
     model.other = nn.Linear(6, 4)  # type: ignore[assignment]
     model.bn = model.bn if len(shape) == 4 else nn.BatchNorm1d(4)  # type: ignore[assignment]
     assert fused_exactly(randomized(model.double()), x, x).applied
@@ -68,7 +71,8 @@ def test_reading_only_the_shape_of_a_result_is_not_using_it(like: str, traceable
             is_zeros = like == "zeros_like"
             return y.view(torch.zeros_like(x).shape) if is_zeros else getattr(y, like)(x)
 
-    model, x = randomized(Tokens(6, 4).double()), image(2, 5, 6)
+    model = randomized(Tokens(6, 4).double())
+    x = image(2, 5, 6)
     assert fused_exactly(model, x, x).require_all().applied
 
 
@@ -78,13 +82,15 @@ def test_layer_with_its_norm_inside() -> None:
 
         def __init__(self) -> None:
             super().__init__(4, 6, 3, padding=1)
-            self.norm, self.activation = nn.BatchNorm2d(6), F.relu
+            self.norm = nn.BatchNorm2d(6)
+            self.activation = F.relu
 
         def forward(self, x: Tensor) -> Any:
             x = F.conv2d(x, self.weight, self.bias, self.stride, self.padding)
             return self.activation(self.norm(x))
 
-    model, x = randomized(nn.Sequential(Wrapper(), nn.MaxPool2d(2)).double()), image()
+    model = randomized(nn.Sequential(Wrapper(), nn.MaxPool2d(2)).double())
+    x = image()
     assert fused_exactly(model, x, x).fused[0].parts == ("0.norm",)
 
 

@@ -108,7 +108,8 @@ def build(make: Callable[[], Any]) -> Any:
 def test_fold_is_exact(make: Callable[[], Any]) -> None:
     model = build(make)
     x = input_of(model)
-    want, single = outputs(model, x), copy.deepcopy(model).float()
+    want = outputs(model, x)
+    single = copy.deepcopy(model).float()
     layers = [m for m in model if hasattr(m, "weight") and not hasattr(m, "running_mean")]
     report = fused_exactly(model, x, x)
     assert report.applied and report.error <= TOL64
@@ -142,7 +143,8 @@ def test_networks_may_fold_their_own_batchnorms_afterwards(quantized: bool) -> N
         torchq.quantize_(model)
         torchq.calibrate(model, [x], progress=False)
         torchq.qat.learn_ranges_(model)
-    want, before = model(x).detach(), dict(model.state_dict())
+    want = model(x).detach()
+    before = dict(model.state_dict())
     layer: Any = model[0]
     norm: Any = model[1]
     numbers = (norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)
@@ -159,7 +161,8 @@ def test_networks_may_fold_their_own_batchnorms_afterwards(quantized: bool) -> N
 
 def test_batchnorm_before_a_padded_convolution_is_refused_unless_padded_explicitly() -> None:
     model = build(lambda: [nn.BatchNorm2d(4), conv(6, 3, padding=1), nn.ReLU()])
-    x, layer = image(2, 4, 7, 8), model[1]
+    x = image(2, 4, 7, 8)
+    layer = model[1]
     report = fuse_(model)
     assert not report.applied
     assert "would change at the border; constant_pad=True" in report.reason("0")
@@ -199,7 +202,8 @@ def test_batchnorm_that_feeds_several_layers() -> None:
 
 def test_layer_stays_the_same_object_with_its_hooks_and_attributes() -> None:
     model = build(AFTER["conv2d-no-bias"]).float().to(memory_format=torch.channels_last)
-    layer, seen = model[0], []
+    layer = model[0]
+    seen = []
     layer.note, layer.weight.tag = "mine", 7
     layer.weight.requires_grad_(False)
     layer.register_forward_pre_hook(lambda module, args: seen.append(module))

@@ -32,8 +32,10 @@ class Allocations(TorchDispatchMode):
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5"])
 def test_torchvision_network(name: str) -> None:
     model = randomized(torchvision.models.get_model(name, weights=None))
-    exact, x = copy.deepcopy(model).double(), torch.randn(1, 3, 64, 67)
-    want, before = outputs(exact, x.double()), outputs(model, x)
+    exact = copy.deepcopy(model).double()
+    x = torch.randn(1, 3, 64, 67)
+    want = outputs(exact, x.double())
+    before = outputs(model, x)
     assert fuse_(model, x).require_all().error <= 1e-5
     # The reference is the float64 network: fusing must not be further from it than rounding in
     # float32 is.
@@ -44,7 +46,8 @@ def test_torchvision_network(name: str) -> None:
 
 @pytest.mark.slow
 def test_a_detector_whose_forward_cannot_be_traced() -> None:
-    name, sizes = "fasterrcnn_mobilenet_v3_large_320_fpn", {"min_size": 64, "max_size": 96}
+    name = "fasterrcnn_mobilenet_v3_large_320_fpn"
+    sizes = {"min_size": 64, "max_size": 96}
     options = {"weights": None, "weights_backbone": None, "num_classes": 3, **sizes}
     model = randomized(torchvision.models.get_model(name, **options).double())
     images = [torch.rand(3, 64, 80, dtype=torch.float64)]
@@ -65,7 +68,8 @@ def test_widely_dilated_convolutions_cost_no_memory() -> None:
             super().__init__()
             self.a = nn.Conv2d(64, 64, 3, padding=90, dilation=90, bias=False)
             self.b = nn.Conv2d(64, 64, 3, padding=150, dilation=150, bias=False)
-            self.norm_a, self.norm_b = nn.BatchNorm2d(64), nn.BatchNorm2d(64)
+            self.norm_a = nn.BatchNorm2d(64)
+            self.norm_b = nn.BatchNorm2d(64)
 
         def forward(self, x: Tensor) -> Any:
             return torch.relu(self.norm_a(self.a(x)) + self.norm_b(self.b(x)))

@@ -50,7 +50,8 @@ def counted_codes(before: Any, after: Any, norm: nn.Module) -> int:
 
 def folded(model: nn.Sequential, x: Tensor | None = None) -> tuple[FuseReport, Any, nn.Module]:
     """Fuse a model; return the report, and the layer and the norm of before."""
-    layer, norm = copy.deepcopy(model[0]), copy.deepcopy(model[1])
+    layer = copy.deepcopy(model[0])
+    norm = copy.deepcopy(model[1])
     report = fuse_(model, image(model[0].in_channels) if x is None else x, progress=False)
     return report, layer, norm
 
@@ -213,8 +214,10 @@ class Two(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3)
-        self.norm_a, self.norm_b = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+        self.a = nn.Conv2d(3, 3, 3)
+        self.b = nn.Conv2d(3, 3, 3)
+        self.norm_a = nn.BatchNorm2d(3)
+        self.norm_b = nn.BatchNorm2d(3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm_b(self.b(self.norm_a(self.a(x))))
@@ -285,7 +288,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_is_refused_alone_and_by_name(name: str) -> None:
     change, reason = REFUSED[name]
-    good, bad = net(QuantDescriptor(axis=0)), net(QuantDescriptor(axis=0))
+    good = net(QuantDescriptor(axis=0))
+    bad = net(QuantDescriptor(axis=0))
     change(bad)
     model = nn.Sequential(bad, good[0].float(), good[1])
     model[1].in_channels = 3
@@ -402,7 +406,8 @@ def test_what_rounds_nothing_is_folded_in_float(when: str) -> None:
         q.mode = "off"
     else:
         q.forget_amax()
-    weight, norm = model[0].weight.detach().clone(), copy.deepcopy(model[1])
+    weight = model[0].weight.detach().clone()
+    norm = copy.deepcopy(model[1])
     report = folded(model)[0]
     assert report.applied
     factor = norm_affine(norm)[0].reshape(-1, 1, 1, 1)

@@ -109,7 +109,8 @@ def test_a_part_of_a_fused_model_has_its_part_of_the_record() -> None:
     assert [entry["kind"] for entry in fusion_record(part)] == ["block", "batchnorm"]
     apply_fusion_record_(fresh[0], fusion_record(part))
     assert same_after_loading(fresh[0], part)
-    wrapped, fresh = nn.Sequential(nn.Identity(), model), nn.Sequential(nn.Identity(), small())
+    wrapped = nn.Sequential(nn.Identity(), model)
+    fresh = nn.Sequential(nn.Identity(), small())
     apply_fusion_record_(fresh, fusion_record(wrapped))
     assert structure(fresh) == structure(wrapped)
 
@@ -146,7 +147,8 @@ def test_a_model_fused_already_is_left_alone() -> None:
 def test_the_family_of_a_user_has_to_be_registered_where_it_is_replayed() -> None:
     register_block("two", branches=("wide", "narrow"), writes="merged_conv", bypass=("act",))(Two)
     try:
-        fused, fresh = nn.Sequential(Two()).eval(), nn.Sequential(Two())
+        fused = nn.Sequential(Two()).eval()
+        fresh = nn.Sequential(Two())
         fuse_(fused)
         apply_fusion_record_(copy.deepcopy(fresh), fusion_record(fused))
     finally:

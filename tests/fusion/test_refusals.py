@@ -206,7 +206,10 @@ def test_linear_and_batchnorm_on_tokens_of_the_same_number_as_features() -> None
 def test_failed_whole_model_check_leaves_everything_as_it_was() -> None:
     """The output depends on how the model is built, which only the check of the whole sees."""
     model = randomized(Net(lambda m, x: m.bn(m.conv(x)) * (2 if type(m.bn) is nn.Identity else 1)))
-    conv, norm, weight, state = model.conv, model.bn, model.conv.weight, copied(model)
+    conv = model.conv
+    norm = model.bn
+    weight = model.conv.weight
+    state = copied(model)
     text = "the fused model is off by 1.0e.00; expected at most 1e-04. The model is left as"
     with pytest.warns(UserWarning, match=text):
         report = fuse_(model, torch.randn(2, 4, 5, 5))
@@ -239,7 +242,8 @@ def ranked(m: Any, x: Tensor) -> Any:
 
 
 def test_results_in_another_order_are_the_same_results() -> None:
-    x, swapping = torch.randn(1, 4, 5, 5), randomized(Net(ranked))
+    x = torch.randn(1, 4, 5, 5)
+    swapping = randomized(Net(ranked))
     report = fuse_(randomized(Net(ranked)), x)
     assert report.applied
     note = "the outputs agree, but in another order, as after top-k or NMS with ties"
@@ -279,7 +283,8 @@ def test_a_single_layer_or_norm_as_the_model() -> None:
     assert fuse_(nn.Conv2d(3, 3, 1)).fused == ()
     assert fuse_(nn.BatchNorm2d(3).eval()).refused[0].name == ""
     torch.manual_seed(0)
-    block, x = randomized(RepVGGBlock(4, 4).double()), image()
+    block = randomized(RepVGGBlock(4, 4).double())
+    x = image()
     assert fused_exactly(block, x, x).fused[0].name == "rbr_reparam"
 
 
@@ -318,7 +323,8 @@ def test_a_block_whose_forward_does_more_is_refused_with_the_size_of_the_error()
         def forward(self, x: Tensor) -> Any:
             return super().forward(x) + (0 if hasattr(self, "rbr_reparam") else 0.25)
 
-    model, x = randomized(nn.Sequential(Strange(4, 4)).double()), image()
+    model = randomized(nn.Sequential(Strange(4, 4)).double())
+    x = image()
     report = fused_exactly(model, x, x)
     assert "looks like a repvgg block; merging would be off by" in report.reason("0")
     assert len(report.fused) == 2  # two of its BatchNorms still fold into their own convolutions
@@ -356,7 +362,8 @@ HOOKS_AROUND = {
 def test_hooks_of_containers_see_what_they_saw(name: str, recorded: bool) -> None:
     norm_first, path, kind, refused = HOOKS_AROUND[name]
     model = randomized(Outside(norm_first).double())
-    x, seen = torch.randn(2, 4, 5, 5, dtype=torch.float64), []
+    x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
+    seen = []
     getattr(model.get_submodule(path), kind)(lambda *args: seen.append(args[-1]))
     outputs(model, x)
     report = fuse_(model, x if recorded else None)

@@ -25,7 +25,8 @@ from torchq.fusion.linear_map import (
 class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.wide, self.narrow = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+        self.wide = nn.Conv2d(4, 4, 3, padding=1)
+        self.narrow = nn.Conv2d(4, 4, 1)
         self.act = nn.ReLU()
 
     def forward(self, x: Tensor) -> Any:
@@ -74,7 +75,8 @@ def linear_block(groups: int, stride: int) -> Any:
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("stride", [1, 2, 3])
 def test_both_engines_find_the_same_map(gradients: bool, groups: int, stride: int) -> None:
-    function, three = linear_block(groups, stride), square(3, groups, stride)
+    function = linear_block(groups, stride)
+    three = square(3, groups, stride)
     geometry, value = extract(function, three) if gradients else collapse(function, 4, 2)
     assert geometry == three
     for size in (9, 10, 11):

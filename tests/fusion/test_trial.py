@@ -38,7 +38,8 @@ def test_attributes_that_cannot_be_copied_are_shared_with_the_trial_copy() -> No
     class Holds(Net):
         def __init__(self) -> None:
             super().__init__(lambda m, x: m.bn(m.conv(x)).relu() * m.library.pi)
-            self.library, self.locks = math, {"lock": [threading.Lock()]}
+            self.library = math
+            self.locks = {"lock": [threading.Lock()]}
             self.forward = self.called
 
         def called(self, x: Tensor) -> Any:
@@ -54,7 +55,8 @@ def test_attributes_that_cannot_be_copied_are_shared_with_the_trial_copy() -> No
 
 def interrupted(times: int) -> Callable[..., None]:
     """FoldEdit.apply, interrupted at its n-th call."""
-    original, calls = FoldEdit.apply, [0]
+    original = FoldEdit.apply
+    calls = [0]
 
     def apply(self: FoldEdit, model: nn.Module) -> None:
         original(self, model)
@@ -74,7 +76,8 @@ def test_an_interrupted_fuse_leaves_the_model_as_it_was(
         restored = nn.Sequential(model[1], model[2])
         quantize_(restored)
         calibrate(restored, [torch.randn(2, 8, 5, 5)], progress=False)
-    modules, parameters = list(model.named_modules()), list(model.named_parameters())
+    modules = list(model.named_modules())
+    parameters = list(model.named_parameters())
     state = copied(model)
     # twice on the copy, once on the model: the second of its edits is interrupted half way
     monkeypatch.setattr(FoldEdit, "apply", interrupted(4))
@@ -109,7 +112,9 @@ class Optional(Net):
 
 def test_a_batch_with_labels_is_an_example() -> None:
     """As a loader yields it: the label is no argument, and the second input of a model is one."""
-    x, labels, shift = torch.randn(2, 4, 4, 4), torch.tensor([0, 1]), torch.ones(4, 1, 1)
+    x = torch.randn(2, 4, 4, 4)
+    labels = torch.tensor([0, 1])
+    shift = torch.ones(4, 1, 1)
     assert fuse_(small(), (IMAGE, labels)).applied
     for example in ((x, shift), [x, shift, labels], {"x": x, "shift": shift}):
         torch.manual_seed(0)

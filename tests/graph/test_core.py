@@ -11,7 +11,9 @@ from torchq.graph import flow_of_graph, record, tensors_in, trace_modules
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.conv, self.act, self.head = nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Linear(4, 2)
+        self.conv = nn.Conv2d(3, 4, 1)
+        self.act = nn.ReLU()
+        self.head = nn.Linear(4, 2)
 
     def forward(self, x, scale=None):
         y = self.conv(x)
@@ -78,7 +80,8 @@ def test_in_place_operations_read_and_replace():
 
     model = InPlace()
     for flow in flows(model):
-        (conv,), (act,) = flow.calls_of(model.conv), flow.calls_of(model.act)
+        (conv,) = flow.calls_of(model.conv)
+        (act,) = flow.calls_of(model.act)
         assert act.inputs != (conv.index,)
 
 
@@ -86,7 +89,8 @@ def test_tracing_is_done_in_eval_mode_and_gives_the_mode_back():
     class Modes(nn.Module):
         def __init__(self):
             super().__init__()
-            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.a = nn.Linear(2, 2)
+            self.b = nn.Linear(2, 2)
 
         def forward(self, x):
             return self.a(x) if self.training else self.b(x)
@@ -117,5 +121,7 @@ def test_tensors_in_nested_values():
         a: torch.Tensor
         b: object = None
 
-    a, b, c = torch.zeros(1), torch.ones(1), torch.ones(2)
+    a = torch.zeros(1)
+    b = torch.ones(1)
+    c = torch.ones(2)
     assert [id(t) for t in tensors_in([a, {"k": (b, 3)}, Output(c)])] == [id(a), id(b), id(c)]

@@ -17,8 +17,11 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
-        self.drop, self.same, self.head = nn.Dropout(), nn.Identity(), nn.Linear(4, 2)
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.drop = nn.Dropout()
+        self.same = nn.Identity()
+        self.head = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.same(self.drop(self.norm(self.conv(x)).relu()))
@@ -40,7 +43,8 @@ X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 @pytest.mark.parametrize("name", sorted(PASSES))
 def test_each_pass_is_pure_and_keeps_the_result(name: str, model: Net) -> None:
     graph = Graph(model, X)
-    before, state = graph.ir(), copy.deepcopy(model.state_dict())
+    before = graph.ir()
+    state = copy.deepcopy(model.state_dict())
     result = graph.apply(name)
     torch.testing.assert_close(result.module(X), model(X), rtol=1e-5, atol=1e-6)
     assert graph.ir() == before and model.drop.p == 0.5
@@ -74,7 +78,8 @@ def test_branches_are_merged() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.wide, self.narrow = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+            self.wide = nn.Conv2d(4, 4, 3, padding=1)
+            self.narrow = nn.Conv2d(4, 4, 1)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.wide(x) + self.narrow(x) + x
@@ -117,7 +122,8 @@ def test_conditions_are_checked(model: Net) -> None:
 def test_constants_are_computed_once_but_not_random_values() -> None:
     root, drawn = nn.Module(), fx.Graph()
     root.register_parameter("weight", nn.Parameter(torch.tensor([1.0, 2.0, 3.0])))
-    x, weight = drawn.placeholder("x"), drawn.get_attr("weight")
+    x = drawn.placeholder("x")
+    weight = drawn.get_attr("weight")
     doubled = drawn.call_function(torch.exp, (drawn.call_method("mul", (weight, 2)),))
     noise = drawn.call_function(torch.rand, (3,))
     total = drawn.call_function(torch.add, (x, doubled))
@@ -149,7 +155,8 @@ def test_forms_of_text(model: Net) -> None:
 class InPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.act = nn.Conv2d(3, 4, 1), nn.Hardswish(inplace=True)
+        self.conv = nn.Conv2d(3, 4, 1)
+        self.act = nn.Hardswish(inplace=True)
         self.register_buffer("steps", torch.ones(4, 1, 1))
 
     def forward(self, x: Tensor) -> Tensor:

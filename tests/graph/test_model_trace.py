@@ -161,7 +161,8 @@ def test_a_trace_leaves_what_a_forward_stores() -> None:
     class Storing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer, self.last = nn.Linear(12, 2), None
+            self.layer = nn.Linear(12, 2)
+            self.last = None
 
         def forward(self, x: Tensor) -> Tensor:
             self.last = self.layer(x)

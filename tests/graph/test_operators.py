@@ -38,7 +38,8 @@ class Maxout(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
+        self.first = nn.Conv2d(4, 4, 1)
+        self.second = nn.Conv2d(4, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.maximum(self.first(x), self.second(x))
@@ -60,7 +61,8 @@ def test_maximum_is_quantized_for_runtimes_that_take_it(tmp_path: Path) -> None:
     # Names of places in the code that files hold are not moved by new operators.
     assert model.replacements["@0"] == "quant_add"
     first = model.quant_maximum
-    a, b = model.first(X), model.second(X)
+    a = model.first(X)
+    b = model.second(X)
     wanted = torch.maximum(first.input_quantizer(a), first.other_quantizer(b))
     assert torch.equal(first(a, b), wanted)
     torchq.save(model, tmp_path / "m.pt")
@@ -80,7 +82,8 @@ def test_a_deployed_maximum_computes_what_was_simulated() -> None:
 def test_a_file_holds_the_maximum_between_quantizers(dynamo: bool, tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
-    model, path = quantized("qnn"), tmp_path / "m.onnx"
+    model = quantized("qnn")
+    path = tmp_path / "m.onnx"
     torchq.export_onnx(model, X, path, target="qnn", dynamo=dynamo, progress=False)
     nodes = onnx.load(path).graph.node
     made_by = {output: node.op_type for node in nodes for output in node.output}

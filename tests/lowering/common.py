@@ -59,7 +59,8 @@ class Residual(nn.Module):
         self.pool = nn.MaxPool2d(2)
         self.conv1 = nn.Conv2d(16, 16, 3, padding=1)
         self.conv2 = nn.Conv2d(16, 16, 3, padding=1)
-        self.left, self.right = nn.Conv2d(16, 8, 1), nn.Conv2d(16, 24, 3, padding=1, groups=8)
+        self.left = nn.Conv2d(16, 8, 1)
+        self.right = nn.Conv2d(16, 24, 3, padding=1, groups=8)
         self.act = activation()
         self.head = nn.Linear(32, 5)
         with torch.no_grad():

@@ -104,12 +104,14 @@ def test_transformers_of_torch_run_the_projections() -> None:
     simulated(model, [given], recipe())
     int8 = torchq.deploy(model, given)
     with torch.no_grad():
-        expected, found = model(**given), int8(**given)
+        expected = model(**given)
+        found = int8(**given)
         assert sqnr(found[~given["pad"]], expected[~given["pad"]]) > 40
         layers = [m for m in int8.modules() if isinstance(m, Int8Linear)]
         assert len(layers) == 4 * 4 + (2 + 2 + 2)
         for layer in layers:
-            scale, layer.weight_scale = layer.weight_scale, torch.zeros_like(layer.weight_scale)
+            scale = layer.weight_scale
+            layer.weight_scale = torch.zeros_like(scale)
             assert not torch.equal(int8(**given), found)
             layer.weight_scale = scale
 
@@ -122,12 +124,10 @@ class Block(Parts):
 
 
 def test_it_is_one_node_of_a_trace() -> None:
-    x, model = (
-        torch.randn(2, 5, 12),
-        Block(
-            attention=attention(batch_first=True, add_bias_kv=True), after=nn.Linear(12, 12)
-        ).eval(),
-    )
+    x = torch.randn(2, 5, 12)
+    model = Block(
+        attention=attention(batch_first=True, add_bias_kv=True), after=nn.Linear(12, 12)
+    ).eval()
     simulated(model, [x], recipe())
     int8 = torchq.deploy(model, x)
     assert isinstance(int8, fx.GraphModule)

@@ -82,7 +82,8 @@ class Amplifying(nn.Module):
 
     def __init__(self, flip: Tensor) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(1, 1, 1, bias=False), nn.Conv2d(1, 1, 1, bias=False)
+        self.first = nn.Conv2d(1, 1, 1, bias=False)
+        self.second = nn.Conv2d(1, 1, 1, bias=False)
         for layer in (self.first, self.second):
             nn.init.ones_(layer.weight)
         self.register_buffer("flip", flip)

@@ -33,7 +33,8 @@ def qparams_of(quantizer: TensorQuantizer) -> ByteQParams:
 
 def check_codes(quantizer: TensorQuantizer, *beyond: float) -> ByteQParams:
     """Compare codes with the simulation at ties, where a product with 1 / scale would differ."""
-    qparams, codes = qparams_of(quantizer), torch.arange(-300, 301).float()
+    qparams = qparams_of(quantizer)
+    codes = torch.arange(-300, 301).float()
     near = [(codes + offset) * qparams.scale for offset in (0.0, 0.3, -0.3, 0.5)]
     x = torch.cat([*near, torch.tensor(beyond)])
     found = qparams.quantize(x)
@@ -113,7 +114,8 @@ def quantized(generator: torch.Generator, **fields: Any) -> nn.Module:
 def test_integer_layers_compute_the_simulation(
     fields: dict[str, Any], generator: torch.Generator
 ) -> None:
-    model, x = quantized(generator, **fields), images(generator)
+    model = quantized(generator, **fields)
+    x = images(generator)
     deployed = torchq.deploy(model, x)
     layers = [m for m in deployed.modules() if isinstance(m, Int8Layer)]
     assert len(layers) == 3
@@ -129,9 +131,12 @@ class Gated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.widen, self.each = nn.Conv2d(3, 24, 1), nn.Conv2d(24, 24, 3, padding=1, groups=24)
-        self.squeeze, self.narrow = nn.Conv2d(24, 24, 1), nn.Conv2d(24, 16, 1)
-        self.wide, self.head = nn.Linear(16, 64), nn.Linear(64, 10)
+        self.widen = nn.Conv2d(3, 24, 1)
+        self.each = nn.Conv2d(24, 24, 3, padding=1, groups=24)
+        self.squeeze = nn.Conv2d(24, 24, 1)
+        self.narrow = nn.Conv2d(24, 16, 1)
+        self.wide = nn.Linear(16, 64)
+        self.head = nn.Linear(64, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         x = nn.functional.hardswish(self.each(nn.functional.silu(self.widen(x))))
@@ -162,7 +167,8 @@ def test_one_code_in_1e5_differs_by_one(
 ) -> None:
     """Unsigned codes are twice as fine, so that twice as many values lie next to a tie."""
     torch.manual_seed(0)
-    model, x = network().eval(), torch.randn(32, 3, 48, 48)
+    model = network().eval()
+    x = torch.randn(32, 3, 48, 48)
     if network is Residual:
         torchq.fuse_(model, x)
     simulated(model, [x], torchq.recipes.integer(BITS, 8, unsigned=unsigned), target="tensorrt")

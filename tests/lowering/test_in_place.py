@@ -16,7 +16,8 @@ X = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 class Base(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)
+        self.a = nn.Conv2d(3, 8, 3)
+        self.b = nn.Conv2d(8, 4, 3)
         self.act = nn.Hardswish(inplace=True)
         self.register_buffer("state", torch.zeros(4, 8, 6, 6))
 

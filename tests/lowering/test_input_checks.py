@@ -27,7 +27,8 @@ class Excitation(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool, self.conv = nn.AdaptiveAvgPool2d(1), nn.Conv2d(3, 3, 1)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.conv = nn.Conv2d(3, 3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.conv(self.pool(x))
@@ -53,7 +54,8 @@ def example(name: str) -> Tensor:
     "dtype", [torch.uint8, torch.int64, torch.bool, torch.float64, torch.bfloat16], ids=str
 )
 def test_dtypes_that_the_simulation_refuses(name: str, fuse: bool, dtype: torch.dtype) -> None:
-    model, x = MODELS[name](), (10 * example(name)).to(dtype)
+    model = MODELS[name]()
+    x = (10 * example(name)).to(dtype)
     if name == "pixel" and not dtype.is_floating_point:
         pytest.skip("pooling refuses it first")
     with pytest.raises((TypeError, RuntimeError, KeyError)):
@@ -65,7 +67,8 @@ def test_dtypes_that_the_simulation_refuses(name: str, fuse: bool, dtype: torch.
 @CASES
 @FUSE
 def test_nan_does_not_become_a_number(name: str, fuse: bool) -> None:
-    model, x = MODELS[name](), example(name)
+    model = MODELS[name]()
+    x = example(name)
     x.view(-1)[5] = torch.nan
     assert bool(model(x).isnan().any())
     int8 = torchq.deploy(model, target=Torch(fuse=fuse))
@@ -80,7 +83,8 @@ def test_nan_does_not_become_a_number(name: str, fuse: bool) -> None:
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("name", ["conv", "static"])
 def test_infinity_saturates_as_in_the_simulation(name: str, sign: int) -> None:
-    model, x = MODELS[name](), example(name)
+    model = MODELS[name]()
+    x = example(name)
     x.view(-1)[5] = sign * torch.inf
     torch.testing.assert_close(torchq.deploy(model)(x), model(x), rtol=1e-5, atol=1e-5)
 
@@ -88,7 +92,8 @@ def test_infinity_saturates_as_in_the_simulation(name: str, sign: int) -> None:
 @CASES
 @FUSE
 def test_autocast_converts_what_layers_hand_on(name: str, fuse: bool) -> None:
-    model, x = MODELS[name](), example(name).bfloat16()
+    model = MODELS[name]()
+    x = example(name).bfloat16()
     int8 = torchq.deploy(model, target=Torch(fuse=fuse))
     with torch.autocast("cpu", torch.bfloat16):
         assert int8(x).shape == model(x).shape

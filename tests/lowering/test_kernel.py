@@ -69,7 +69,9 @@ def test_a_product_is_that_of_exact_integers(
         bias = torch.randn(32, generator=generator) if with_bias else None
         params = ConvParams(*[(1 + number % 2,) * dims, (number % 2,) * dims, (1,) * dims], groups)
         weights = Int8Weights(weight, scale, bias, 0.02, zero)
-        real, residual, of = exact(x, weights, params, None), None, None
+        real = exact(x, weights, params, None)
+        residual = None
+        of = None
         if with_residual:
             codes = torch.randint(0, 256, real.shape, generator=generator).to(torch.uint8)
             values = (codes.double() - 100) * 0.03
@@ -95,7 +97,8 @@ def test_a_residual_that_has_to_be_broadcast(run: str, generator: torch.Generato
     x = torch.randint(0, 256, (2, 16, 7, 7), generator=generator).to(torch.uint8)
     weight = weight_codes(32, 16, 3, 3, generator=generator)
     weights = Int8Weights(weight, torch.full((32,), 1e-3), None, 0.02, 0)
-    params, relu = ConvParams((1, 1), (1, 1), (1, 1)), Epilogue(activation="relu")
+    params = ConvParams((1, 1), (1, 1), (1, 1))
+    relu = Epilogue(activation="relu")
     residual = torch.randn(2, 32, 1, 1, generator=generator)
     without = RUNS[run](x, weights, params, Epilogue(), None)
     got = RUNS[run](x, weights, params, relu, residual)
@@ -143,7 +146,8 @@ def test_packing_loses_nothing_and_drops_the_plain_weight(
     shape: tuple[int, ...], params: ConvParams, generator: torch.Generator
 ) -> None:
     codes = weight_codes(*shape, generator=generator)
-    kernel, inputs = Kernel(codes), shape[1] * params.groups
+    kernel = Kernel(codes)
+    inputs = shape[1] * params.groups
     before, expected = packed(), codes.clone()
     for size in (9, 12, 20, 9):
         image = (2, inputs, *[size] * len(params.stride))

@@ -82,7 +82,8 @@ class Half(nn.Module):
         return x if self.training else x / 2
 
 
-A, B = {"a": conv()}, {"a": conv(), "b": conv()}
+A = {"a": conv()}
+B = {"a": conv(), "b": conv()}
 Q = {"q": torchq.TensorQuantizer()}
 CASES: dict[str, tuple[dict[str, nn.Module], Callable[..., Any], str]] = {
     # Activations and clamps between layers.

@@ -51,7 +51,8 @@ class Shuffle(nn.Module):
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_parts_and_shuffles_stay_codes(split: str) -> None:
-    model, x = Shuffle(SPLITS[split]).eval(), torch.randn(2, 3, 9, 9)
+    model = Shuffle(SPLITS[split]).eval()
+    x = torch.randn(2, 3, 9, 9)
     simulated(model, [x], recipe(), target="tensorrt")
     int8 = torchq.deploy(model, x)
     # Ties that float32 rounds otherwise are one scale of 1/127 of a range, in few places.
@@ -86,7 +87,8 @@ class Dense(nn.Module):
 @pytest.mark.parametrize("pool", [True, False])
 def test_a_dense_block_agrees_with_its_simulation(target: str | None, pool: bool) -> None:
     torch.manual_seed(0)
-    model, x = Dense(pool).eval(), torch.randn(2, 3, 12, 12)
+    model = Dense(pool).eval()
+    x = torch.randn(2, 3, 12, 12)
     simulated(model, [x], recipe(), target=target)
     # Without an example: a comparison would refuse a wrong result. 40 dB is one code in hundreds
     # off by one.
@@ -97,7 +99,8 @@ def test_a_densenet_agrees_with_its_simulation() -> None:
     """Codes with and without negative values meet in its concatenations."""
     models = pytest.importorskip("torchvision.models")
     torch.manual_seed(0)
-    model, x = models.DenseNet(8, (2,), 8, num_classes=10).eval(), torch.randn(2, 3, 64, 64)
+    model = models.DenseNet(8, (2,), 8, num_classes=10).eval()
+    x = torch.randn(2, 3, 64, 64)
     for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm2d)):
         norm.running_mean.normal_(0, 0.1)  # type: ignore[union-attr]
         norm.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]

@@ -70,7 +70,8 @@ def test_state_dicts_files_and_copies_are_whole() -> None:
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     copies.append(torch.load(file, weights_only=False))
     assert all(torch.equal(other(x), expected) for other in copies)
-    (other, _, _), second = dropped(), torch.randn(2, 3, 16, 16)
+    other, _, _ = dropped()
+    second = torch.randn(2, 3, 16, 16)
     other.load_state_dict(stored_state(model))
     assert torch.equal(other(second), model(second)) and not plain(model)
 

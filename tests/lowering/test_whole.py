@@ -171,7 +171,8 @@ class Head(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.seen = Called(nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1)), 0
+        self.layers = Called(nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1))
+        self.seen = 0
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.seen:

@@ -34,7 +34,8 @@ def test_the_gate_is_off_until_asked_for() -> None:
 
 
 def test_gradients_pass_through_the_gate() -> None:
-    module, x = silu(), X[1:-1].clone().requires_grad_()
+    module = silu()
+    x = X[1:-1].clone().requires_grad_()
     module.gate_quantizer.mode = "quantize"
     module(x).sum().backward()
     y = module.input_quantizer(x.detach())

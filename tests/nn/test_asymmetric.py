@@ -84,7 +84,8 @@ def test_mse_is_better_than_the_whole_range(bits: int, generator: torch.Generato
 
     calibrator = Calibrator("mse", format=format, granularity=PerTensor(), symmetric=False)
     calibrator.collect(x)
-    found, searched = calibrator.range(), search_range(x, format, symmetric=False)
+    found = calibrator.range()
+    searched = search_range(x, format, symmetric=False)
     largest = error(Range(x.max(), x.min()))
     # The histogram knows the centers of its bins alone. At 8 bits a code is four bins wide, which
     # is too coarse to tell errors that differ by a few percent.

@@ -107,7 +107,8 @@ def test_off_is_torch_and_observing_is_the_same_arithmetic(
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_unbatched(batch_first: bool) -> None:
     module = attention(batch_first=batch_first)
-    twin, inputs = quantized(module), tokens(module, batched=False)
+    twin = quantized(module)
+    inputs = tokens(module, batched=False)
     set_modes(twin, "observe")
     mask = torch.tensor([False, False, False, False, True])
     for found, want in zip(
@@ -128,7 +129,8 @@ def by_hand(
     def split(x: Tensor) -> Tensor:
         return x.reshape(x.shape[0], x.shape[1], 3, 4).permute(0, 2, 1, 3)
 
-    weights, biases = module.in_proj_weight.split(12), module.in_proj_bias.split(12)
+    weights = module.in_proj_weight.split(12)
+    biases = module.in_proj_bias.split(12)
     heads = [
         split(F.linear(q(x), q(w, 0), b))
         for x, w, b in zip((query, key, value), weights, biases, strict=True)
@@ -168,7 +170,8 @@ def test_rows_without_a_key_stay_finite() -> None:
     NaN in a calibration batch would be an error.
     """
     module = attention(batch_first=True)
-    inputs, hidden = tokens(module), torch.tensor([[True] * 5, [False] * 5])
+    inputs = tokens(module)
+    hidden = torch.tensor([[True] * 5, [False] * 5])
     for dtype in (torch.float32, torch.float16):
         twin = quantized(module).to(dtype)
         quantize_products(twin)
@@ -184,7 +187,8 @@ def test_rows_without_a_key_stay_finite() -> None:
 
 def test_revert_copies_and_state() -> None:
     module = attention(batch_first=True)
-    keys, inputs = list(module.state_dict()), tokens(module)
+    keys = list(module.state_dict())
+    inputs = tokens(module)
     with torch.no_grad():
         expected = module(*inputs)
         twin = quantized(module)
@@ -275,7 +279,8 @@ class Functional(nn.Module):
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
 @pytest.mark.parametrize("shown", [False, True], ids=["alone", "with an example"])
 def test_the_function_becomes_a_child(target: str, shown: bool, tmp_path: Path) -> None:
-    model, x = Functional().eval(), torch.randn(2, 5, 8)
+    model = Functional().eval()
+    x = torch.randn(2, 5, 8)
     expected = model(x)
     torchq.quantize_(model, target=target, example=x if shown else None)
     assert isinstance(model.quant_attention, QuantScaledDotProductAttention)
@@ -303,7 +308,9 @@ CALLS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", CALLS, ids=range(len(CALLS)))
 def test_the_module_is_the_function(options: dict[str, Any]) -> None:
     heads = 2 if options.get("enable_gqa") else 6
-    q, k, v = torch.randn(2, 6, 4, 3), torch.randn(2, heads, 5, 3), torch.randn(2, heads, 5, 3)
+    q = torch.randn(2, 6, 4, 3)
+    k = torch.randn(2, heads, 5, 3)
+    v = torch.randn(2, heads, 5, 3)
     module = QuantScaledDotProductAttention()
     expected = F.scaled_dot_product_attention(q, k, v, **options)
     set_modes(module, "off")

@@ -17,7 +17,8 @@ class Pairing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right = nn.Linear(5, 4), nn.Linear(6, 3)
+        self.left = nn.Linear(5, 4)
+        self.right = nn.Linear(6, 3)
         self.bilinear = nn.Bilinear(4, 3, 2)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:

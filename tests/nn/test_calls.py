@@ -154,7 +154,8 @@ def test_names_ranges_and_modes(name: str) -> None:
     torchq.calibrate(module, [x], progress=False)
     names = {n for n, m in module.named_modules() if isinstance(m, TensorQuantizer)}
     assert names == {"input_quantizer", "weight_quantizer"}
-    weight, axis = weight_of(plain).detach(), CASES[name][2]
+    weight = weight_of(plain).detach()
+    axis = CASES[name][2]
     amax = reduce_amax(weight, QuantDescriptor(axis=axis).granularity)
     assert torch.equal(module.weight_quantizer.amax, amax)
     assert module.weight_quantizer.name == "weight_quantizer"
@@ -241,7 +242,9 @@ class Loops(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.kernels = nn.ParameterList(torch.randn(4, 4) for _ in range(3))
-        self.bias_like, self.rounds, self.other = nn.Parameter(torch.randn(4, 4)), 2, False
+        self.bias_like = nn.Parameter(torch.randn(4, 4))
+        self.rounds = 2
+        self.other = False
 
     def forward(self, x: Tensor) -> Tensor:
         if self.other:
@@ -256,7 +259,8 @@ def test_a_model_planned_on_one_branch_refuses_weights_of_the_other() -> None:
     torchq.quantize_(module, example=x)
     assert [call.site for call in module.torchq_calls] == ["@linear0", "@linear0#1", "@0"]
     module.rounds = 1
-    kernel, call = module.kernels[0], module.kernels_0_call
+    kernel = module.kernels[0]
+    call = module.kernels_0_call
     expected = F.linear(call.input_quantizer(x), call.weight_quantizer(kernel))
     assert torch.equal(module(x), expected)
     for attribute, value, site in (("rounds", 3, "@linear0#2"), ("other", True, "@0")):
@@ -268,7 +272,8 @@ def test_a_model_planned_on_one_branch_refuses_weights_of_the_other() -> None:
 
 
 def test_a_weight_that_is_cast_later_is_quantized_too() -> None:
-    module, x = CastingLinear(5, 4, bias=False), torch.randn(6, 5)
+    module = CastingLinear(5, 4, bias=False)
+    x = torch.randn(6, 5)
     torchq.quantize_(module, example=x)
     expected = module(x)
     torch.testing.assert_close(module(x.double()), expected.double(), rtol=1e-6, atol=1e-6)

@@ -28,7 +28,8 @@ class WindowAttention(nn.Module):
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
         self.norm = nn.LayerNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,7 +99,8 @@ def test_a_network_with_calls_goes_all_the_way(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = build()
     before = {name: vars(m).keys() for name, m in model.named_modules()}
-    keys, expected = list(model.state_dict()), model(TOKENS)
+    keys = list(model.state_dict())
+    expected = model(TOKENS)
     simulated(model, [TOKENS], example=TOKENS)
     torchq.save(model, tmp_path / "m.pt")
     twins = [torchq.load(build(), tmp_path / "m.pt"), copy.deepcopy(model)]
@@ -139,7 +141,8 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kernel, self.linear = nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 4)
+        self.kernel = nn.Parameter(torch.randn(4, 4))
+        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(self.linear(x), 2 * self.kernel)
@@ -185,7 +188,9 @@ class Repeats(nn.Module):
 
     def __init__(self, second: int) -> None:
         super().__init__()
-        self.linear, self.attention, self.second = nn.Linear(4, 4), Attends(), second
+        self.linear = nn.Linear(4, 4)
+        self.attention = Attends()
+        self.second = second
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.attention(self.attention(self.linear(x)), self.second)
@@ -198,7 +203,8 @@ ATTENTION = torchq.recipes.int8().with_rules(
 
 
 def test_layers_that_share_a_module_share_its_quantizers() -> None:
-    model, x = Repeats(second=1), torch.randn(1, 2, 3, 4)
+    model = Repeats(second=1)
+    x = torch.randn(1, 2, 3, 4)
     expected = model(x)
     torchq.quantize_(model, ATTENTION, example=x)
     call: Any = model.attention.attention_call_0
@@ -210,7 +216,8 @@ def test_layers_that_share_a_module_share_its_quantizers() -> None:
 
 
 def test_each_round_of_a_loop_has_quantizers_of_its_own() -> None:
-    model, x = Repeats(second=2), torch.randn(1, 2, 3, 4)
+    model = Repeats(second=2)
+    x = torch.randn(1, 2, 3, 4)
     torchq.quantize_(model, ATTENTION, example=x)
     attention: Any = model.attention
     first, second = attention.attention_call_0, attention.attention_call_1
@@ -267,7 +274,8 @@ class Mixer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.unused = nn.Conv1d(4, 4, 3, groups=4), nn.Linear(4, 4)
+        self.conv = nn.Conv1d(4, 4, 3, groups=4)
+        self.unused = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.conv.weight.view(4, 3)
@@ -276,7 +284,8 @@ class Mixer(nn.Module):
 
 def test_a_layer_whose_weight_is_used_after_a_computation() -> None:
     """The call is quantized and the layer is not; a layer that did not run may run elsewhere."""
-    model, x = nn.Sequential(Mixer()), torch.randn(2, 4, 9)
+    model = nn.Sequential(Mixer())
+    x = torch.randn(2, 4, 9)
     report = torchq.quantize_(model, example=x)
     assert {d.name for d in report.replaced} == {"0", "0.conv1d_call_0", "0.unused"}
     assert "it is never called" in {d.name: d.reason for d in report.skipped}["0.conv"]
@@ -292,7 +301,8 @@ class Contracts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mix, self.out = nn.Parameter(torch.randn(3, 4, 5)), nn.Parameter(torch.randn(5, 2))
+        self.mix = nn.Parameter(torch.randn(3, 4, 5))
+        self.out = nn.Parameter(torch.randn(5, 2))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tensordot(torch.einsum("ngi,gio->ngo", x, self.mix), self.out, 1)
@@ -313,7 +323,8 @@ class Chains(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+        self.a = nn.Parameter(torch.randn(4, 4))
+        self.b = nn.Parameter(torch.randn(4, 4))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.bilinear(x, x, self.a[None]) + torch.einsum("ni,ij,jk->nk", x, self.a, self.b)
@@ -341,7 +352,8 @@ class Table(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows, self.head = nn.Parameter(torch.randn(5, 4)), nn.Linear(4, 2)
+        self.rows = nn.Parameter(torch.randn(5, 4))
+        self.head = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(F.embedding(x, self.rows))
@@ -366,7 +378,8 @@ class Convolves(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kernel, self.head = nn.Parameter(torch.randn(3, 3, 1, 1)), nn.Conv2d(3, 4, 1)
+        self.kernel = nn.Parameter(torch.randn(3, 3, 1, 1))
+        self.head = nn.Conv2d(3, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         options = ((1, 1), (0, 0), (1, 1), False, (0, 0), 1)
@@ -395,7 +408,8 @@ class ReadsTransposed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.steps = nn.Linear(4, 4), nn.Linear(4, 6)
+        self.first = nn.Linear(4, 4)
+        self.steps = nn.Linear(4, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.steps.weight @ self.first(x).transpose(1, 2)
@@ -403,7 +417,8 @@ class ReadsTransposed(nn.Module):
 
 @pytest.mark.eight_bit_products
 def test_a_layer_whose_weight_another_product_uses_holds_its_quantizers() -> None:
-    model, x = ReadsTransposed().eval(), torch.randn(2, 3, 4)
+    model = ReadsTransposed().eval()
+    x = torch.randn(2, 3, 4)
     assert not torchq.quantize_(model, example=x).skipped
     torchq.calibrate(model, [x], progress=False)
     steps: Any = model.steps

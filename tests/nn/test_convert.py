@@ -85,7 +85,8 @@ def test_a_failure_half_way_is_undone() -> None:
 
 
 def test_none_leaves_a_tensor_alone(generator: torch.Generator) -> None:
-    x, plain = torch.randn(3, 4, generator=generator), nn.Linear(4, 2)
+    x = torch.randn(3, 4, generator=generator)
+    plain = nn.Linear(4, 2)
     module = convert_(copy.deepcopy(plain), weight=ROWS)
     assert type(module.input_quantizer) is nn.Identity
     keys = ["weight", "bias", "output_gain", "output_shift", "weight_quantizer.amax"]
@@ -107,7 +108,8 @@ def test_old_style_weight_norm(norm: Any, generator: torch.Generator) -> None:
     That effective weight is quantized, also with freshly loaded parts.
     """
     x = torch.randn(2, 3, 6, 6, generator=generator)
-    plain, other = norm(nn.Conv2d(3, 4, 3)).eval(), norm(nn.Conv2d(3, 4, 3)).eval()
+    plain = norm(nn.Conv2d(3, 4, 3)).eval()
+    other = norm(nn.Conv2d(3, 4, 3)).eval()
     other.load_state_dict(plain.state_dict())
     model = nn.Sequential(other)
     assert [d.name for d in torchq.quantize_(model).replaced] == ["0"]
@@ -153,7 +155,8 @@ class QuantOwnLinear(QuantModule, OwnLinear):
 
 
 def test_a_registered_class_is_swapped() -> None:
-    x, model = torch.randn(3, 2), nn.Sequential(OwnLinear(2, 2))
+    x = torch.randn(3, 2)
+    model = nn.Sequential(OwnLinear(2, 2))
     expected = model(x)
     config = torchq.QuantConfig((torchq.Rule("*", input=INT8, weight=ROWS),))
     register(OwnLinear)(QuantOwnLinear)
@@ -250,7 +253,8 @@ def test_what_a_class_is_quantized_as(cls: type[nn.Module], expected: type | Non
 
 
 def test_a_subclass_is_quantized_as_its_base() -> None:
-    stem, x = Stem(4), torch.randn(2, 3, 8, 8)
+    stem = Stem(4)
+    x = torch.randn(2, 3, 8, 8)
     plain = nn.Conv2d(3, 4, 3, padding=1)
     plain.load_state_dict(stem.state_dict())
     for module in (stem, plain):
@@ -264,7 +268,8 @@ def test_a_subclass_is_quantized_as_its_base() -> None:
     "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
 )
 def test_copies(copied: Any) -> None:
-    module, x = convert_(Stem(4), input=QuantDescriptor(4)), torch.randn(2, 3, 8, 8)
+    module = convert_(Stem(4), input=QuantDescriptor(4))
+    x = torch.randn(2, 3, 8, 8)
     twin = copied(module)
     assert type(twin) is type(module) and torch.equal(twin(x), module(x))
 
@@ -274,7 +279,9 @@ class Video(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.conv, self.head = Stem(4), PlainConv(4, 4, 3), nn.Linear(4, 2)
+        self.stem = Stem(4)
+        self.conv = PlainConv(4, 4, 3)
+        self.head = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.conv(self.stem(x)).mean((2, 3)))
@@ -294,7 +301,8 @@ def test_every_recipe_selects_them_by_their_base() -> None:
 @pytest.mark.eight_bit_products
 def test_save_load_deploy(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, x = Video().eval(), torch.randn(4, 3, 8, 8)
+    model = Video().eval()
+    x = torch.randn(4, 3, 8, 8)
     nn.init.normal_(model.stem.weight, std=0.2)
     simulated(model, [x])
     torchq.save(model, tmp_path / "m.pt")

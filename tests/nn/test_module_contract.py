@@ -120,7 +120,8 @@ def test_every_quantizer_works(case: Case) -> None:
 def test_gradients_reach_input_and_parameters(case: Case) -> None:
     plain, module = convert(case)
     x, y = case.inputs(), case.inputs()
-    expected, got = flat(by_hand(case, plain, x))[0], flat(module(*y, **case.kwargs))[0]
+    expected = flat(by_hand(case, plain, x))[0]
+    got = flat(module(*y, **case.kwargs))[0]
     if not got.requires_grad:
         assert not expected.requires_grad
         return
@@ -138,13 +139,16 @@ def test_gradients_reach_input_and_parameters(case: Case) -> None:
 
 def test_convert_and_revert_are_inverse(case: Case) -> None:
     module = case.make().eval()
-    module.i, module.f = 3, -1
+    module.i = 3
+    module.f = -1
     calls: list[str] = []
     module.register_forward_pre_hook(lambda *_: calls.append("before"))
     module.register_forward_hook(lambda *_: calls.append("after"))
     for parameter in module.parameters():
         parameter.requires_grad_(False)
-    elsewhere, before, reference = [module], snapshot(module), module(*case.inputs(), **case.kwargs)
+    elsewhere = [module]
+    before = snapshot(module)
+    reference = module(*case.inputs(), **case.kwargs)
     for _ in range(2):
         assert convert_(module, input=QuantDescriptor(), weight=QuantDescriptor()) is module
         assert isinstance(elsewhere[0], QuantModule) and isinstance(module, type(case.make()))

@@ -31,7 +31,8 @@ BINARY = [
 )
 def test_binary_operators(cls: type[Any], function: Any, dtype: torch.dtype) -> None:
     module = cls()
-    x, y = torch.randn(4, 4, dtype=dtype), 3 * torch.randn(4, 4, dtype=dtype)
+    x = torch.randn(4, 4, dtype=dtype)
+    y = 3 * torch.randn(4, 4, dtype=dtype)
     with torchq.disabled(module):
         assert torch.equal(module(x, y), function(x, y))
     assert torch.equal(
@@ -46,14 +47,17 @@ def test_binary_operators(cls: type[Any], function: Any, dtype: torch.dtype) -> 
     "other", [2, 0.5, torch.tensor([[1, 2], [3, 4]])], ids=["int", "float", "integers"]
 )
 def test_operands_that_are_no_floats_pass(other: Any) -> None:
-    module, x = torchq.nn.QuantMul(), torch.tensor([[1.0, -1.0], [0.5, 0.25]])
+    module = torchq.nn.QuantMul()
+    x = torch.tensor([[1.0, -1.0], [0.5, 0.25]])
     assert torch.equal(module(x, other), fake_quantize(x, 1.0) * other)
     module.other_quantizer.set_amax(1.0)
     assert torch.equal(module(x, other), fake_quantize(x, 1.0) * other)
 
 
 def test_cat_has_one_range() -> None:
-    module, a, b = torchq.nn.QuantCat(0), torch.randn(2, 3), 10 * torch.randn(4, 3)
+    module = torchq.nn.QuantCat(0)
+    a = torch.randn(2, 3)
+    b = 10 * torch.randn(4, 3)
     torchq.calibrate(module, [[a, b]], forward=lambda m, batch: m(batch), progress=False)
     amax = torch.cat([a, b]).abs().max()
     assert torch.equal(module.input_quantizer.amax, amax)
@@ -82,7 +86,8 @@ class Gate(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.scale = nn.Linear(4, 4), nn.Parameter(torch.tensor(2.0))
+        self.linear = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.tensor(2.0))
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, shift: float = 0.0) -> Tensor:
         y = self.linear(x) + x
@@ -143,7 +148,8 @@ class Growing(nn.ModuleDict):
 
 
 def test_a_forward_that_iterates_over_its_children_does_not_meet_the_new_ones() -> None:
-    module, x = Growing({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)}), torch.randn(2, 3)
+    module = Growing({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+    x = torch.randn(2, 3)
     expected = module(x)
     wired(module, torchq.nn.Cat())
     for candidate in (module, copy.deepcopy(module)):

@@ -50,7 +50,8 @@ def same_range(one: TensorQuantizer, other: TensorQuantizer) -> bool:
 def test_strict_load_into_an_uncalibrated_twin(
     d: QuantDescriptor, assign: bool, x: torch.Tensor
 ) -> None:
-    q, twin = calibrated(d, x), TensorQuantizer(d)
+    q = calibrated(d, x)
+    twin = TensorQuantizer(d)
     names = ["amax"] if d.symmetric else ["amin", "amax"]
     assert list(twin.state_dict()) == names == list(q.state_dict())
     buffer = io.BytesIO()
@@ -114,7 +115,8 @@ def test_deepcopy_and_pickle(d: QuantDescriptor, x: torch.Tensor) -> None:
 def test_amax_keeps_float32_to_the_bit(d: QuantDescriptor, convert: str, x: torch.Tensor) -> None:
     model = nn.Sequential(nn.Linear(6, 2), calibrated(d, x))
     q = model[1]
-    before, parameter = copy.deepcopy(q), q.amax
+    before = copy.deepcopy(q)
+    parameter = q.amax
     model.to(torch.half) if convert == "to_half" else getattr(model, convert)()
     assert model[0].weight.dtype is not torch.float32
     assert q.amax.dtype is torch.float32 and same_range(q, before)
@@ -203,7 +205,8 @@ def test_a_range_of_a_shared_quantizer_may_be_in_a_checkpoint_once(x: torch.Tens
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.a(x) + self.b(x)
 
-    model, image = Sum(a=nn.Conv2d(1, 1, 1), b=nn.Conv2d(1, 1, 1)), x.reshape(1, 1, -1, 6)
+    model = Sum(a=nn.Conv2d(1, 1, 1), b=nn.Conv2d(1, 1, 1))
+    image = x.reshape(1, 1, -1, 6)
     torchq.quantize_(model, target="tensorrt")
     torchq.qat.share_range_(model, "quant_add.*")
     torchq.calibrate(model, [image], progress=False)

@@ -83,7 +83,8 @@ def test_results_and_gradients_are_those_by_hand(
     cls: type, options: dict[str, Any], learn: bool
 ) -> None:
     """Gradients of the given state too, which the last state has beside the outputs."""
-    layer, grads = quantized(cls, options, learn), []
+    layer = quantized(cls, options, learn)
+    grads = []
     for compute in (lambda x, state: layer(x, as_given(state)), partial(by_hand, layer)):
         x = sequence(layer.batch_first)
         state = tuple(part.requires_grad_() for part in zeros(layer, 3))
@@ -105,7 +106,9 @@ def test_results_and_gradients_are_those_by_hand(
 @pytest.mark.parametrize(("cls", "options"), CASES, ids=str)
 def test_packed_sequences(cls: type, options: dict[str, Any]) -> None:
     layer = quantized(cls, {**options, "batch_first": False})
-    x, state, lengths = sequence().detach(), zeros(layer, 3), [2, 6, 3]
+    x = sequence().detach()
+    state = zeros(layer, 3)
+    lengths = [2, 6, 3]
     packed = pack_sequence([x[:n, i] for i, n in enumerate(lengths)], enforce_sorted=False)
     found, last = layer(packed, as_given(state))
     assert isinstance(found, PackedSequence)
@@ -122,7 +125,8 @@ def test_with_a_float_hidden_state_the_fused_kernel_gives_the_same(
     for slot in layer.all_slots():
         if slot.startswith(("hidden", "projected")):
             layer.quantizer(slot).mode = "off"
-    x, state = sequence(layer.batch_first).detach(), zeros(layer, 3)
+    x = sequence(layer.batch_first).detach()
+    state = zeros(layer, 3)
     assert_close(layer(x, as_given(state)), by_hand(layer, x, state))
 
 

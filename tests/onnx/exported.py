@@ -26,7 +26,8 @@ class Layers(nn.Module):
             [nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 16, 3, stride=2, groups=groups)]
         )
         self.up = nn.ConvTranspose2d(16, 4, 3, stride=2, groups=groups, output_padding=1)
-        self.left, self.right = nn.Linear(16, 5), nn.Linear(16, 3)
+        self.left = nn.Linear(16, 5)
+        self.right = nn.Linear(16, 3)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         for conv in self.convs:
@@ -40,10 +41,12 @@ class Residual(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.pool = nn.Conv2d(3, 16, 3, padding=1), nn.MaxPool2d(2)
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.pool = nn.MaxPool2d(2)
         self.blocks = nn.Sequential(Block(16, 16), Block(16, 32))
         self.side = nn.Conv2d(32, 16, 1)
-        self.gap, self.head = nn.AdaptiveAvgPool2d(1), nn.Linear(48, 10)
+        self.gap = nn.AdaptiveAvgPool2d(1)
+        self.head = nn.Linear(48, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.pool(torch.relu(self.stem(x)))
@@ -57,10 +60,8 @@ class Block(nn.Module):
 
     def __init__(self, channels: int, out: int) -> None:
         super().__init__()
-        self.first, self.second = (
-            nn.Conv2d(channels, out, 3, padding=1),
-            nn.Conv2d(out, out, 3, padding=1),
-        )
+        self.first = nn.Conv2d(channels, out, 3, padding=1)
+        self.second = nn.Conv2d(out, out, 3, padding=1)
         self.down = None if channels == out else nn.Conv2d(channels, out, 1)
         self.relu = nn.ReLU(inplace=True)
 

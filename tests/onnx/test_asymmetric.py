@@ -24,7 +24,8 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.second = nn.Conv2d(8, 8, 3, padding=1)
         self.head = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,7 +73,8 @@ def test_files_compute_what_is_simulated(
 
 def test_the_runtime_gets_the_same_numbers(generator: torch.Generator, path: Path) -> None:
     q = TensorQuantizer(QuantDescriptor(unsigned=True, symmetric=False, amin=-0.17, amax=3.0))
-    model, x = nn.Sequential(q), torch.linspace(-1, 4, 1001)
+    model = nn.Sequential(q)
+    x = torch.linspace(-1, 4, 1001)
     torchq.export_onnx(model, x, path, target="onnxruntime", dynamo=False)
     session = onnxruntime.InferenceSession(path)
     (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
@@ -85,7 +87,8 @@ def test_few_bits_per_axis_and_both_exporters(
     dynamo: bool, generator: torch.Generator, path: Path
 ) -> None:
     descriptor = QuantDescriptor(4, unsigned=True, symmetric=False, axis=1)
-    model, x = nn.Sequential(TensorQuantizer(descriptor)), torch.randn(2, 3, 5, generator=generator)
+    model = nn.Sequential(TensorQuantizer(descriptor))
+    x = torch.randn(2, 3, 5, generator=generator)
     torchq.calibrate(model, [x], progress=False)
     torchq.export_onnx(model, x, path, opset=21 if dynamo else 18, dynamo=dynamo)
     session = onnxruntime.InferenceSession(path)

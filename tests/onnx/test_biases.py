@@ -32,7 +32,8 @@ class Dying(nn.Module):
         self.first = nn.Conv2d(3, 8, 3)
         self.middle = nn.Conv2d(8, 8, 3)
         self.last = nn.Conv2d(8, 8, 1)
-        self.linear, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.linear = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 4)
         with torch.no_grad():
             for layer in (self.middle, self.linear):
                 for channel, factor in ((1, 0.0), (3, 1e-12), (5, 1e-7)):
@@ -120,7 +121,8 @@ def test_qnn_keeps_one_scale_for_linear_layers(path: Path) -> None:
 def test_scales_are_as_small_as_the_bias_allows(path: Path) -> None:
     exported(Dying().eval(), path)
     node = nodes_of(load_model(path), "Conv")[1]
-    of_input, bias = value_of(node.inputs[0].producer().inputs[1]), value_of(node.inputs[2])
+    of_input = value_of(node.inputs[0].producer().inputs[1])
+    bias = value_of(node.inputs[2])
     assert bias[3] == 1
     numbers = bias / (of_input * weight_in(path)[1])
     assert numbers[[3, 5]].tolist() == pytest.approx([2.0**30] * 2)

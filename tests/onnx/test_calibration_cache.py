@@ -26,8 +26,10 @@ HEADER = "TRT-8401-EntropyCalibration2\n"
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.norm = nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16)
-        self.down, self.head = nn.Conv2d(16, 16, 1), nn.Linear(16, 4)
+        self.stem = nn.Conv2d(16, 16, 3, padding=1)
+        self.norm = nn.BatchNorm2d(16)
+        self.down = nn.Conv2d(16, 16, 1)
+        self.head = nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.stem(x))
@@ -44,7 +46,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[st
     """A float ONNX file, its cache, and the scale of each tensor."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("cache")
-    path, cache, x = folder / "net.onnx", folder / "calib.cache", torch.randn(1, 16, 8, 8)
+    path = folder / "net.onnx"
+    cache = folder / "calib.cache"
+    x = torch.randn(1, 16, 8, 8)
     model = Net().eval()
     with torch.no_grad():
         model.norm.running_mean.uniform_(-1, 1)
@@ -66,7 +70,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[st
 
 
 def quantized(path: Path, target: Any) -> Any:
-    model, x = torchq.from_onnx(path), torch.randn(1, 16, 8, 8)
+    model = torchq.from_onnx(path)
+    x = torch.randn(1, 16, 8, 8)
     torchq.fuse_(model, (x,))
     torchq.quantize_(model, target=target, example=(x,))
     return model
@@ -132,7 +137,8 @@ def test_a_cache_of_another_network_is_one_error(
     files: tuple[Path, Path, dict[str, float]],
 ) -> None:
     path, _, scales = files
-    model, x = quantized(path, "tensorrt"), (torch.randn(1, 16, 8, 8),)
+    model = quantized(path, "tensorrt")
+    x = (torch.randn(1, 16, 8, 8),)
     with pytest.raises(CalibrationError, match=r"matches 0 of 4 quantizers; .* It has a, b, and"):
         apply_calibration_cache(model, {"a": 1.0, "b": 1.0}, x)
     few = {name: scale for name, scale in scales.items() if name != "x"}

@@ -30,8 +30,11 @@ class Net(nn.Module):
         self.stem, self.first, self.second, self.small = (
             nn.Conv2d(cin, 8, 3, padding=1) for cin in (3, 8, 8, 8)
         )
-        self.join, self.square, self.norm = nn.Conv2d(16, 8, 1), nn.Linear(8, 8), nn.LayerNorm(8)
-        self.head, self.other = nn.Linear(8, 5), nn.Linear(8, 5)
+        self.join = nn.Conv2d(16, 8, 1)
+        self.square = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 5)
+        self.other = nn.Linear(8, 5)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = F.avg_pool2d(self.stem(x).relu(), 3, stride=2, padding=1)
@@ -48,7 +51,8 @@ class Net(nn.Module):
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[nn.Module, Path]]:
     """The network as exported without a target, and for ONNX Runtime."""
     torch.manual_seed(0)
-    folder, x = tmp_path_factory.mktemp("damage"), torch.randn(8, 3, 16, 16)
+    folder = tmp_path_factory.mktemp("damage")
+    x = torch.randn(8, 3, 16, 16)
     found = {}
     for target in (None, "onnxruntime"):
         model = Net()
@@ -191,7 +195,8 @@ def drop_pair(file: Editor) -> None:
 def round_down(file: Editor) -> None:
     """Codes as floor(x / scale): what a rounding before QuantizeLinear does."""
     node = file.pair("first.input_quantizer")[0]
-    scale, place = node.input[1], list(file.graph.node).index(node)
+    scale = node.input[1]
+    place = list(file.graph.node).index(node)
     names = [f"down/{i}" for i in range(3)]
     new = [
         helper.make_node("Div", [node.input[0], scale], names[:1]),
@@ -349,7 +354,8 @@ class Bounds(nn.Module):
         self.stem, self.exact, self.sums, self.means = (
             nn.Conv2d(cin, 8, 3, padding=1) for cin in (3, 8, 8, 8)
         )
-        self.shares, self.taps = nn.Linear(8, 4), nn.ModuleDict()
+        self.shares = nn.Linear(8, 4)
+        self.taps = nn.ModuleDict()
         for name in ("exact", "sums", "means", "shares"):
             self.taps[name] = nn.Identity()
 
@@ -367,7 +373,8 @@ def test_every_bound_says_no_to_a_factor_of_less_than_a_code(target: str, path: 
     if runtime == "openvino" and target != "half":
         pytest.importorskip("openvino")
     torch.manual_seed(0)
-    model, x = Bounds(), torch.rand(16, 3, 16, 16)
+    model = Bounds()
+    x = torch.rand(16, 3, 16, 16)
     few, half = target == "few bits", target == "half"
     config = torchq.recipes.integer(4, 4) if few else torchq.recipes.int8(reduce_range=True)
     planned = None if half else runtime

@@ -30,7 +30,9 @@ class Tokens(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.grow, self.shrink = nn.LayerNorm(12), nn.Linear(12, 24), nn.Linear(24, 12)
+        self.norm = nn.LayerNorm(12)
+        self.grow = nn.Linear(12, 24)
+        self.shrink = nn.Linear(24, 12)
         self.head = nn.Linear(12, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,7 +59,8 @@ def test_encodings_are_those_of_the_file_with_pairs(
     model, x = quantized(cls, shape)
     report = export_encodings(model, x, path, version=version)
     torchq.export_onnx(model, x, tmp_path / "pairs.onnx", target="qnn", progress=False)
-    pairs, plain = load_model(tmp_path / "pairs.onnx"), load_model(report.path)
+    pairs = load_model(tmp_path / "pairs.onnx")
+    plain = load_model(report.path)
     found = read_encodings(report.encodings)
     assert sorted(found) == sorted((*report.activations, *report.parameters))
     assert not nodes_of(plain, "QuantizeLinear", "DequantizeLinear")
@@ -124,7 +127,8 @@ def test_encodings_on_the_float_file_give_the_codes_of_the_model(
     report = export_encodings(model, x, path, version=version)
     options: dict[str, Any] = {"progress": False, "dynamo": False}
     torchq.export_onnx(model, x, tmp_path / "own.onnx", **options)
-    graph, own = load_model(report.path), dict(model.named_parameters())
+    graph = load_model(report.path)
+    own = dict(model.named_parameters())
     for name in report.parameters:
         stored = graph.graph.initializers[name]
         weight = own[name] if own[name].shape == stored.shape else own[name].T
@@ -155,9 +159,11 @@ def test_encodings_on_the_float_file_give_the_codes_of_the_model(
 def test_encodings_that_do_not_fit_are_one_error(path: Path) -> None:
     model, x = quantized(Tokens, (4, 6, 12))
     report = export_encodings(model, x, path)
-    grids, read = read_encodings(report.encodings), torchq.from_onnx(report.path)
+    grids = read_encodings(report.encodings)
+    read = torchq.from_onnx(report.path)
     torchq.quantize_(read, target="qnn", example=x)
-    one, wide = grids["relu"], torch.full((24,), 0.1)
+    one = grids["relu"]
+    wide = torch.full((24,), 0.1)
     for change, text in (
         ({"a": one}, r"matches 0 of 6 quantizers; expected the ranges of this network. It has a,"),
         ({n: g for n, g in grids.items() if n != "grow.weight"}, r"reads grow\.weight\. Leave"),
@@ -183,7 +189,8 @@ def test_encodings_that_do_not_fit_are_one_error(path: Path) -> None:
 def test_a_quantizer_of_two_tensors_wants_one_grid(path: Path) -> None:
     model, x = quantized(Residual, (4, 3, 16, 16))
     report = export_encodings(model, x, path)
-    grids, read = read_encodings(report.encodings), torchq.from_onnx(report.path)
+    grids = read_encodings(report.encodings)
+    read = torchq.from_onnx(report.path)
     torchq.quantize_(read, target="qnn", example=x)
     grids["relu_5"] = replace(grids["relu_5"], scale=grids["relu_5"].scale * 2)
     with pytest.raises(CalibrationError, match="reads relu_5 and another tensor with another grid"):

@@ -233,7 +233,8 @@ def test_keyword_arguments_and_more_open_dimensions(path: Path, dynamo: bool) ->
         dynamic_shapes={"x": {1: "length"}},
         output_names=["y"],
     )
-    x, table = torch.randn(5, 9, 6), torch.randn(6, 3)
+    x = torch.randn(5, 9, 6)
+    table = torch.randn(6, 3)
     torch.testing.assert_close(run_file(path, x, table)[0], model(x, table), rtol=0, atol=1e-5)
     shapes = {
         v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim]
@@ -305,7 +306,8 @@ class StartsAtZero(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.gain = nn.Conv2d(3, 3, 3, padding=1), nn.Parameter(torch.zeros(()))
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.gain = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.conv(x) * self.gain
@@ -313,7 +315,8 @@ class StartsAtZero(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:(?s).*its output is not quantized")
 def test_an_activation_that_saw_only_zeros_exports_with_a_warning(path: Path) -> None:
-    model, x = StartsAtZero(), torch.randn(2, 3, 8, 8)
+    model = StartsAtZero()
+    x = torch.randn(2, 3, 8, 8)
     torchq.quantize_(model, target="onnxruntime", example=x)
     torchq.calibrate(model, [x], progress=False)
     with pytest.warns(UserWarning, match="other_quantizer: calibrated on zeros alone"):
@@ -447,7 +450,8 @@ BOTH = pytest.mark.parametrize("dynamo", [False, True])
 def two_inputs(scores: str = "scores") -> fx.GraphModule:
     """Return what was read of a file whose names are no names of Python, two of them alike."""
     w = Writer(17)
-    first, second = w.input("in.1", [None, 3, None, 8]), w.input("in/1", [None, 4, None, 6])
+    first = w.input("in.1", [None, 3, None, 8])
+    second = w.input("in/1", [None, 4, None, 6])
     h = w.node("Conv", first, w.random(4, 3, 3, 3), w.random(4))
     total = w.node("Add", w.node("Relu", h), second)
     file = w.model(w.node("Conv", total, w.random(5, 4, 3, 3), w.random(5)), total)

@@ -35,7 +35,8 @@ class After(nn.Module):
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.linear, self.function = nn.Linear(6, 6), function
+        self.linear = nn.Linear(6, 6)
+        self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(self.linear(x))
@@ -109,7 +110,8 @@ def model_with(*kinds: str) -> nn.Module:
 @pytest.mark.parametrize("dynamo", [True, False])
 @pytest.mark.parametrize("kind", DESCRIPTORS)
 def test_a_file_has_the_numbers_of_the_model(kind: str, dynamo: bool, path: Path) -> None:
-    model, x = model_with(kind), torch.randn(8, 8)
+    model = model_with(kind)
+    x = torch.randn(8, 8)
     before = [name for name, _ in model.named_buffers()]
     torchq.export_onnx(model, x, path, dynamo=dynamo, dynamic_batch=False)
     graph = onnx.load(path).graph
@@ -145,7 +147,8 @@ class Positions(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.patches, self.project = nn.Conv2d(3, 8, 4, 4), nn.Conv2d(4, 8, 1)
+        self.patches = nn.Conv2d(3, 8, 4, 4)
+        self.project = nn.Conv2d(4, 8, 1)
         self.head = nn.Linear(8, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -157,7 +160,8 @@ class Positions(nn.Module):
 
 def exported(path: Path, dynamo: bool) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    model, x = Positions(), torch.randn(4, 3, 32, 32)
+    model = Positions()
+    x = torch.randn(4, 3, 32, 32)
     return write(model, x, path, dynamo=dynamo), x
 
 

@@ -71,7 +71,8 @@ def q_linear_conv(a: dict[str, Any], *inputs: Array) -> Array:
 def q_gemm(a: dict[str, Any], *inputs: Array) -> Array:
     x, sx, zx, w, sw, zw, bias, sy, zy = inputs
     shape = (-1, 1) if a.get("transB") else (1, -1)
-    left, right = centered(x, zx), centered(w, zw.reshape(shape))
+    left = centered(x, zx)
+    right = centered(w, zw.reshape(shape))
     sums = (left.T if a.get("transA") else left) @ (right.T if a.get("transB") else right)
     return requantized(sums + bias, (sx * sw) / sy, zy)
 
@@ -84,7 +85,8 @@ def mat_mul_integer_to_float(a: dict[str, Any], *inputs: Array) -> Array:
 
 def q_linear_add(a: dict[str, Any], *inputs: Array) -> Array:
     x, sx, zx, y, sy, zy, sz, zz = inputs
-    first, second = sx / sz, sy / sz
+    first = sx / sz
+    second = sy / sz
     offset = f32(zz) - (first * f32(zx) + second * f32(zy))
     # float64 holds products and sums of such numbers exactly: these are fused multiply-adds.
     total = (x.astype(np.float64) * first + offset).astype(f32)
@@ -132,10 +134,13 @@ class Mobile(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.project = nn.Conv2d(3, 32, 3, stride=2), nn.Conv2d(32, 16, 1)
+        self.stem = nn.Conv2d(3, 32, 3, stride=2)
+        self.project = nn.Conv2d(32, 16, 1)
         self.depthwise = nn.Conv2d(32, 32, 5, padding=2, groups=32)
-        self.squeeze, self.excite = nn.Conv2d(32, 8, 1), nn.Conv2d(8, 32, 1)
-        self.first, self.last = nn.Linear(16, 24), nn.Linear(24, 5)
+        self.squeeze = nn.Conv2d(32, 8, 1)
+        self.excite = nn.Conv2d(8, 32, 1)
+        self.first = nn.Linear(16, 24)
+        self.last = nn.Linear(24, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         x = nn.functional.relu6(self.depthwise(nn.functional.hardswish(self.stem(x))))

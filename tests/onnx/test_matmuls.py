@@ -32,11 +32,9 @@ class Perceptron(nn.Module):
 
     def __init__(self, activation: Any, bias: bool) -> None:
         super().__init__()
-        self.up, self.down, self.side = (
-            nn.Linear(16, 32, bias),
-            nn.Linear(32, 16, bias),
-            nn.Linear(32, 16, bias),
-        )
+        self.up = nn.Linear(16, 32, bias)
+        self.down = nn.Linear(32, 16, bias)
+        self.side = nn.Linear(32, 16, bias)
         self.side.bias = self.down.bias
         self.activation = activation
 
@@ -136,7 +134,8 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.qkv = nn.Linear(16, 48)
+        self.out = nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind(0)
@@ -216,7 +215,8 @@ def test_shapes_without_copied_lengths_and_casts_to_bfloat16(tmp_path: Path) -> 
 @pytest.mark.parametrize("dynamo", EXPORTERS)
 @pytest.mark.parametrize("target", [None, "onnxruntime", "openvino", "tensorrt"])
 def test_attention_exports(target: str | None, dynamo: bool, path: Path) -> None:
-    model, x = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval(), torch.randn(3, 6, 16)
+    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    x = torch.randn(3, 6, 16)
     calibrated(model, x, target=target)
     report = torchq.export_onnx(
         model, x[:1], path, target=target, dynamo=dynamo, dynamic_shapes={"src": {1: "length"}}
@@ -256,7 +256,8 @@ class Tagger(nn.Module):
 @pytest.mark.parametrize("hidden", [True, False], ids=["quantized hidden", "float hidden"])
 def test_the_file_agrees_with_the_simulation(path: Path, hidden: bool) -> None:
     torch.manual_seed(0)
-    model, x = Tagger().eval(), torch.randn(2, 3, 4)
+    model = Tagger().eval()
+    x = torch.randn(2, 3, 4)
     rule = Rule("*lstm", input=QuantDescriptor(), weight=QuantDescriptor(axis=0))
     torchq.quantize_(model, torchq.recipes.int8().with_rules(rule))
     torchq.calibrate(model, [x], progress=False)
@@ -277,7 +278,8 @@ class Listener(nn.Module):
 
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
-        self.features, self.over_time = nn.Linear(4, 4), kind(4, 6, bidirectional=True)
+        self.features = nn.Linear(4, 4)
+        self.over_time = kind(4, 6, bidirectional=True)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.over_time(self.features(x))[0]
@@ -290,7 +292,8 @@ class Listener(nn.Module):
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_an_open_length_is_open_or_refused(path: Path, kind: type[nn.RNNBase]) -> None:
     """Whether torch can trace it depends on its version; no version freezes it in silence."""
-    model, x = Listener(kind).eval(), torch.randn(6, 2, 4)
+    model = Listener(kind).eval()
+    x = torch.randn(6, 2, 4)
     torchq.quantize_(model)
     torchq.calibrate(model, [x], progress=False)
     shapes = {"x": {0: "time"}}

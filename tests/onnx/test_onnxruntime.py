@@ -37,8 +37,10 @@ class Pooled(nn.Module):
 
     def __init__(self, pool: nn.Module, channels: int = 16) -> None:
         super().__init__()
-        self.first, self.pool = nn.Conv2d(3, channels, 1), pool
-        self.second, self.head = nn.Conv2d(channels, 4, 1), nn.Linear(4, 3)
+        self.first = nn.Conv2d(3, channels, 1)
+        self.pool = pool
+        self.second = nn.Conv2d(channels, 4, 1)
+        self.head = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.second(self.pool(self.first(x))).relu()
@@ -213,8 +215,10 @@ class Shuffled(nn.Module):
 
     def __init__(self, read: Callable[[Tensor], list[Tensor]], groups: int = 2) -> None:
         super().__init__()
-        self.left, self.right = nn.Conv2d(3, 6, 1), nn.Conv2d(3, 6, 1)
-        self.near, self.far = nn.LazyConv2d(5, 1), nn.LazyConv2d(5, 1)
+        self.left = nn.Conv2d(3, 6, 1)
+        self.right = nn.Conv2d(3, 6, 1)
+        self.near = nn.LazyConv2d(5, 1)
+        self.far = nn.LazyConv2d(5, 1)
         self.read, self.groups = read, groups
 
     def forward(self, x: Tensor) -> Tensor:
@@ -278,7 +282,8 @@ class Unshuffled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 4, 1)
+        self.first = nn.Conv2d(3, 8, 1)
+        self.last = nn.Conv2d(8, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x).relu()
@@ -314,12 +319,10 @@ class Pyramid(nn.Module):
 
     def __init__(self, mode: str) -> None:
         super().__init__()
-        self.near, self.far, self.last, self.mode = (
-            nn.Conv2d(3, 4, 1),
-            nn.Conv2d(3, 4, 2, stride=2),
-            nn.Conv2d(8, 4, 1),
-            mode,
-        )
+        self.near = nn.Conv2d(3, 4, 1)
+        self.far = nn.Conv2d(3, 4, 2, stride=2)
+        self.last = nn.Conv2d(8, 4, 1)
+        self.mode = mode
 
     def forward(self, x: Tensor) -> Tensor:
         far = nn.functional.interpolate(self.far(x).relu(), scale_factor=2, mode=self.mode)

@@ -30,8 +30,10 @@ class Net(nn.Module):
 
     def __init__(self, pattern: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
-        self.left, self.right = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
-        self.pattern, self.last = pattern, nn.LazyConv2d(8, 3)
+        self.left = nn.Conv2d(8, 8, 3, padding=1)
+        self.right = nn.Conv2d(8, 8, 3, padding=1)
+        self.pattern = pattern
+        self.last = nn.LazyConv2d(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.pattern(self.left(x), self.right(x)))
@@ -147,7 +149,9 @@ class Tokens(nn.Module):
 
     def __init__(self, pattern: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
-        self.left, self.right, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.LazyLinear(8)
+        self.left = nn.Linear(16, 16)
+        self.right = nn.Linear(16, 16)
+        self.last = nn.LazyLinear(8)
         self.pattern = pattern
 
     def forward(self, x: Tensor) -> Tensor:
@@ -199,8 +203,10 @@ class Pooled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 32, 3, padding=1)
-        self.third, self.last = nn.Conv2d(32, 32, 3, padding=1), nn.Conv2d(64, 8, 1)
+        self.first = nn.Conv2d(3, 16, 3)
+        self.second = nn.Conv2d(16, 32, 3, padding=1)
+        self.third = nn.Conv2d(32, 32, 3, padding=1)
+        self.last = nn.Conv2d(64, 8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.second(F.max_pool2d(F.leaky_relu(self.first(x)), 2))
@@ -234,8 +240,10 @@ class Dense(nn.Module):
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
-        self.left, self.right = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
-        self.norm, self.last = norm, nn.Conv2d(16, 8, 3)
+        self.left = nn.Conv2d(8, 8, 3, padding=1)
+        self.right = nn.Conv2d(8, 8, 3, padding=1)
+        self.norm = norm
+        self.last = nn.Conv2d(16, 8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         joined = torch.cat([self.left(x), self.right(x)], 1)
@@ -270,8 +278,10 @@ class Again(nn.Module):
     def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.between = between
-        self.left, self.right = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
-        self.own, self.last = torchq.nn.QuantIdentity(), nn.Conv2d(16, 8, 3)
+        self.left = nn.Conv2d(8, 8, 3, padding=1)
+        self.right = nn.Conv2d(8, 8, 3, padding=1)
+        self.own = torchq.nn.QuantIdentity()
+        self.last = nn.Conv2d(16, 8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.between(self.own(cat(self.left(x), self.right(x)))))
@@ -303,7 +313,9 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm, self.linear = nn.Conv2d(3, 16, 3), nn.LayerNorm(16), nn.Linear(16, 16)
+        self.conv = nn.Conv2d(3, 16, 3)
+        self.norm = nn.LayerNorm(16)
+        self.linear = nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(self.norm(self.conv(x).permute(0, 2, 3, 1)))

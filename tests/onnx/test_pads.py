@@ -45,7 +45,8 @@ class Same(nn.Module):
         self.conv = nn.Conv2d(inputs, outputs, kernel, stride=2)
 
     def forward(self, x: Tensor) -> Tensor:
-        left, up = self._added(x.shape[-1]), self._added(x.shape[-2])
+        left = self._added(x.shape[-1])
+        up = self._added(x.shape[-2])
         sides = [left // 2, left - left // 2, up // 2, up - up // 2]
         return self.conv(F.pad(x, sides))
 
@@ -62,7 +63,9 @@ class Mobile(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.down, self.head = Same(3, 8), Same(8, 16, 4), nn.Linear(16, 5)
+        self.stem = Same(3, 8)
+        self.down = Same(8, 16, 4)
+        self.head = nn.Linear(16, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.down(self.stem(x).relu()).relu().mean((2, 3)))
@@ -97,7 +100,9 @@ class Shared(nn.Module):
 
     def __init__(self, other: str) -> None:
         super().__init__()
-        self.stem, self.conv, self.other = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 2), other
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.conv = nn.Conv2d(8, 8, 2)
+        self.other = other
 
     def forward(self, x: Tensor) -> Any:
         x = F.pad(self.stem(x), (0, 1, 0, 1))
@@ -267,7 +272,8 @@ def test_equal_quantizers_become_one(path: Path) -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.stem, self.up = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1)
+            self.stem = nn.Conv2d(3, 8, 3)
+            self.up = nn.Conv2d(8, 8, 1)
             self.side = nn.Sequential(Pad(0, 1, 0, 1), nn.Conv2d(8, 8, 2))
 
         def forward(self, x: Tensor) -> Tensor:
@@ -300,7 +306,9 @@ def open_file(path: Path, x: Tensor, target: str) -> nn.Module:
 @pytest.mark.eight_bit_products("openvino")
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
 def test_open_lengths_become_known(target: str, tmp_path: Path) -> None:
-    path, fixed, x = tmp_path / "model.onnx", tmp_path / "fixed.onnx", images(2, 3, 13, 16)
+    path = tmp_path / "model.onnx"
+    fixed = tmp_path / "fixed.onnx"
+    x = images(2, 3, 13, 16)
     model = open_file(path, x, target)
     assert len(nodes_of(load_model(path), "Pad")) == 2
     graph = path.read_bytes()

@@ -118,7 +118,8 @@ def test_unknown_targets_are_listed(path: Path) -> None:
 
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_a_deployed_model_has_no_file(path: Path, tmp_path: Path, dynamo: bool) -> None:
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    x = torch.randn(2, 4)
     torchq.quantize_(model)
     torchq.calibrate(model, [x], progress=False)
     deployed = torchq.deploy(model, x)
@@ -133,7 +134,8 @@ class Remembers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.shape = nn.Linear(6, 6), torch.Size()
+        self.linear = nn.Linear(6, 6)
+        self.shape = torch.Size()
 
     def forward(self, x: Tensor) -> Tensor:
         if self.shape != x.shape:
@@ -157,7 +159,8 @@ def test_a_batch_size_that_cannot_be_open_is_fixed_with_a_warning(path: Path) ->
 def test_what_a_forward_stores_while_it_is_traced_is_not_kept(dynamo: bool, path: Path) -> None:
     if dynamo and torch.__version__ < (2, 10):
         pytest.skip("torch 2.9 exports no forward that stores a tensor")
-    model, x = calibrated(Remembers(), torch.randn(3, 6)), torch.randn(2, 6)
+    model = calibrated(Remembers(), torch.randn(3, 6))
+    x = torch.randn(2, 6)
     model(torch.randn(3, 6))  # calibrate puts back what the forward stored
     shape, offsets = model.shape, model.offsets
     torchq.export_onnx(model, x, path, dynamo=dynamo, dynamic_batch=False)
@@ -258,7 +261,8 @@ def test_a_broken_file_is_one_error_with_its_name(
     exported: tuple[nn.Module, Path], tmp_path: Path
 ) -> None:
     model, path = exported
-    broken, batch = tmp_path / "broken.onnx", [torch.randn(2, 3, 16, 16)]
+    broken = tmp_path / "broken.onnx"
+    batch = [torch.randn(2, 3, 16, 16)]
     for kind, data in breakages(path.read_bytes()).items():
         broken.write_bytes(data)
         for call in (

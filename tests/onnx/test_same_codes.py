@@ -33,7 +33,8 @@ RECIPES = {
 def made(recipe: str, path: Path, dynamo: bool = True) -> tuple[nn.Module, Tensor]:
     """Return a calibrated model whose file is written, and images."""
     torch.manual_seed(0)
-    model, x = Residual().eval(), torch.randn(32, 3, 12, 12)
+    model = Residual().eval()
+    x = torch.randn(32, 3, 12, 12)
     config = RECIPES[recipe]()
     torchq.quantize_(model, config, target="onnxruntime", example=x[:1], progress=False)
     torchq.calibrate(model, [x], progress=False)
@@ -163,8 +164,10 @@ class Forked(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.first = kind, nn.Conv2d(3, 8, 3, padding=1)
-        self.left, self.right = nn.Conv2d(8, 4, 1), nn.Conv2d(8, 4, 1)
+        self.kind = kind
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.left = nn.Conv2d(8, 4, 1)
+        self.right = nn.Conv2d(8, 4, 1)
         self.flat = nn.Linear(8 * 64, 4)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,8 +186,10 @@ def test_a_result_of_two_ranges_is_computed_in_float(
     kind: str, on_integers: bool, path: Path, tmp_path: Path
 ) -> None:
     """Kernels return codes of one range; the plan knows, the file shows, and the codes agree."""
-    model, x = Forked(kind).eval(), torch.randn(8, 3, 8, 8)
-    config, weight = RECIPES["int8"](), torchq.QuantDescriptor(7, axis=0)
+    model = Forked(kind).eval()
+    x = torch.randn(8, 3, 8, 8)
+    config = RECIPES["int8"]()
+    weight = torchq.QuantDescriptor(7, axis=0)
     if kind == "two":
         narrow = torchq.QuantDescriptor(calib_method="percentile", calib_options={"percentile": 90})
         config = config.with_rules(torchq.Rule("right", input=narrow, weight=weight))
@@ -247,7 +252,8 @@ def test_tensorrt_has_signed_codes_and_rules_that_fix_unsigned_ones_stay() -> No
 @pytest.mark.slow
 def test_a_model_for_no_target_keeps_its_grid_with_a_warning(path: Path) -> None:
     torch.manual_seed(0)
-    model, x = Residual().eval(), torch.randn(2, 3, 12, 12)
+    model = Residual().eval()
+    x = torch.randn(2, 3, 12, 12)
     torchq.quantize_(model, progress=False)
     torchq.calibrate(model, [x], progress=False)
     with pytest.warns(UserWarning, match="quantized for no target") as seen:

@@ -24,7 +24,9 @@ class Moved(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 4, 1)
+        self.a = nn.Conv2d(3, 8, 3)
+        self.b = nn.Conv2d(8, 8, 3)
+        self.c = nn.Conv2d(8, 4, 1)
         self.norm_a, self.norm_b = norm(8), norm(8)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -63,7 +63,8 @@ def test_figures_are_those_of_the_outputs_of_a_usual_session(
     edit(path, "head.bias", lambda bias: bias + torch.eye(10)[0])
     x = torch.randn(6, 3, 16, 16)
     (found,) = torchq.verify_onnx(model, path, [x]).outputs
-    want, got = model(x).double(), run_file(path, x, optimize=True)[0].double()
+    want = model(x).double()
+    got = run_file(path, x, optimize=True)[0].double()
     assert found.max_diff == pytest.approx((want - got).abs().max().item(), rel=1e-12)
     assert found.sqnr_db == pytest.approx(
         10 * (want.square().sum() / (want - got).square().sum()).log10().item(), rel=1e-9
@@ -126,7 +127,8 @@ class Repeated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.act = nn.Linear(6, 6), nn.SiLU(inplace=True)
+        self.linear = nn.Linear(6, 6)
+        self.act = nn.SiLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(3):

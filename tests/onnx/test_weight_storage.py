@@ -56,7 +56,8 @@ class Mixed(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(3, channels, 3)
         self.depthwise = nn.Conv2d(channels, channels, 3, groups=channels)
-        self.norm, self.last = nn.LayerNorm(channels), nn.Conv2d(channels, 4, 3)
+        self.norm = nn.LayerNorm(channels)
+        self.last = nn.Conv2d(channels, 4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.depthwise(nn.functional.gelu(self.stem(x)))
@@ -128,7 +129,8 @@ class HalfInside(nn.Module):
 @pytest.mark.parametrize("target", [None, "onnxruntime", "openvino", "tensorrt"])
 def test_a_right_file_of_a_half_model_agrees(target: str | None, path: Path) -> None:
     """A code that float16 rounds to the other side is a tie; another bias is an error."""
-    model, x = small(torch.float16), torch.randn(16, 3, 8, 8, dtype=torch.float16)
+    model = small(torch.float16)
+    x = torch.randn(16, 3, 8, 8, dtype=torch.float16)
     torchq.quantize_(model, target=target, example=x)
     torchq.calibrate(model, [x], progress=False)
     torchq.export_onnx(model, x, path, target=target, dynamo=False)

@@ -45,7 +45,8 @@ def test_a_soft_weight_of_a_rounded_layer_rounds_to_its_weight() -> None:
     model = calibrated(bits=(3, 8))
     wanted = model[0].weight.detach().flatten(1)[None].double()
     gptq_(model, batches(), progress=False)
-    soft, scale = SoftWeight.of(model[0], wanted), grid_of(model[0]).scale.view(8, 3, 3, 3)
+    soft = SoftWeight.of(model[0], wanted)
+    scale = grid_of(model[0]).scale.view(8, 3, 3, 3)
     assert torch.equal(soft.rounded(), model[0].weight)
     far = (soft.value() - model[0].weight).abs() / scale
     assert 0.3 < far.max().item() <= 0.45 + 1e-5

@@ -51,7 +51,9 @@ class Residual(nn.Module):
 
     def __init__(self, inplace: bool = False) -> None:
         super().__init__()
-        self.first, self.second, self.inplace = nn.Linear(4, 4), nn.Linear(4, 4), inplace
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.inplace = inplace
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.second(self.first(x).relu())
@@ -143,7 +145,9 @@ class Added(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.add, self.twice = nn.Linear(4, 4), torchq.nn.QuantAdd(), nn.Linear(4, 4)
+        self.layer = nn.Linear(4, 4)
+        self.add = torchq.nn.QuantAdd()
+        self.twice = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.twice(self.twice(x))

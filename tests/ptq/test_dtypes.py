@@ -24,7 +24,9 @@ class Net(nn.Module):
         self.features = nn.Sequential(
             nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()
         )
-        self.norm, self.hidden, self.head = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 5)
+        self.norm = nn.LayerNorm(8)
+        self.hidden = nn.Linear(8, 16)
+        self.head = nn.Linear(16, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.features(x).mean((2, 3)))
@@ -74,7 +76,8 @@ def test_what_follows_calibration_makes_the_output_no_worse(name: str, dtype: to
     expected = outputs(model, dtype)
     torchq.quantize_(model, torchq.recipes.integer(3, 8))
     torchq.calibrate(model, batches(dtype), progress=False)
-    before, kinds = error(model, expected, dtype), dtypes_of(model)
+    before = error(model, expected, dtype)
+    kinds = dtypes_of(model)
     AFTER[name](model, batches(dtype))
     # Biases of single layers are corrected for their own mean, not for the output of the model.
     most = before * (1.1 if name == "correct_bias_" else 1.0 + 1e-6)

@@ -70,7 +70,8 @@ def test_equation_11_for_two_linear_layers(generator: torch.Generator) -> None:
     model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 4))
     unequal(model[0], generator)
     w1, b1, w2 = (t.detach().double() for t in (model[0].weight, model[0].bias, model[2].weight))
-    r1, r2 = w1.abs().amax(1), w2.abs().amax(0)
+    r1 = w1.abs().amax(1)
+    r2 = w2.abs().amax(0)
     s = (r1 * r2).sqrt() / r2
     report = equalize_(model, torch.rand(7, 5))
     torch.testing.assert_close(model[0].weight.double(), w1 / s[:, None], rtol=1e-6, atol=0)
@@ -138,7 +139,8 @@ class Branches(nn.Module):
 
 def test_other_layers_are_named_with_the_reason() -> None:
     torch.manual_seed(0)
-    model, x = Branches().eval(), torch.rand(3, 4)
+    model = Branches().eval()
+    x = torch.rand(3, 4)
     model.unused = nn.Linear(4, 4)
     expected = model(x)
     report = equalize_(model, x)

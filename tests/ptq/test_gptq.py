@@ -76,7 +76,8 @@ def test_the_bias_makes_the_mean_output_that_of_the_float_model() -> None:
         torch.testing.assert_close(*means, rtol=0, atol=1e-6)
         sums: list[Tensor] = []
         for m in (model, floats):
-            block, y = m[2], m[:2](x)  # type: ignore[index]
+            block = m[2]
+            y = m[:2](x)  # type: ignore[index]
             sums.append((block.conv2(block.conv1(y).relu()) + y).mean((0, 2, 3)))
         torch.testing.assert_close(*sums, rtol=0, atol=1e-5)
 
@@ -116,7 +117,8 @@ def test_layers_that_are_left_alone_are_named() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.up, self.shared = nn.ConvTranspose2d(3, 3, 2), nn.Conv2d(3, 3, 1)
+            self.up = nn.ConvTranspose2d(3, 3, 2)
+            self.shared = nn.Conv2d(3, 3, 1)
             self.again = nn.Conv2d(3, 3, 1)
             self.again.weight = self.shared.weight
             self.last, self.unused, self.off = (nn.Conv2d(3, 3, 1, bias=False) for _ in range(3))
@@ -144,7 +146,8 @@ def test_a_layer_with_few_samples_is_no_worse_on_others(bits: tuple[int, int]) -
     """What cancels errors on fewer samples than inputs by chance must not be learned."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(96, 24)).eval()
-    few, others = torch.rand(64, 96), torch.rand(1000, 96)
+    few = torch.rand(64, 96)
+    others = torch.rand(1000, 96)
     expected = model(others).detach()
     torchq.quantize_(model, torchq.recipes.integer(*bits))
     torchq.calibrate(model, few.split(16), progress=False)

@@ -47,7 +47,8 @@ def optimal_brain_quantizer(weight: Tensor, h: Tensor, grid: Grid, order: list[i
     ``delta = -(w_q - quant(w_q)) / [H^-1]_qq * (H^-1)_:,q``, and then row and column q of the
     inverse are eliminated by one step of Gaussian elimination.
     """
-    w, inverse = weight.clone(), torch.linalg.inv(h)
+    w = weight.clone()
+    inverse = torch.linalg.inv(h)
     q = torch.zeros_like(w)
     for i in order:
         q[:, i] = grid.nearest(w[:, i], i)
@@ -123,7 +124,8 @@ def test_ridge_regression_solves_the_stacked_least_squares_problem() -> None:
     x = torch.randn(5, 50, generator=generator, dtype=torch.float64)
     t = torch.randn(2, 50, generator=generator, dtype=torch.float64)
     start = torch.randn(2, 5, generator=generator, dtype=torch.float64)
-    xx, tx = x @ x.T / 50, t @ x.T / 50
+    xx = x @ x.T / 50
+    tx = t @ x.T / 50
     found = ridge_regression(start, xx, tx, 0.1)
     root = (0.1 * xx.diagonal().mean() * 50).sqrt()
     rows = torch.cat([x.T, root * torch.eye(5)])
@@ -136,7 +138,8 @@ def test_damping_grows_until_the_matrix_is_positive_definite() -> None:
     x = torch.randn(6, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     h = x @ x.T
     indefinite = h - 0.05 * torch.eye(6) * h.diagonal().mean()
-    damped, mean = indefinite.clone(), indefinite.diagonal().mean()
+    damped = indefinite.clone()
+    mean = indefinite.diagonal().mean()
     assert damped_(damped, 1e-3, Elimination.of)[1] == pytest.approx(0.1)
     torch.testing.assert_close(damped, indefinite + 0.1 * mean * torch.eye(6))
     damped = torch.zeros(3, 3, dtype=torch.float64)
@@ -148,8 +151,10 @@ def test_damping_grows_until_the_matrix_is_positive_definite() -> None:
 def test_reported_errors_are_those_of_the_outputs(bias: bool) -> None:
     """The inputs have a mean, so constant parts of the error count."""
     torch.manual_seed(0)
-    layer, x = nn.Linear(6, 4, bias=bias), torch.rand(50, 6) + 1
-    wanted, model = layer(x).detach().double(), nn.Sequential(layer)
+    layer = nn.Linear(6, 4, bias=bias)
+    x = torch.rand(50, 6) + 1
+    wanted = layer(x).detach().double()
+    model = nn.Sequential(layer)
     torchq.quantize_(model, torchq.recipes.integer(2, None, weight_method="max"))
     torchq.workflow.calibrate_weights(model)
     variance = (wanted - wanted.mean(0)).square().sum()

@@ -21,7 +21,8 @@ class Interrupt(TorchDispatchMode):
 
     def __init__(self, at: int | None = None) -> None:
         super().__init__()
-        self.count, self.at = 0, at
+        self.count = 0
+        self.at = at
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1

@@ -83,9 +83,12 @@ class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
-        self.float_layer, self.unused = nn.Linear(8, 8), nn.Linear(6, 6)
-        self.before, self.behind = nn.LayerNorm(6), nn.LayerNorm(8)
+        self.first = nn.Linear(6, 8)
+        self.last = nn.Linear(8, 4)
+        self.float_layer = nn.Linear(8, 8)
+        self.unused = nn.Linear(6, 6)
+        self.before = nn.LayerNorm(6)
+        self.behind = nn.LayerNorm(8)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.float_layer(torch.sigmoid(self.first(self.before(x))))
@@ -154,7 +157,8 @@ def test_codes_stay_within_the_format(function: Any, size: float) -> None:
 
 
 def test_nan_while_learning_is_named_and_the_block_is_as_before() -> None:
-    model, runs = quantized(ready=True), 0
+    model = quantized(ready=True)
+    runs = 0
 
     def breaks(module: nn.Module, args: Any, out: Tensor) -> Tensor:
         nonlocal runs

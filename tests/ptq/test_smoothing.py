@@ -18,7 +18,8 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, offset: float = 0.0) -> None:
         super().__init__()
-        self.weight, self.offset = nn.Parameter(torch.rand(size) + 0.5), offset
+        self.weight = nn.Parameter(torch.rand(size) + 0.5)
+        self.offset = offset
 
     def forward(self, x: Tensor) -> Tensor:
         y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
@@ -30,9 +31,12 @@ class Net(nn.Module):
 
     def __init__(self, offset: float = 0.0) -> None:
         super().__init__()
-        self.norm, self.rms = nn.LayerNorm(8), RMSNorm(8, offset)
-        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.out, self.head = nn.Linear(8, 8, bias=False), nn.Linear(8, 4)
+        self.norm = nn.LayerNorm(8)
+        self.rms = RMSNorm(8, offset)
+        self.q = nn.Linear(8, 8)
+        self.k = nn.Linear(8, 8)
+        self.out = nn.Linear(8, 8, bias=False)
+        self.head = nn.Linear(8, 4)
         self.unused = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,7 +83,8 @@ def test_factors_are_those_of_equation_4() -> None:
 
 @pytest.mark.parametrize("alpha", [0.5, "auto"])
 def test_quantized_outputs_become_better_and_float_ones_stay(alpha: Any, tmp_path: Path) -> None:
-    x, errors = torch.cat(batches()), []
+    x = torch.cat(batches())
+    errors = []
     with torch.no_grad(), torchq.disabled(floats := net()):
         expected = floats(x)
     for smoothed in (False, True):

@@ -115,7 +115,8 @@ def quick_adaround(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("quick_adaround")
 @torch.no_grad()
 def test_mixed_precision_is_the_last_resort() -> None:
-    metric, recipe = Metric(deep), torchq.recipes.integer(2, 8, weight_method="max")
+    metric = Metric(deep)
+    recipe = torchq.recipes.integer(2, 8, weight_method="max")
     result = search(metric, 0.08, recipe, deep)
     changes = [trial.change for trial in result.table]
     assert not any(trial.error for trial in result.table)

@@ -130,7 +130,8 @@ def test_scaled_range_gradient_makes_the_relative_step_of_lsq() -> None:
         y = quantizer(x)
         y.square().sum().backward()
         grads.append(quantizer.amax.grad)
-    qmax, n = 3.0, 64 * 16
+    qmax = 3.0
+    n = 64 * 16
     step_grad = grads[0] * qmax  # d loss / d step, from d loss / d amax
     lsq_relative = step_grad / (n * qmax) ** 0.5 / (1.0 / qmax)
     torch.testing.assert_close(grads[1] / 1.0, lsq_relative)

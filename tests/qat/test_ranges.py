@@ -25,7 +25,8 @@ def calibrated(recipe: torchq.QuantConfig | None = None) -> nn.Module:
 def test_ranges_become_parameters_and_nothing_else_changes(method: str) -> None:
     model = calibrated().eval()
     x = image_batches()[0]
-    expected, keys = model(x), set(model.state_dict())
+    expected = model(x)
+    keys = set(model.state_dict())
     assert len(learn_ranges_(model, method)) == 8
     assert torch.equal(model(x), expected) and set(model.state_dict()) == keys
     ranges = [g for g in param_groups(model, lr=0.1) if g["name"] == "ranges"]
@@ -95,7 +96,8 @@ def test_gradients_of_both_ends_by_finite_differences(layout: dict[str, Any], en
     scale = (high - low) / 15
     is_inside = (parts >= low) & (parts <= high)
     error = torch.where(is_inside, (parts / scale).round() - parts / scale, 0.0)
-    step, differences = 1e-6, []
+    step = 1e-6
+    differences = []
     for index in range(ends[end].numel()):
         found = []
         for delta in (step, -step):
@@ -178,7 +180,9 @@ def test_the_gradient_of_a_power_of_two_scale_is_that_of_tqt(backend: str) -> No
     quantizer = TensorQuantizer(QuantDescriptor(4, amax=1.3, learn_amax=True, power_of_two=True))
     with torchq.functional.kernels.use_backend(backend):
         (quantizer(x) * weight).sum().backward()
-    scale, low, high = 0.25, -8, 7  # 1.3 / 7 rounded up
+    scale = 0.25
+    low = -8
+    high = 7  # 1.3 / 7 rounded up
     v = x.detach() / scale
     inside = (v >= low) & (v <= high)
     assert bool(((x.detach().abs() > 1.3) & inside).any())

@@ -89,7 +89,8 @@ def test_gradient_checkpointing_gives_the_same_gradients() -> None:
     model.eval()  # BatchNorm would move its statistics twice; that is torch's own affair.
     for quantizer in quantizers(model).values():
         quantizer.train()
-    images, grads = dataset().tensors[0], []
+    images = dataset().tensors[0]
+    grads = []
     for call in (model, Checkpointed(model)):
         torch.manual_seed(1)
         model.zero_grad()

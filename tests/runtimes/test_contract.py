@@ -121,7 +121,8 @@ def written(
 ) -> tuple[str, nn.Module, Path]:
     """A residual network, quantized and exported for a target."""
     torch.manual_seed(0)
-    target, x = request.param, torch.randn(8, 3, 16, 16)
+    target = request.param
+    x = torch.randn(8, 3, 16, 16)
     config = torchq.recipes.int8()  # a recipe of its own may have zero points that data chose
     model = calibrated(Residual(), x, config=config, target=target, example=x[:1])
     path = tmp_path_factory.mktemp(target) / "m.onnx"
@@ -178,7 +179,8 @@ def test_the_file_computes_what_the_model_simulates(written: tuple[str, nn.Modul
 
 @pytest.mark.parametrize("target", sorted(CASES))
 def test_a_broken_rule_is_a_warning_with_the_layer(target: str, tmp_path: Path) -> None:
-    case, x = CASES[target], torch.randn(4, 16, 8, 8)
+    case = CASES[target]
+    x = torch.randn(4, 16, 8, 8)
     config = QuantConfig(
         (Rule("type:torch.nn.modules.conv.*", input=QuantDescriptor(), weight=case.weight),)
     )

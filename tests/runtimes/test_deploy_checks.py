@@ -40,7 +40,8 @@ def image(sign: float = 1.0) -> Tensor:
 class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.a = nn.Conv2d(3, 4, 3, padding=1)
+        self.b = nn.Conv2d(4, 4, 3, padding=1)
 
 
 class Branch(Two):
@@ -163,7 +164,8 @@ def test_other_inputs_have_other_values_and_indices_that_occur() -> None:
         def forward(self, x: Tensor, ids: Tensor, mask: Tensor | None = None) -> Tensor:
             return x
 
-    x, ids = image(), torch.tensor([[0, 3, 9]])
+    x = image()
+    ids = torch.tensor([[0, 3, 9]])
     for number, (floats, places) in enumerate(other_inputs(Net(), (x, ids))):
         assert floats.shape == x.shape and not torch.equal(floats, x)
         assert set(places.flatten().tolist()) == {0, 3, 9}
@@ -214,7 +216,8 @@ class Buffer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.c, self.o = nn.Conv1d(4, 8, 3), nn.Conv1d(8, 2, 1)
+        self.c = nn.Conv1d(4, 8, 3)
+        self.o = nn.Conv1d(8, 2, 1)
         self.register_buffer("past", torch.zeros(1, 4, 2))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -312,7 +315,8 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.e, self.h = nn.Embedding(50, 16), nn.Linear(16, 50, bias=False)
+        self.e = nn.Embedding(50, 16)
+        self.h = nn.Linear(16, 50, bias=False)
         self.h.weight = self.e.weight
 
     def forward(self, i: Tensor) -> Tensor:

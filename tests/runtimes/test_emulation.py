@@ -183,7 +183,8 @@ def test_layers_are_those_of_integer_chips(
     image = torch.tensor(codes(q_in(x), q_in)).view(x.shape) - z_in
     image = nn.functional.pad(image, [1, 1, 1, 1])
     weight = (conv.weight / conv.weight_quantizer.scale).round().long()
-    s_in, s_out = float(q_in.scale), float(q_out.scale)
+    s_in = float(q_in.scale)
+    s_out = float(q_out.scale)
     hidden = torch.empty(2, 3, 5, 5, dtype=torch.int64)
     for n, o, i, j in itertools.product(range(2), range(3), range(5), range(5)):
         s_w = float(conv.weight_quantizer.scale.flatten()[o])
@@ -224,8 +225,10 @@ class Awkward(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, padding=1)
-        self.act, self.head = nn.LeakyReLU(0.1), nn.Linear(8, 4)
+        self.first = nn.Conv2d(3, 8, 3)
+        self.second = nn.Conv2d(8, 8, 3, padding=1)
+        self.act = nn.LeakyReLU(0.1)
+        self.head = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.act(self.first(x))
@@ -338,14 +341,16 @@ def doubling_high_multiply(a: int, b: int) -> int:
 def divide_by_power(x: int, exponent: int) -> int:
     """``RoundingDivideByPOT`` of gemmlowp/fixedpoint/fixedpoint.h."""
     mask = (1 << exponent) - 1
-    remainder, threshold = x & mask, (mask >> 1) + (1 if x < 0 else 0)
+    remainder = x & mask
+    threshold = (mask >> 1) + (1 if x < 0 else 0)
     return (x >> exponent) + (1 if remainder > threshold else 0)
 
 
 def tflite_multiply(x: int, real: float) -> int:
     """``MultiplyByQuantizedMultiplier`` with double rounding."""
     multiplier, shift = tflite_multiplier(real)
-    left, right = max(shift, 0), max(-shift, 0)
+    left = max(shift, 0)
+    right = max(-shift, 0)
     return divide_by_power(doubling_high_multiply(x * (1 << left), multiplier), right)
 
 
@@ -401,10 +406,12 @@ def clamped(code: int) -> int:
 
 
 def test_additions_are_those_of_tensorflow_lite(generator: torch.Generator) -> None:
-    a, b = torch.randn(5, 40, generator=generator), 3 * torch.randn(40, generator=generator)
+    a = torch.randn(5, 40, generator=generator)
+    b = 3 * torch.randn(40, generator=generator)
     model = Between().eval()
     torchq.calibrate(model, [(a, b)], progress=False)
-    (first, s1, _), (second, s2, _) = grid(model.first, a), grid(model.second, b)
+    first, s1, _ = grid(model.first, a)
+    second, s2, _ = grid(model.second, b)
     s_out, z_out = (float(part) for part in model.last.calculate_qparams())
     widest = 2 * max(s1, s2)
     wanted = []

@@ -135,7 +135,8 @@ class TestGraphEngines:
     def test_arguments_of_the_example_are_built_in(
         self, graph: tuple[EngineModule, nn.Module]
     ) -> None:
-        (graph_module, simulated), x = graph, images(1)
+        graph_module, simulated = graph
+        x = images(1)
         example = {"image": x, "factor": 2.0}
         deployed = torchq.deploy(simulated, example, target=graph_module.target)
         assert sqnr(deployed(x, 2.0).scores, simulated(x, 2.0).scores) > BOUND_DB
@@ -143,7 +144,8 @@ class TestGraphEngines:
             deployed(x, 1.0)
 
     def test_state_dicts_hold_the_graph(self, graph: tuple[EngineModule, nn.Module]) -> None:
-        (graph_module, simulated), x = graph, images(2)
+        graph_module, simulated = graph
+        x = images(2)
         example = {"image": x, "factor": 2.0}
         other = torchq.deploy(simulated, example, target=graph_module.target)
         twin = copy.deepcopy(graph_module)
@@ -264,7 +266,8 @@ def test_the_number_of_threads_follows_torch(monkeypatch: pytest.MonkeyPatch) ->
 def test_opened_modules_keep_no_copy_of_their_file(engine: str) -> None:
     pytest.importorskip(engine)
     torch.manual_seed(0)
-    x, model = torch.randn(1, 512), nn.Sequential(nn.Linear(512, 2048), nn.Linear(2048, 8)).eval()
+    x = torch.randn(1, 512)
+    model = nn.Sequential(nn.Linear(512, 2048), nn.Linear(2048, 8)).eval()
     torchq.quantize_(model, SEVEN_BITS)
     torchq.calibrate(model, [x], progress=False)
     deployed = torchq.deploy(model, x, target=engine)
@@ -354,7 +357,8 @@ class Counting(nn.Module):
 @pytest.mark.parametrize("quantized", [True, False])
 def test_numbers_that_depend_on_the_batch_keep_it_closed(quantized: bool) -> None:
     pytest.importorskip("onnxruntime")
-    model, x = Counting().eval(), torch.randn(2, 8)
+    model = Counting().eval()
+    x = torch.randn(2, 8)
     torchq.quantize_(model, SEVEN_BITS)
     torchq.calibrate(model, [x], progress=False)
     deployed = torchq.deploy(model, x, target=OnnxRuntime(quantized=quantized))

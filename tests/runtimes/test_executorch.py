@@ -40,9 +40,12 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.first = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
-        self.pool, self.side = nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, padding=1)
-        self.join, self.head = nn.Conv2d(16, 8, 1), nn.Linear(8, 5)
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.first = nn.Conv2d(8, 8, 3, padding=1)
+        self.pool = nn.MaxPool2d(2)
+        self.side = nn.Conv2d(8, 8, 3, padding=1)
+        self.join = nn.Conv2d(16, 8, 1)
+        self.head = nn.Linear(8, 5)
         self.drop = nn.Dropout(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,9 +60,12 @@ class Encoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.norm2 = nn.LayerNorm(16), nn.LayerNorm(16)
-        self.qkv, self.proj = nn.Linear(16, 48), nn.Linear(16, 16)
-        self.fc1, self.fc2 = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.norm = nn.LayerNorm(16)
+        self.norm2 = nn.LayerNorm(16)
+        self.qkv = nn.Linear(16, 48)
+        self.proj = nn.Linear(16, 16)
+        self.fc1 = nn.Linear(16, 32)
+        self.fc2 = nn.Linear(32, 16)
         self.head = nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -292,7 +298,8 @@ def test_a_missing_package_and_an_old_one_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.randn(2, 3, 8, 8)
-    model, path = calibrated(nn.Sequential(nn.Conv2d(3, 4, 3)), x), tmp_path / "m.pte"
+    model = calibrated(nn.Sequential(nn.Conv2d(3, 4, 3)), x)
+    path = tmp_path / "m.pte"
     monkeypatch.setitem(sys.modules, "executorch", None)
     with pytest.raises(MissingExtraError, match=r"export_pte: executorch is .*\[executorch\]"):
         export_pte(model, x, path)
@@ -411,7 +418,8 @@ class Layers(nn.Module):
                 "capped": nn.Conv2d(8, 16, 3),
             }
         )
-        self.linear, self.gated = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.linear = nn.Linear(16, 16)
+        self.gated = nn.Linear(16, 16)
         names = (*self.convs, "linear", *OPERATORS)
         plain = ("strided", "grouped", "linear", "add", "mean")
         self.outs = nn.ModuleDict(
@@ -432,7 +440,8 @@ def layers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Tensor, dict[
     """The layers with ranges, an input that is on its grid, and what the runtime returns."""
     needs_executorch()
     torch.manual_seed(0)
-    model, x = Layers(), torch.randn(2, 8, 16, 16)
+    model = Layers()
+    x = torch.randn(2, 8, 16, 16)
     model = calibrated(model, x)
     with torch.no_grad():
         x = model.convs["dense"].input_quantizer(torch.randn_like(x))

@@ -158,7 +158,8 @@ class OfADictionary(nn.Module):
 
 
 def test_torch_runs_what_no_graph_can() -> None:
-    model, x = OfADictionary().eval(), torch.randn(2, 8)
+    model = OfADictionary().eval()
+    x = torch.randn(2, 8)
     torchq.quantize_(model)
     torchq.calibrate(model, [({"x": x},)], progress=False)
     deployed = torchq.deploy(model, ({"x": x},), target="fastest")

@@ -71,7 +71,8 @@ def test_onnxruntime_gets_whole_integer_regions(
 def test_a_convolution_whose_result_is_flattened_runs_on_integers(tmp_path: Path) -> None:
     """The heads of MobileNetV4 and GhostNet: pooling, a convolution, and a linear layer."""
     torch.manual_seed(0)
-    x, path = torch.randn(2, 3, 8, 8), tmp_path / "m.onnx"
+    x = torch.randn(2, 3, 8, 8)
+    path = tmp_path / "m.onnx"
     parts = (nn.Conv2d(3, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Conv2d(16, 32, 1))
     head = nn.Sequential(*parts, nn.ReLU(), nn.Flatten(), nn.Linear(32, 4))
     head = calibrated(head, x, target="onnxruntime", example=x[:1])
@@ -102,7 +103,8 @@ class Heads(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hidden, self.out = nn.Linear(8, 16), nn.Linear(16, 5)
+        self.hidden = nn.Linear(8, 16)
+        self.out = nn.Linear(16, 5)
         self.plain = nn.Linear(16, 3, bias=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,7 +141,8 @@ def test_tensorrt_leaves_the_branch_of_the_convolution_open(tmp_path: Path) -> N
 class Deconvolution(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.norm = nn.ConvTranspose2d(16, 16, 3), nn.BatchNorm2d(16)
+        self.up = nn.ConvTranspose2d(16, 16, 3)
+        self.norm = nn.BatchNorm2d(16)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.up(x))
@@ -148,7 +151,8 @@ class Deconvolution(nn.Module):
 class Joined(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = torchq.nn.QuantIdentity(), torchq.nn.QuantIdentity()
+        self.a = torchq.nn.QuantIdentity()
+        self.b = torchq.nn.QuantIdentity()
         self.conv = nn.Conv2d(32, 16, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -223,7 +227,8 @@ def test_transposed_convolutions_export_like_torch(groups: int, tmp_path: Path) 
         def forward(self, x: Tensor) -> Tensor:
             return self.up(x, output_size=[12, 13])
 
-    model, x = Sized(), torch.randn(2, 4, 5, 6)
+    model = Sized()
+    x = torch.randn(2, 4, 5, 6)
     with torch.no_grad():
         expected = model(x)
     assert expected.shape[2:] == (12, 13)
@@ -241,7 +246,8 @@ def test_concatenated_tensors_carry_one_scale(tmp_path: Path) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.conv = nn.Conv2d(4, 4, 3, padding=1)
-            self.add, self.cat = torchq.nn.QuantAdd(), torchq.nn.QuantCat(1)
+            self.add = torchq.nn.QuantAdd()
+            self.cat = torchq.nn.QuantCat(1)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.cat([self.add(x, self.conv(x)), 5 * x])

@@ -18,8 +18,10 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.conv = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, padding=1)
-        self.norm, self.head = nn.BatchNorm2d(8), nn.Linear(8, 4)
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x).relu()
@@ -47,7 +49,8 @@ def forwards(run: Callable[[], Any]) -> int:
 def test_a_model_runs_a_few_times(target: str) -> None:
     for package in ("onnxruntime", "openvino"):
         pytest.importorskip(package)
-    model, x = Net().eval(), torch.randn(2, 3, 8, 8)
+    model = Net().eval()
+    x = torch.randn(2, 3, 8, 8)
     assert forwards(lambda: torchq.fuse_(model, x)) <= 4
     # Products of weights of 8 bits overflow on CPUs without VNNI.
     config = torchq.recipes.int8(reduce_range=True)

@@ -20,7 +20,8 @@ MODULES = [path for path in sorted(ROOT.rglob("*.py")) if ROOT / "runtimes" not 
 def names_in(source: str) -> list[str]:
     """Return the identifiers and texts, without docstrings, that name a runtime."""
     tree = ast.parse(source)
-    found, docstrings = [], set()
+    found = []
+    docstrings = set()
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list) and body and isinstance(body[0], ast.Expr):

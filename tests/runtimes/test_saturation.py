@@ -66,14 +66,16 @@ def test_onnxruntime_adds_exactly_on_every_cpu(tmp_path: Path) -> None:
     layers = [torch.nn.Conv2d(16, 16, 1) for _ in range(4)]
     for layer in layers:
         torch.nn.init.uniform_(layer.weight, 0.05, 0.1)
-    model, x = torch.nn.Sequential(*layers).eval(), torch.rand(4, 16, 8, 8)
+    model = torch.nn.Sequential(*layers).eval()
+    x = torch.rand(4, 16, 8, 8)
     torchq.quantize_(model, target="onnxruntime", example=x)
     torchq.calibrate(model, [x], progress=False)
     torchq.export_onnx(model, x, tmp_path / "m.onnx", progress=False, dynamo=False)
     report = torchq.verify_onnx(model, tmp_path / "m.onnx", [x], progress=False)
     assert report.ok and report.outputs[0].equal == 1, report.table()
     assert ("x64quantprecision" in report.session) is torchq.lowering.kernel.saturates()
-    deployed, simulated = torchq.deploy(model, x, target="onnxruntime"), model(x)
+    deployed = torchq.deploy(model, x, target="onnxruntime")
+    simulated = model(x)
     assert (deployed(x) - simulated).abs().max() <= 1e-6 * simulated.abs().max()
     file = torchq.onnx.ir.load_model(tmp_path / "m.onnx")
     points = [n.inputs[2] for n in file.graph if n.op_type == "DequantizeLinear"]

@@ -48,7 +48,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:export_onnx.target='tensorrt'"),
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
 ]
-LEAST, HALF = 2.0**-14, onnx_ir.DataType.FLOAT16
+LEAST = 2.0**-14
+HALF = onnx_ir.DataType.FLOAT16
 
 
 class StochasticDepth(nn.Module):
@@ -64,9 +65,12 @@ class Mobile(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.drop = StochasticDepth()
-        self.stem, self.wide = nn.Conv2d(3, 16, 3, 2, 1), nn.Conv2d(16, 32, 1)
-        self.each, self.back = nn.Conv2d(32, 32, 3, 1, 1, groups=32), nn.Conv2d(32, 16, 1)
-        self.down, self.up = nn.Conv2d(32, 8, 1), nn.Conv2d(8, 32, 1)
+        self.stem = nn.Conv2d(3, 16, 3, 2, 1)
+        self.wide = nn.Conv2d(16, 32, 1)
+        self.each = nn.Conv2d(32, 32, 3, 1, 1, groups=32)
+        self.back = nn.Conv2d(32, 16, 1)
+        self.down = nn.Conv2d(32, 8, 1)
+        self.up = nn.Conv2d(8, 32, 1)
         self.head = nn.Linear(16, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -82,8 +86,10 @@ class Detector(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = nn.Conv2d(3, 16, 3, 2, 1), nn.Conv2d(16, 32, 3, 2, 1)
-        self.join, self.box = nn.Conv2d(48, 16, 3, 1, 1), nn.Conv2d(16, 32, 1)
+        self.one = nn.Conv2d(3, 16, 3, 2, 1)
+        self.two = nn.Conv2d(16, 32, 3, 2, 1)
+        self.join = nn.Conv2d(48, 16, 3, 1, 1)
+        self.box = nn.Conv2d(16, 32, 1)
         self.register_buffer("places", torch.arange(8.0).reshape(1, 1, 8, 1))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,9 +104,11 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.norm = nn.Embedding(20, 16), nn.LayerNorm(16, eps=1e-12)
+        self.words = nn.Embedding(20, 16)
+        self.norm = nn.LayerNorm(16, eps=1e-12)
         self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
-        self.wide, self.back = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.wide = nn.Linear(16, 32)
+        self.back = nn.Linear(32, 16)
 
     def forward(self, words: Tensor, mask: Tensor) -> Tensor:
         x = self.words(words)
@@ -115,7 +123,8 @@ class Patches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.patch, self.head = nn.Conv2d(3, 16, 4, 4), nn.Linear(16, 5)
+        self.patch = nn.Conv2d(3, 16, 4, 4)
+        self.head = nn.Linear(16, 5)
         self.block = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -127,8 +136,10 @@ class Segmenter(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.top, self.deep = nn.Conv2d(3, 16, 3, 1, 1), nn.Conv2d(16, 32, 3, 1, 1)
-        self.up, self.last = nn.ConvTranspose2d(32, 16, 2, 2), nn.Conv2d(32, 8, 1)
+        self.top = nn.Conv2d(3, 16, 3, 1, 1)
+        self.deep = nn.Conv2d(16, 32, 3, 1, 1)
+        self.up = nn.ConvTranspose2d(32, 16, 2, 2)
+        self.last = nn.Conv2d(32, 8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.top(x).relu()
@@ -195,7 +206,8 @@ def test_files_are_strongly_typed_and_have_the_codes_of_the_model(
 ) -> None:
     torch.manual_seed(0)
     make, example = NETWORKS[name]
-    model, path = make().eval(), tmp_path / "m.onnx"
+    model = make().eval()
+    path = tmp_path / "m.onnx"
     torchq.fuse_(model, example)
     written(model, example, path, TensorRt(precision=precision))
     found = check_file(path)
@@ -236,7 +248,8 @@ def test_what_bfloat16_files_store_gives_the_codes_of_the_model(name: str, tmp_p
     """
     torch.manual_seed(0)
     make, example = NETWORKS[name]
-    target, path = TensorRt(precision="bfloat16"), tmp_path / "m.onnx"
+    target = TensorRt(precision="bfloat16")
+    path = tmp_path / "m.onnx"
     model = make().eval().bfloat16().float()
     torchq.quantize_(model, target=target, example=example)
     torchq.calibrate(model, [example], correct=False, progress=False)
@@ -254,10 +267,8 @@ def test_what_bfloat16_files_store_gives_the_codes_of_the_model(name: str, tmp_p
 def test_scales_are_numbers_of_the_type_in_plan_file_and_loaded_model(tmp_path: Path) -> None:
     """Nearly dead filters get the smallest normal number, and codes of 0."""
     torch.manual_seed(0)
-    model, x = (
-        nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)),
-        torch.randn(2, 8, 9, 9),
-    )
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    x = torch.randn(2, 8, 9, 9)
     with torch.no_grad():
         model[2].weight[1] *= 1e-6
     report = written(model, x, tmp_path / "m.onnx")
@@ -268,7 +279,8 @@ def test_scales_are_numbers_of_the_type_in_plan_file_and_loaded_model(tmp_path: 
     nodes = {**quantizer_nodes(load_model(tmp_path / "m.onnx"))}
     nodes |= weight_nodes(load_model(tmp_path / "m.onnx"))
     for name, node in nodes.items():
-        scale, own = qparams_of(node).scale, model.get_submodule(name).scale.flatten()
+        scale = qparams_of(node).scale
+        own = model.get_submodule(name).scale.flatten()
         assert torch.equal(scale.flatten(), own) and torch.equal(own.half().float(), own)
         assert value_of(node.inputs[1]).dtype is (
             torch.float32 if name == "0.input_quantizer" else torch.float16
@@ -282,7 +294,8 @@ def test_scales_are_numbers_of_the_type_in_plan_file_and_loaded_model(tmp_path: 
 
 
 def test_learned_ranges_have_gradients_through_rounded_scales() -> None:
-    model, x = nn.Sequential(nn.Conv2d(8, 8, 3)), torch.randn(2, 8, 9, 9)
+    model = nn.Sequential(nn.Conv2d(8, 8, 3))
+    x = torch.randn(2, 8, 9, 9)
     torchq.quantize_(model, target="tensorrt")
     torchq.calibrate(model, [x], progress=False)
     torchq.qat.learn_ranges_(model)
@@ -298,7 +311,8 @@ class Overflowing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3)
+        self.first = nn.Conv2d(8, 8, 3)
+        self.second = nn.Conv2d(8, 8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = 600 * self.first(x)
@@ -308,7 +322,9 @@ class Overflowing(nn.Module):
 
 def test_what_overflows_stays_in_float32_with_its_readers(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, path, x = Overflowing(), tmp_path / "m.onnx", torch.randn(2, 8, 12, 12)
+    model = Overflowing()
+    path = tmp_path / "m.onnx"
+    x = torch.randn(2, 8, 12, 12)
     report = written(model, x, path)
     found = check_file(path)
     assert found.ok, str(found)
@@ -485,7 +501,8 @@ X = torch.randn(2, 16, 9, 9)
 
 
 def test_float32_scales_and_typed_inputs(tmp_path: Path) -> None:
-    path, model = tmp_path / "m.onnx", small()
+    path = tmp_path / "m.onnx"
+    model = small()
     written(model, X, path, TensorRt(precision="float32"))
     assert model[0].weight_quantizer.descriptor.scale_format is None
     torchq.export_onnx(calibrated(small(), X), X, path, dynamo=False)

@@ -46,7 +46,8 @@ SAID = {
 def test_the_export_says_first_what_runs_in_float_and_that_fusing_mends_it(
     target: str, tmp_path: Path
 ) -> None:
-    model, path = trained(target), tmp_path / "m.onnx"
+    model = trained(target)
+    path = tmp_path / "m.onnx"
     with pytest.warns(UserWarning, match="fuse_.model.eval.., example. folds it") as caught:
         torchq.export_onnx(model, X, path, dynamo=False, progress=False)
     sentences = str(caught[0].message).splitlines()
@@ -62,7 +63,8 @@ def test_the_export_says_first_what_runs_in_float_and_that_fusing_mends_it(
 
 
 def test_inspecting_and_deploying_say_it_too(tmp_path: Path) -> None:
-    model, path = trained("onnxruntime"), tmp_path / "m.onnx"
+    model = trained("onnxruntime")
+    path = tmp_path / "m.onnx"
     with pytest.warns(UserWarning, match="as a BatchNorm follows: 8 layers"):
         torchq.export_onnx(model, X, path, dynamo=False, progress=False)
     report = torchq.inspect_onnx(path)

@@ -42,8 +42,10 @@ class Join(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
-        self.add, self.cat = torchq.nn.QuantAdd(), torchq.nn.QuantCat()
+        self.left = nn.Conv2d(8, 8, 1)
+        self.right = nn.Conv2d(8, 8, 1)
+        self.add = torchq.nn.QuantAdd()
+        self.cat = torchq.nn.QuantCat()
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.add(self.left(x), x)

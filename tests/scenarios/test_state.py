@@ -27,7 +27,8 @@ def fresh() -> ConvNet:
 
 @pytest.mark.parametrize("stage", ["uncalibrated", "calibrated", "trained"])
 def test_s18_deepcopy_pickle_and_another_process(stage: str, tmp_path: Path) -> None:
-    model, x = fresh() if stage == "uncalibrated" else calibrated(), image_batches()[0]
+    model = fresh() if stage == "uncalibrated" else calibrated()
+    x = image_batches()[0]
     if stage == "trained":
         model(x).sum().backward()
     expected = model(x).detach()
@@ -44,7 +45,8 @@ def test_s19_exponential_moving_average() -> None:
 
     Fixed ranges stay; the average is quantized and near the model.
     """
-    model, x = calibrated().train(), image_batches()[0]
+    model = calibrated().train()
+    x = image_batches()[0]
     average = copy.deepcopy(model).eval()
     for p in average.parameters():
         p.requires_grad_(False)
@@ -65,14 +67,16 @@ def test_s19_exponential_moving_average() -> None:
             q.amax, before[name]
         )  # 0.9 a + 0.1 a is a up to float32 rounding
         assert torch.equal(quantizers(model)[name].amax, before[name])
-    y, reference = average(x), model.eval()(x)
+    y = average(x)
+    reference = model.eval()(x)
     assert (y - reference).norm() < 0.2 * reference.norm()  # behind by about ten steps
     with torchq.disabled(average):
         assert not torch.equal(average(x), y)
 
 
 def test_s21_checkpoint_of_the_ancestor() -> None:
-    model, x = calibrated(), image_batches()[0]
+    model = calibrated()
+    x = image_batches()[0]
     names = {
         "input_quantizer.amax": "_input_quantizer._amax",
         "weight_quantizer.amax": "_weight_quantizer._amax",

@@ -17,7 +17,8 @@ def test_s04_optimizer_built_before_swap() -> None:
     conv = Conv2d(3, 4, 3)
     frozen = Conv2d(4, 4, 3).bfloat16()
     frozen.weight.requires_grad_(False)
-    frozen.i, frozen.f = 3, -1
+    frozen.i = 3
+    frozen.f = -1
     model = nn.Sequential(conv, frozen).eval()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     calls: list[str] = []
@@ -25,7 +26,8 @@ def test_s04_optimizer_built_before_swap() -> None:
         layer.register_forward_pre_hook(lambda m, a: calls.append("pre"))
         layer.register_forward_hook(lambda m, a, y: calls.append("post"))
     conv.register_full_backward_hook(lambda m, i, o: calls.append("backward"))
-    ids, before = [id(p) for p in model.parameters()], conv.weight.detach().clone()
+    ids = [id(p) for p in model.parameters()]
+    before = conv.weight.detach().clone()
     torchq.quantize_(model)
     assert [id(p) for p in model.parameters()] == ids
     y = frozen(conv(image_batches()[0].requires_grad_()).bfloat16())
@@ -89,7 +91,8 @@ def test_s06_subclass_weight_norm_and_attention() -> None:
             assert not torch.equal(model(x), quantized), name
 
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
-    tokens, report = torch.randn(2, 5, 8), torchq.quantize_(layer)
+    tokens = torch.randn(2, 5, 8)
+    report = torchq.quantize_(layer)
     assert {d.name for d in report.replaced} == {"linear1", "linear2", "self_attn", ""}
     assert report.skipped == ()
     with torch.no_grad():

@@ -29,7 +29,8 @@ class Base(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, padding=1)
+        self.a = nn.Conv2d(3, 8, 3)
+        self.b = nn.Conv2d(8, 8, 3, padding=1)
         self.c = nn.Conv2d(8, 4, 1)
 
     def tail(self, h: Tensor) -> Tensor:
@@ -175,7 +176,8 @@ def test_a_method_of_the_object_itself_is_run() -> None:
 
 
 def test_a_method_that_the_object_gets_after_conversion_is_run() -> None:
-    model, plain = Base().eval(), Base().eval()
+    model = Base().eval()
+    plain = Base().eval()
     plain.load_state_dict(model.state_dict())
     torchq.quantize_(model, target="onnxruntime", example=X, progress=False)
     for net in (model, plain):
@@ -302,7 +304,8 @@ def test_attention_that_is_excluded_as_an_operator_is_no_call_either() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.q, self.o = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.q = nn.Linear(8, 8)
+            self.o = nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
             q = self.q(x)
@@ -342,7 +345,8 @@ def test_a_forward_that_asks_for_a_type_is_refused_and_nothing_changes(cls: type
 
 
 def test_the_advice_of_a_refusal_works() -> None:
-    model, plain = AsksForItsType().eval(), AsksForItsType().eval()
+    model = AsksForItsType().eval()
+    plain = AsksForItsType().eval()
     plain.load_state_dict(model.state_dict())
     with pytest.raises(QuantizationError) as error:
         torchq.quantize_(model, target="onnxruntime", example=X, progress=False)
@@ -372,7 +376,8 @@ def test_a_model_that_does_not_repeat_itself_cannot_be_compared() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second = Base(), nn.Sequential(nn.Conv2d(4, 3, 1), Rolls())
+            self.first = Base()
+            self.second = nn.Sequential(nn.Conv2d(4, 3, 1), Rolls())
 
         def forward(self, x: Tensor) -> Tensor:
             return self.second(self.first(x))
@@ -420,7 +425,8 @@ def test_a_damaged_conversion_is_refused(name: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_layer_that_is_converted_wrongly_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    cls, right = torchq.nn.QuantConv2d, torchq.nn.QuantConv2d._conv_forward
+    cls = torchq.nn.QuantConv2d
+    right = torchq.nn.QuantConv2d._conv_forward
     monkeypatch.setattr(cls, "_conv_forward", lambda self, *args: 1.01 * right(self, *args))
     with pytest.raises(QuantizationError, match="a: got a Conv2d that, converted"):
         torchq.quantize_(Base().eval(), example=X, progress=False)
@@ -493,7 +499,8 @@ def test_load_with_an_example_compares(file: Any, monkeypatch: pytest.MonkeyPatc
 
 
 def test_restore_with_an_example_compares(file: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, plain = torchq.load(Base().eval(), file), Base().eval()
+    model = torchq.load(Base().eval(), file)
+    plain = Base().eval()
     with monkeypatch.context() as damage:
         damage.setattr(torchq.nn.QuantAdd, "forward", DAMAGES["a gain of 1.01"])
         with pytest.raises(QuantizationError, match="restore_: Base: the float model is off"):
@@ -519,7 +526,8 @@ def test_the_plan_does_not_depend_on_the_number_of_samples() -> None:
         return torchq.plan(Stem(*layers).eval(), target="onnxruntime", example=x)
 
     x = torch.rand(1, 3, 50, 50)
-    one, two = planned(x), planned(torch.cat([x, x]))
+    one = planned(x)
+    two = planned(torch.cat([x, x]))
     assert one.decisions == two.decisions and not one.skipped
 
 
@@ -543,7 +551,8 @@ def test_a_scripted_part_stays_as_it_is() -> None:
         def forward(self, x: Tensor) -> Any:
             return self.second(self.first(x))
 
-    model, x = Net().eval(), torch.rand(2, 8)
+    model = Net().eval()
+    x = torch.rand(2, 8)
     plain = copy.deepcopy(model)
     report = torchq.quantize_(model, target="onnxruntime", example=x, progress=False)
     assert [d.name for d in report.replaced] == ["first"] and is_equal(model, plain, x)
@@ -553,7 +562,8 @@ def test_complex_weights_stay_float() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.last = nn.Conv1d(1, 8, 1), nn.Conv1d(8, 1, 1)
+            self.first = nn.Conv1d(1, 8, 1)
+            self.last = nn.Conv1d(8, 1, 1)
             self.weight = nn.Parameter(torch.randn(8, 8, 6, dtype=torch.cfloat))
 
         def forward(self, x: Tensor) -> Any:
@@ -561,7 +571,8 @@ def test_complex_weights_stay_float() -> None:
             f = torch.einsum("bix,iox->box", f[:, :, :6], self.weight)
             return self.last(torch.fft.irfft(f, n=x.shape[-1]))
 
-    model, x = Net().eval(), torch.rand(2, 1, 32)
+    model = Net().eval()
+    x = torch.rand(2, 1, 32)
     report = torchq.quantize_(model, example=x, progress=False)
     torchq.calibrate(model, [x], progress=False)
     assert {d.name for d in report.replaced} == {"first", "last"}
@@ -589,7 +600,8 @@ def test_an_operator_of_another_library_with_a_weight_is_counted_and_reported() 
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.offset = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 18, 1)
+            self.first = nn.Conv2d(3, 8, 1)
+            self.offset = nn.Conv2d(8, 18, 1)
             self.deformed = ops.DeformConv2d(8, 2, 3, padding=1)
 
         def forward(self, x: Tensor) -> Any:

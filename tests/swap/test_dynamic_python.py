@@ -198,7 +198,8 @@ class Tree(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.down, self.block = nn.Conv2d(4, 4, 1), Tree.Block()
+        self.down = nn.Conv2d(4, 4, 1)
+        self.block = Tree.Block()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.block(x, self.down(x))
@@ -312,7 +313,8 @@ def test_decorators_run_around_the_routes() -> None:
     model: Any = Decorated().eval()
     assert not torchq.quantize_(model, target="openvino", example=X).skipped
     torchq.calibrate(model, [X], progress=False)
-    plain, call = floats_of(model), model.kernel_call
+    plain = floats_of(model)
+    call = model.kernel_call
     with torchq.disabled(model):
         assert torch.equal(model(X), plain(X))
     y = call.input_quantizer(model.quant_add(model.conv(X), X))
@@ -378,7 +380,8 @@ class Caching(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.cache = nn.Conv2d(4, 4, 1), {"deep": [{}]}
+        self.conv = nn.Conv2d(4, 4, 1)
+        self.cache = {"deep": [{}]}
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -396,7 +399,8 @@ class Caching(nn.Module):
 def test_planning_leaves_no_trace(make: Any, example: Any) -> None:
     """The dry run changes nothing, not even in containers and buffers."""
     model = make()
-    before, hooks = pickle.dumps(model), len(model._forward_hooks)
+    before = pickle.dumps(model)
+    hooks = len(model._forward_hooks)
     with_target = torchq.plan(model, target="onnxruntime", example=example)
     assert with_target.replaced
     assert pickle.dumps(model) == before
@@ -418,7 +422,8 @@ def test_a_bad_example_leaves_the_model_as_it_was() -> None:
 def test_ctrl_c_while_swapping_changes_nothing(
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, calls = Net(), []
+    model = Net()
+    calls = []
     before = pickle.dumps(model)
     original = torchq.TensorQuantizer.__init__
 

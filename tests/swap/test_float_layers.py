@@ -15,9 +15,11 @@ class Net(nn.Module):
 
     def __init__(self, act: type[nn.Module] = nn.Hardswish, channels: int = 16) -> None:
         super().__init__()
-        self.stem, self.act = nn.Conv2d(3, channels, 3, padding=1), act()
+        self.stem = nn.Conv2d(3, channels, 3, padding=1)
+        self.act = act()
         self.wise = nn.Conv2d(channels, channels, 3, groups=channels)
-        self.wise_act, self.grow = act(), nn.Conv2d(channels, 32, 1)
+        self.wise_act = act()
+        self.grow = nn.Conv2d(channels, 32, 1)
         self.deep = nn.Conv2d(32, 32, 3, groups=32)
         self.last = nn.Conv2d(32, 8, 3)
 

@@ -21,12 +21,19 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.norm0 = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
-        self.conv1, self.norm1 = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
-        self.conv2, self.norm2 = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
-        self.up, self.norm3 = nn.ConvTranspose2d(16, 8, 2, 2), nn.BatchNorm2d(8)
-        self.conv4, self.norm4 = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)
-        self.fc, self.norm5, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+        self.stem = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.norm0 = nn.BatchNorm2d(8)
+        self.conv1 = nn.Conv2d(8, 8, 3, padding=1)
+        self.norm1 = nn.BatchNorm2d(8)
+        self.conv2 = nn.Conv2d(8, 8, 3, padding=1)
+        self.norm2 = nn.BatchNorm2d(8)
+        self.up = nn.ConvTranspose2d(16, 8, 2, 2)
+        self.norm3 = nn.BatchNorm2d(8)
+        self.conv4 = nn.Conv2d(8, 8, 1)
+        self.norm4 = nn.BatchNorm2d(8)
+        self.fc = nn.Linear(8, 8)
+        self.norm5 = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm0(self.stem(x)).relu()
@@ -43,15 +50,15 @@ class BehindCat(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 3)
-        self.norm, self.beside, self.last = (
-            nn.BatchNorm2d(16),
-            nn.BatchNorm2d(8),
-            nn.Conv2d(24, 4, 1),
-        )
+        self.a = nn.Conv2d(3, 8, 3)
+        self.b = nn.Conv2d(3, 8, 3)
+        self.norm = nn.BatchNorm2d(16)
+        self.beside = nn.BatchNorm2d(8)
+        self.last = nn.Conv2d(24, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        a, b = self.a(x), self.b(x)
+        a = self.a(x)
+        b = self.b(x)
         joined = self.norm(torch.cat([a, b], 1)).relu()
         return self.last(torch.cat([joined, self.beside(a)], 1))
 
@@ -61,7 +68,8 @@ class WithActivation(nn.BatchNorm2d):
 
     def __init__(self, channels: int, act: nn.Module) -> None:
         super().__init__(channels)
-        self.drop, self.act = nn.Identity(), act
+        self.drop = nn.Identity()
+        self.act = act
 
     def forward(self, input: Tensor) -> Tensor:
         tensors = (self.running_mean, self.running_var, self.weight, self.bias)
@@ -198,7 +206,8 @@ def test_a_weight_that_got_a_scale_per_channel_says_so_in_the_plan() -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_saved_before_or_after_the_fold(when: str, tmp_path: Path) -> None:
-    model, fresh = randomized(Net()), Net().eval()
+    model = randomized(Net())
+    fresh = Net().eval()
     torchq.quantize_(
         model, torchq.recipes.int8_per_tensor(), target="openvino", example=X, progress=False
     )

@@ -23,7 +23,8 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.second = nn.Conv2d(4, 4, 3, padding=1)
         self.last = nn.Conv2d(8, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -33,7 +34,8 @@ class Block(nn.Module):
 
 
 def quantized(target: str = "onnxruntime") -> tuple[fx.GraphModule, Tensor]:
-    model, x = fx.symbolic_trace(Block().eval()), torch.randn(2, 3, 8, 8)
+    model = fx.symbolic_trace(Block().eval())
+    x = torch.randn(2, 3, 8, 8)
     torchq.quantize_(model, target=target, example=x)
     torchq.calibrate(model, [x], progress=False)
     return model, x
@@ -106,8 +108,10 @@ def test_the_graph_is_unchanged_where_a_node_is_missing() -> None:
 
 
 def test_an_error_gives_the_graph_back() -> None:
-    model, x = fx.symbolic_trace(Block().eval()), torch.randn(2, 3, 8, 8)
-    expected, code = model(x), model.code
+    model = fx.symbolic_trace(Block().eval())
+    x = torch.randn(2, 3, 8, 8)
+    expected = model(x)
+    code = model.code
 
     def interrupted() -> None:
         with unchanged_on_error(model):
@@ -126,7 +130,8 @@ class Functional(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.layer = nn.Parameter(torch.randn(8, 3, 3, 3)), nn.Conv2d(8, 4, 1)
+        self.weight = nn.Parameter(torch.randn(8, 3, 3, 3))
+        self.layer = nn.Conv2d(8, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(F.conv2d(x, self.weight))
@@ -134,7 +139,8 @@ class Functional(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:Functional. only .* quantized")  # the call is most of it
 def test_calls_of_functions_in_a_graph_stay_float_and_are_named() -> None:
-    model, x = fx.symbolic_trace(Functional().eval()), torch.randn(2, 3, 8, 8)
+    model = fx.symbolic_trace(Functional().eval())
+    x = torch.randn(2, 3, 8, 8)
     report = torchq.quantize_(model, example=x)
     assert any("a graph of torch.fx" in str(line) for line in str(report).splitlines())
     torchq.calibrate(model, [x], progress=False)

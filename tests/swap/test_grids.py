@@ -21,8 +21,10 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
-        self.join, self.gate = nn.Conv2d(32, 16, 1), nn.SiLU()
+        self.first = nn.Conv2d(3, 16, 3, padding=1)
+        self.second = nn.Conv2d(16, 16, 3, padding=1)
+        self.join = nn.Conv2d(32, 16, 1)
+        self.gate = nn.SiLU()
         self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
         self.head = nn.Linear(16, 5)
 

@@ -80,7 +80,8 @@ class OneHead(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.levels = Levels()
-        self.boxes, self.scores = nn.Conv2d(8, 4, 3, 1, 1), nn.Conv2d(8, 3, 3, 1, 1)
+        self.boxes = nn.Conv2d(8, 4, 3, 1, 1)
+        self.scores = nn.Conv2d(8, 3, 3, 1, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         found = [
@@ -93,7 +94,9 @@ class OneHead(nn.Module):
 class Classifier(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.a, self.b = block(3, 8), block(8, 8, 1), block(8, 8, 1)
+        self.stem = block(3, 8)
+        self.a = block(8, 8, 1)
+        self.b = block(8, 8, 1)
         self.linear = nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -115,8 +118,11 @@ class UNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.down, self.deep, self.up = block(3, 8), block(8, 8), block(16, 8, 1)
-        self.classes, self.coarse = nn.Conv2d(8, 2, 1), nn.Conv2d(8, 2, 1)
+        self.down = block(3, 8)
+        self.deep = block(8, 8)
+        self.up = block(16, 8, 1)
+        self.classes = nn.Conv2d(8, 2, 1)
+        self.coarse = nn.Conv2d(8, 2, 1)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         skip = self.down(x)
@@ -130,7 +136,9 @@ class Encoder(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(3, 16, 8, 8)
         self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
-        self.norm, self.wide, self.out = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.norm = nn.LayerNorm(16)
+        self.wide = nn.Linear(16, 32)
+        self.out = nn.Linear(32, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.patches(x).flatten(2).transpose(1, 2)

@@ -15,10 +15,13 @@ class Readers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.deep = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
-        self.gated, self.scaled = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.deep = nn.Conv2d(8, 8, 3)
+        self.gated = nn.Conv2d(8, 8, 1)
+        self.scaled = nn.Conv2d(8, 8, 1)
         self.factor = nn.Parameter(torch.rand(8, 1, 1) + 0.5)
-        self.gamma, self.head = nn.Parameter(torch.rand(8)), nn.Conv2d(8, 4, 1)
+        self.gamma = nn.Parameter(torch.rand(8))
+        self.head = nn.Conv2d(8, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.deep(self.stem(x).relu())
@@ -48,7 +51,8 @@ def outputs(model: nn.Module) -> dict[str, bool]:
 def test_results_that_nothing_quantizes_get_a_quantizer() -> None:
     """A factor straight behind a convolution is folded into it, so its result needs none."""
     torch.manual_seed(0)
-    x, model = torch.randn(2, 3, 9, 9), Readers().eval()
+    x = torch.randn(2, 3, 9, 9)
+    model = Readers().eval()
     report = quantized(model, x)
     assert outputs(model) == {"deep": False, "gated": True}
     assert {d.name for d in report.replaced if d.output is not None} == {"deep", "gated"}
@@ -56,7 +60,8 @@ def test_results_that_nothing_quantizes_get_a_quantizer() -> None:
 
 
 def test_depthwise_results_in_front_of_a_norm_stay_float() -> None:
-    x, model = torch.randn(2, 3, 9, 9), Readers().eval()
+    x = torch.randn(2, 3, 9, 9)
+    model = Readers().eval()
     model.deep = nn.Conv2d(8, 8, 3, groups=8)
     quantized(model, x)
     assert outputs(model) == {"gated": True}
@@ -64,7 +69,8 @@ def test_depthwise_results_in_front_of_a_norm_stay_float() -> None:
 
 def test_an_unsigned_result_is_that_of_the_relu() -> None:
     torch.manual_seed(0)
-    x, model = torch.randn(2, 8, 5, 5), Readers().eval()
+    x = torch.randn(2, 8, 5, 5)
+    model = Readers().eval()
     quantized(model, torch.randn(2, 3, 9, 9))
     result = model.gated(x)
     quantizer = model.gated.output_quantizer
@@ -83,7 +89,8 @@ def test_what_is_left_of_a_fused_norm_does_not_hide_the_relu() -> None:
 @pytest.mark.eight_bit_products
 def test_deployed_layers_quantize_their_results() -> None:
     torch.manual_seed(0)
-    x, model = torch.randn(2, 3, 9, 9), Readers().eval()
+    x = torch.randn(2, 3, 9, 9)
+    model = Readers().eval()
     quantized(model, x)
     deployed = torchq.deploy(model, x, target="torch")
     error = (deployed(x) - model(x)).abs().max()
@@ -105,8 +112,10 @@ class Gated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.soft, self.positive = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.inner, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.soft = nn.Linear(8, 8)
+        self.positive = nn.Linear(8, 8)
+        self.inner = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 8)
         self.norm = nn.LayerNorm(8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -116,7 +125,8 @@ class Gated(nn.Module):
 
 def test_results_of_linear_layers_have_quantizers_where_the_target_wants_them() -> None:
     torch.manual_seed(0)
-    x, model = torch.randn(2, 5, 8), Gated().eval()
+    x = torch.randn(2, 5, 8)
+    model = Gated().eval()
     quantized(model, x)
     assert outputs(model) == {}
     torchq.restore_(model)
@@ -129,7 +139,8 @@ def test_results_of_linear_layers_have_quantizers_where_the_target_wants_them() 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_deployed_linear_layers_quantize_their_results(dynamic: bool) -> None:
     torch.manual_seed(0)
-    x, model = torch.randn(20, 8), nn.Sequential(nn.Linear(8, 8))
+    x = torch.randn(20, 8)
+    model = nn.Sequential(nn.Linear(8, 8))
     forms = {
         "input": torchq.QuantDescriptor(dynamic=dynamic),
         "weight": torchq.QuantDescriptor(7, axis=0),
@@ -156,7 +167,9 @@ class Padding(nn.Module):
 
     def __init__(self, pad: nn.Module | None, other: str = "", **options: object) -> None:
         super().__init__()
-        self.stem, self.pad, self.last = nn.Conv2d(3, 8, 3), pad, nn.Conv2d(8, 4, 2)
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.pad = pad
+        self.last = nn.Conv2d(8, 4, 2)
         self.options, self.other = options, other
 
     def forward(self, x: Tensor) -> Tensor:
@@ -191,7 +204,8 @@ def test_zeros_that_convolutions_add_need_no_quantizer(
 
 def test_padding_in_front_of_a_float_layer() -> None:
     torch.manual_seed(0)
-    x, model = torch.randn(2, 3, 9, 9), Padding(None).eval()
+    x = torch.randn(2, 3, 9, 9)
+    model = Padding(None).eval()
     torchq.quantize_(model, target="onnxruntime", example=x, exclude=["last"])
     assert outputs(model) == {"stem": True}
 
@@ -201,7 +215,8 @@ class PooledBeside(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.up = nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 4, 3)
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.up = nn.ConvTranspose2d(8, 4, 3)
         self.head = nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:

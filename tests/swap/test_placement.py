@@ -25,7 +25,8 @@ class Operators(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.weight = nn.Conv2d(4, 4, 1), nn.Parameter(torch.ones(()))
+        self.conv = nn.Conv2d(4, 4, 1)
+        self.weight = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
         count = x.size(0) + x.shape[1] * 2  # numbers
@@ -53,7 +54,8 @@ class Anchors(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.flatten = nn.Conv2d(4, 4, 1), nn.Flatten(0)
+        self.conv = nn.Conv2d(4, 4, 1)
+        self.flatten = nn.Flatten(0)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         y = self.conv(x)
@@ -76,7 +78,8 @@ def test_what_is_computed_from_sizes_alone_gets_no_quantizers() -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("target", [r.name for r in RUNTIMES.values() if r.placement])
 def test_targets_quantize_what_they_say(target: str) -> None:
-    model, x = Residual().eval(), torch.randn(2, 3, 16, 16)
+    model = Residual().eval()
+    x = torch.randn(2, 3, 16, 16)
     expected = model(x)
     names = {d.name for d in torchq.quantize_(model, target=target, example=x).replaced}
     kinds = (nn.Conv2d, nn.Linear)
@@ -100,7 +103,8 @@ def test_tensorrt_opens_the_branch_that_ends_in_a_layer() -> None:
 
 
 def test_readers_of_one_tensor_share_their_range() -> None:
-    model, x = Residual().eval(), torch.randn(2, 3, 16, 16)
+    model = Residual().eval()
+    x = torch.randn(2, 3, 16, 16)
     torchq.quantize_(model, target="onnxruntime", example=x)
     first, second = model.blocks
     # the stem's output, through max pooling, is read by the first block twice
@@ -119,7 +123,8 @@ class PreActivation(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1)
+        self.a = nn.Conv2d(2, 2, 1)
+        self.b = nn.Conv2d(2, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * 1
@@ -134,7 +139,8 @@ def test_a_tensor_changed_in_place_is_another_tensor() -> None:
 
 @pytest.mark.slow
 def test_exclude_and_include_reach_operators() -> None:
-    model, names = Residual(), ["blocks.0.quant_add", "quant_cat"]
+    model = Residual()
+    names = ["blocks.0.quant_add", "quant_cat"]
     report = torchq.quantize_(model, target="onnxruntime", exclude=names)
     assert not hasattr(model.blocks[0], "quant_add") and hasattr(model.blocks[1], "quant_add")
     reasons = {d.name: d.reason for d in report.skipped if "quant" in d.name}
@@ -167,7 +173,8 @@ def test_transformer_blocks_keep_their_sums_float() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.norm, self.up = nn.LayerNorm(4), nn.Linear(4, 4)
+            self.norm = nn.LayerNorm(4)
+            self.up = nn.Linear(4, 4)
 
         def forward(self, x: Tensor) -> Tensor:
             y = self.norm(x)
@@ -218,7 +225,8 @@ class Stacks(nn.Module):
 
 
 def test_a_concatenation_without_dim_keeps_its_meaning() -> None:
-    model, x = Stacks().eval(), torch.randn(2, 4, 6, 6)
+    model = Stacks().eval()
+    x = torch.randn(2, 4, 6, 6)
     expected = model(x)
     torchq.quantize_(model, target="tensorrt", example=x)
     assert isinstance(model.quant_cat, torchq.nn.QuantCat)

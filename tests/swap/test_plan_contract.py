@@ -28,11 +28,14 @@ class Stem(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.act = nn.Conv2d(3, 16, 3, padding=1), nn.SiLU()
+        self.first = nn.Conv2d(3, 16, 3, padding=1)
+        self.act = nn.SiLU()
         self.wise = nn.Conv2d(16, 16, 3, padding=1, groups=16)
-        self.left, self.right = nn.Conv2d(16, 8, 1), nn.Conv2d(16, 8, 1)
+        self.left = nn.Conv2d(16, 8, 1)
+        self.right = nn.Conv2d(16, 8, 1)
         self.inner = nn.Sequential(nn.Conv2d(16, 8, 3, padding=1), self.act)
-        self.again, self.last = self.right, nn.Conv2d(8, 4, 1)
+        self.again = self.right
+        self.last = nn.Conv2d(8, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.act(self.wise(self.act(self.first(x))))
@@ -47,7 +50,8 @@ class Branching(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.kernel = nn.Parameter(torch.randn(8, 3, 3, 3) * 0.2)
-        self.conv, self.fc = nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8, 5)
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+        self.fc = nn.Linear(8, 5)
         self.own = TensorQuantizer(torchq.QuantDescriptor(4))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,7 +72,8 @@ def fused() -> nn.Module:
     return model
 
 
-IMAGE, ROWS = torch.randn(2, 3, 64, 64), torch.randn(2, 6, 8)
+IMAGE = torch.randn(2, 3, 64, 64)
+ROWS = torch.randn(2, 6, 8)
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "stem": (Stem, IMAGE),
     "branching": (Branching, IMAGE),

@@ -19,7 +19,9 @@ X = torch.linspace(-1, 1, 48).view(1, 3, 4, 4)
 def test_restore_gives_everything_back() -> None:
     model = net()
     objects = {n: id(v) for n, v in (*model.named_parameters(), *model.named_modules())}
-    classes, expected, keys = [type(m) for m in model.modules()], model(X), list(model.state_dict())
+    classes = [type(m) for m in model.modules()]
+    expected = model(X)
+    keys = list(model.state_dict())
     for _ in range(2):
         torchq.quantize_(model)
         torchq.calibrate(model, [X], progress=False)
@@ -86,7 +88,8 @@ def test_each_place_gets_a_range_and_the_shared_object_stays_float() -> None:
     model, other = blocks(), blocks()
     report = torchq.quantize_(model, target="onnxruntime")
     assert [d.name for d in report.replaced if d.class_name == "SiLU"] == ["0.act", "1.0.act"]
-    first, second = model[0].act, model[1][0].act
+    first = model[0].act
+    second = model[1][0].act
     assert isinstance(first, QuantSiLU) and isinstance(second, QuantSiLU)
     assert first is not second
     torchq.calibrate(model, [IMAGE], progress=False)

@@ -17,8 +17,10 @@ class Chain(nn.Module):
 
     def __init__(self, factor: float) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
-        self.last, self.factor = nn.Conv2d(12, 4, 1), factor
+        self.first = nn.Conv2d(4, 4, 1)
+        self.second = nn.Conv2d(4, 4, 1)
+        self.last = nn.Conv2d(12, 4, 1)
+        self.factor = factor
 
     def forward(self, x: Tensor) -> Tensor:
         near = self.first(x) * self.factor
@@ -28,7 +30,8 @@ class Chain(nn.Module):
 def chain(factor: float, target: str = "onnxruntime") -> tuple[Chain, Tensor]:
     """A quantized and calibrated chain, and its example."""
     torch.manual_seed(0)
-    x, model = torch.randn(2, 4, 5, 5), Chain(factor).eval()
+    x = torch.randn(2, 4, 5, 5)
+    model = Chain(factor).eval()
     torchq.quantize_(model, target=target, example=x)
     torchq.calibrate(model, [x], progress=False)
     return model, x
@@ -47,7 +50,9 @@ class Branches(nn.Module):
 
     def __init__(self, behind: nn.Module) -> None:
         super().__init__()
-        self.left, self.right, self.behind = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1), behind
+        self.left = nn.Conv2d(4, 4, 1)
+        self.right = nn.Conv2d(4, 4, 1)
+        self.behind = behind
 
     def forward(self, x: Tensor) -> Tensor:
         joined = torch.cat([self.left(x), self.right(x) * 0.01], 1)
@@ -71,8 +76,10 @@ class Stem(nn.Module):
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(4, 16, 1), nn.Conv2d(16, 16, 1)
-        self.last, self.activation = nn.Conv2d(32, 4, 1), activation
+        self.first = nn.Conv2d(4, 16, 1)
+        self.second = nn.Conv2d(16, 16, 1)
+        self.last = nn.Conv2d(32, 4, 1)
+        self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(torch.cat(self.parts(x), 1))
@@ -89,7 +96,9 @@ def test_tensors_with_and_without_negative_values_are_separate(
 ) -> None:
     pytest.importorskip("onnxruntime")
     torch.manual_seed(0)
-    x, model, path = torch.randn(2, 4, 8, 8), Stem(activation).eval(), tmp_path / "m.onnx"
+    x = torch.randn(2, 4, 8, 8)
+    model = Stem(activation).eval()
+    path = tmp_path / "m.onnx"
     with torch.no_grad():  # Both are equally large, so that the size does not decide.
         near, other = (part.abs().max() for part in model.parts(x))
         for parameter in model.second.parameters():
@@ -114,7 +123,8 @@ def test_other_targets_share_one_range(target: str) -> None:
 
 def test_deployed_concatenations_have_their_own_ranges() -> None:
     model, x = chain(0.01)
-    wanted, found = model(x), torchq.deploy(model, x, target="torch")(x)
+    wanted = model(x)
+    found = torchq.deploy(model, x, target="torch")(x)
     assert (found - wanted).abs().max() <= 0.02 * wanted.abs().max()
 
 
@@ -143,8 +153,10 @@ class OwnQuantizer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.pool = nn.Conv2d(3, 8, 3, padding=1), nn.MaxPool2d(2)
-        self.own, self.second = torchq.nn.TensorQuantizer(), nn.Conv2d(8, 8, 1)
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.pool = nn.MaxPool2d(2)
+        self.own = torchq.nn.TensorQuantizer()
+        self.second = nn.Conv2d(8, 8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.pool(self.first(x))
@@ -154,7 +166,8 @@ class OwnQuantizer(nn.Module):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino", "tensorrt", "qnn"])
 def test_a_quantizer_of_the_author_keeps_its_form(target: str) -> None:
-    model, x = OwnQuantizer().eval(), torch.randn(2, 3, 16, 16)
+    model = OwnQuantizer().eval()
+    x = torch.randn(2, 3, 16, 16)
     plan = torchq.quantize_(model, target=target, example=x)
     torchq.calibrate(model, [x], progress=False)
     assert model.own.descriptor == torchq.QuantDescriptor()

@@ -67,12 +67,14 @@ def test_recurrent_layers_that_stay_float_are_named_with_the_way_to_quantize_the
     class Tagger(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.lstm, self.head = kind(6, 8, batch_first=True), nn.Linear(8, 3)
+            self.lstm = kind(6, 8, batch_first=True)
+            self.head = nn.Linear(8, 3)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.lstm(x)[0])
 
-    model, x = Tagger().eval(), torch.randn(2, 5, 6)
+    model = Tagger().eval()
+    x = torch.randn(2, 5, 6)
     gates = 4 if kind is nn.LSTM else 3
     share = 8 * 3 / (8 * 3 + gates * 8 * (6 + 8))  # The same for weights and for multiply-adds.
     text = rf"{kind.__name__}: no rule matches; torchq\.recipes\.int8\(recurrent=True\)"
@@ -87,13 +89,15 @@ def test_products_in_forwards_count_where_the_target_quantizes_them() -> None:
     class Scores(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.q = nn.Linear(8, 8)
+            self.k = nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
             return torch.matmul(self.q(x), self.k(x).transpose(1, 2))
 
     x = torch.randn(2, 5, 8)
-    layers, products = 2 * 5 * 8 * 8, 5 * 5 * 8
+    layers = 2 * 5 * 8 * 8
+    products = 5 * 5 * 8
     plain = torchq.plan(Scores(), example=x).share
     assert plain.quantized == pytest.approx(layers / (layers + products))
     assert list(plain.float_work) == ["Scores: products in its forward"]
@@ -110,7 +114,8 @@ def test_attention_and_weights_that_are_computed_count() -> None:
             return nn.functional.linear(x, 2 * self.weight)
 
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    model, x = nn.Sequential(layer, Gained()).eval(), torch.randn(2, 5, 8)
+    model = nn.Sequential(layer, Gained()).eval()
+    x = torch.randn(2, 5, 8)
     report = torchq.quantize_(model, example=x)
     assert report.share.quantized == 1
     assert {"0.self_attn", "0.linear1", "0.linear2", "1"} <= report.work.amounts.keys()

@@ -83,7 +83,8 @@ def test_modules_with_all_their_names() -> None:
 
 
 def test_set_submodule() -> None:
-    model, new = nn.Sequential(nn.Sequential(nn.ReLU())), nn.Tanh()
+    model = nn.Sequential(nn.Sequential(nn.ReLU()))
+    new = nn.Tanh()
     set_submodule(model, "0.0", new)
     assert model[0][0] is new
 

@@ -115,7 +115,8 @@ def test_functions_show_a_bar_unless_told_not_to(
 ) -> None:
     pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
-    x, path = torch.randn(2, 3, 8, 8), tmp_path / "model.onnx"
+    x = torch.randn(2, 3, 8, 8)
+    path = tmp_path / "model.onnx"
     for progress in (False, True):
         model = network().eval()
         options: dict[str, Any] = {"progress": progress}

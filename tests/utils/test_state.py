@@ -16,7 +16,8 @@ class Cache:
     """What a forward keeps in an object of a class of its own."""
 
     def __init__(self) -> None:
-        self.keys, self.count = torch.zeros(2), 0
+        self.keys = torch.zeros(2)
+        self.count = 0
 
 
 class Keeps(nn.Module):
@@ -26,7 +27,9 @@ class Keeps(nn.Module):
         super().__init__()
         self.fc = nn.Linear(4, 4)
         self.register_buffer("buffer", torch.zeros(2))
-        self.plain, self.count, self.items = torch.zeros(2), 0, [torch.zeros(2)]
+        self.plain = torch.zeros(2)
+        self.count = 0
+        self.items = [torch.zeros(2)]
         self.rows: dict[str, Any] = {"a": [torch.zeros(2)]}
         self.queue = collections.deque([1.0], maxlen=3)
         self.cache = Cache()
@@ -62,7 +65,8 @@ X = torch.ones(2, 4)
 
 def test_all_that_a_forward_keeps_is_put_back() -> None:
     model = Keeps()
-    before, cache = snapshot(model), model.cache
+    before = snapshot(model)
+    cache = model.cache
     with torch.no_grad(), state_kept(model):
         model(X)
         assert snapshot(model) != before

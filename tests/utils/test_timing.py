@@ -6,7 +6,8 @@ from torchq.utils.timing import time_calls
 
 
 def test_a_budget_ends_the_rounds_but_the_least_ones() -> None:
-    now, collected = 0.0, []
+    now = 0.0
+    collected = []
 
     def call() -> None:
         nonlocal now

@@ -98,7 +98,8 @@ def without_group(
 
 
 def run(folder: Path) -> None:
-    rank, world = dist.get_rank(), dist.group.WORLD
+    rank = dist.get_rank()
+    world = dist.group.WORLD
     data = batches(rank)
     found: dict[str, Any] = {}
     for method in METHODS:

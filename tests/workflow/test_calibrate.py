@@ -96,7 +96,8 @@ def test_number_of_batches(given: int | None, count: int, data: list[Tensor]) ->
 
 def test_ranges_come_from_the_float_model(data: list[Tensor]) -> None:
     """While calibrating nothing is quantized: no weight, and no tensor whose range is known."""
-    floats, model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), nn.Sequential()
+    floats = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    model = nn.Sequential()
     model.extend(floats)  # the same layers
     hidden = [floats[:2](x) for x in data]
     torchq.quantize_(
@@ -130,7 +131,8 @@ def test_modes_are_given_back(data: list[Tensor]) -> None:
 
 
 def test_the_model_is_in_eval_mode_without_gradients(data: list[Tensor]) -> None:
-    model, seen = net(), []
+    model = net()
+    seen = []
     model[1].register_forward_hook(lambda m, a, y: seen.append((m.training, y.requires_grad)))
     torchq.calibrate(model.train(), data[:1], progress=False)
     assert seen == 3 * [(False, False)]  # for the ranges, for the correction and its comparison
@@ -340,7 +342,8 @@ def calibrated(model: nn.Module) -> nn.Module:
 def test_an_interruption_leaves_everything_as_it_was(
     kind: str, late: bool, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, calls = KNOWN[kind]().train(), []
+    model = KNOWN[kind]().train()
+    calls = []
     before = copy.deepcopy(model.state_dict())
     states = [(q.mode, str(q.descriptor), q.training) for q in quantizers(model).values()]
     original = TensorQuantizer.finish_calibration
@@ -370,7 +373,8 @@ class Branched(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 2)
         self.aux = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
         self.use_aux = False
 

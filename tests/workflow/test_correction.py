@@ -50,7 +50,8 @@ def rows(out: Tensor) -> Tensor:
 @torch.no_grad()
 def test_the_own_error_of_each_layer_is_taken_back() -> None:
     """On what a layer reads without corrections its mean is that of the float layer."""
-    floats, plain = net(), calibrated(torchq.recipes.int8(), False)
+    floats = net()
+    plain = calibrated(torchq.recipes.int8(), False)
     model = calibrated(torchq.recipes.int8())
     x = batches()[0]
     for i in LAYERS:
@@ -65,10 +66,13 @@ def test_the_own_error_of_each_layer_is_taken_back() -> None:
 @torch.no_grad()
 def test_gains_and_shifts_are_least_squares_behind_corrected_layers() -> None:
     """Against numpy's fit of each channel, with the layers before it corrected."""
-    floats, plain, model = net(), calibrated(W3, False), calibrated(W3)
+    floats = net()
+    plain = calibrated(W3, False)
+    model = calibrated(W3)
     x = batches()[0]
     for i in LAYERS:
-        y, r = rows(floats[: i + 1](x)), rows(plain[i](model[:i](x)))
+        y = rows(floats[: i + 1](x))
+        r = rows(plain[i](model[:i](x)))
         found = rows(model[: i + 1](x))
         for channel in range(len(y)):
             a = torch.stack([r[channel], torch.ones_like(r[channel])], 1)
@@ -83,7 +87,9 @@ def test_gains_and_shifts_are_least_squares_behind_corrected_layers() -> None:
 @torch.no_grad()
 def test_the_report_says_which_error_is_left_and_what_helps() -> None:
     """Errors are those of the model on the batch read; a gain cannot mend those of 2 bits."""
-    floats, x, lines = net(), batches()[0], {}
+    floats = net()
+    x = batches()[0]
+    lines = {}
     for bits in (2, 4, 8):
         model = net()
         torchq.quantize_(model, torchq.recipes.integer(bits, bits))
@@ -92,7 +98,8 @@ def test_the_report_says_which_error_is_left_and_what_helps() -> None:
         lines[bits] = report.correction.line
         assert lines[bits] in str(report)
         for i in LAYERS if bits < 8 else ():
-            y, found = rows(floats[: i + 1](x)), rows(model[: i + 1](x))
+            y = rows(floats[: i + 1](x))
+            found = rows(model[: i + 1](x))
             deviation = (y - y.mean(1, keepdim=True)).square().sum()
             left = ((y - found).square().sum() / deviation).sqrt().item()
             assert report.correction.errors[str(i)] == pytest.approx(left, rel=1e-4)
@@ -132,7 +139,8 @@ def test_known_ranges_keep_their_corrections() -> None:
 
 
 def test_files_averages_and_copies_have_it(tmp_path: Path) -> None:
-    model, x = calibrated(W3), batches()[0]
+    model = calibrated(W3)
+    x = batches()[0]
     expected = model(x)
     torchq.save(model, tmp_path / "m.pt")
     assert torch.equal(torchq.load(net(), tmp_path / "m.pt")(x), expected)
@@ -190,8 +198,10 @@ def test_batches_that_are_read_once_are_named() -> None:
 class Parts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.bare, self.used = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
-        self.unused, self.pair = nn.Linear(4, 4), nn.Bilinear(4, 4, 2)
+        self.bare = nn.Linear(4, 4, bias=False)
+        self.used = nn.Linear(4, 4)
+        self.unused = nn.Linear(4, 4)
+        self.pair = nn.Bilinear(4, 4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.used(self.used(self.bare(x)))
@@ -239,7 +249,8 @@ def test_ranges_that_clip_get_no_shift_without_a_gain() -> None:
 
 def test_a_failed_correction_leaves_the_one_before() -> None:
     model = calibrated(W3)
-    before, x = model(batches()[0]), batches()[0].clone()
+    before = model(batches()[0])
+    x = batches()[0].clone()
     x[0, 0, 0, 0] = float("nan")
     with pytest.raises(CalibrationError, match="correction of results: 0: got NaN or infinite"):
         correct_bias_(model, [x], progress=False)
@@ -257,7 +268,8 @@ def test_a_failed_correction_leaves_the_one_before() -> None:
 
 @pytest.mark.parametrize("gains", [True, False])
 def test_bias_correction_is_the_same_algorithm_in_order(gains: bool) -> None:
-    floats, model = net(), calibrated(torchq.recipes.integer(3, 8), False)
+    floats = net()
+    model = calibrated(torchq.recipes.integer(3, 8), False)
     report = correct_bias_(model, iter(batches()), gains=gains, progress=False)
     assert list(report.layers) == ["0", "2", "5"] and report.gains is gains
     x = torch.cat(batches())
@@ -283,8 +295,10 @@ def test_a_model_without_biases_cannot_be_corrected() -> None:
 @pytest.mark.parametrize("config", [torchq.recipes.int8(), W3], ids=["own errors", "in order"])
 def test_an_interrupted_correction_restores_everything(config: QuantConfig) -> None:
     """Wherever it is interrupted: while ranges are found, or in each run of the correction."""
-    model, x = calibrated(config), batches()[0]
-    before, state = model(x), {k: v.clone() for k, v in model.state_dict().items()}
+    model = calibrated(config)
+    x = batches()[0]
+    before = model(x)
+    state = {k: v.clone() for k, v in model.state_dict().items()}
     left = 0
 
     def stop(module: nn.Module, *_: Any) -> None:

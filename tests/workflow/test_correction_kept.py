@@ -43,7 +43,8 @@ class Hooked(nn.Sequential):
 class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(16, 32), nn.Linear(32, 8)
+        self.a = nn.Linear(16, 32)
+        self.b = nn.Linear(32, 8)
 
 
 class Noisy(Two):
@@ -74,7 +75,9 @@ class Tokens(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.o = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 8)
+        self.a = nn.Linear(16, 16)
+        self.b = nn.Linear(16, 16)
+        self.o = nn.Linear(16, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.relu(self.a(x))
@@ -89,7 +92,8 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.out = nn.Linear(16, 4), nn.Linear(16, 8)
+        self.gate = nn.Linear(16, 4)
+        self.out = nn.Linear(16, 8)
         self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -230,7 +234,8 @@ def test_a_loader_that_gives_other_batches_each_time_is_compared_all_the_same() 
     torchq.quantize_(model, W4)
     done = torchq.calibrate(model, batches, progress=False).correction
     assert done is not None and done.layers
-    before, after = done.outputs.before, done.outputs.after
+    before = done.outputs.before
+    after = done.outputs.after
     assert before is not None and after is not None and after < before < 0.05
 
 
@@ -322,7 +327,8 @@ class OneRow(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(16, 8), nn.Linear(8, 4)
+        self.a = nn.Linear(16, 8)
+        self.b = nn.Linear(8, 4)
         self.a.register_forward_hook(lambda module, args, out: (out, out.sum()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -362,8 +368,10 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.e, self.a = nn.Embedding(50, 16), nn.Linear(16, 16)
-        self.b, self.h = nn.Linear(16, 16), nn.Linear(16, 50)
+        self.e = nn.Embedding(50, 16)
+        self.a = nn.Linear(16, 16)
+        self.b = nn.Linear(16, 16)
+        self.h = nn.Linear(16, 50)
         self.h.weight = self.e.weight
         self.b.bias = self.a.bias
 

@@ -25,7 +25,8 @@ from torchq.workflow import quantizers
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)
+        self.first = nn.Conv2d(3, 4, 1)
+        self.second = nn.Conv2d(4, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -251,7 +252,8 @@ def test_bytes_changed_at_random_give_named_errors(data: dict[str, Any], tmp_pat
 
 def test_a_changed_bit_of_the_numbers_is_found(data: dict[str, Any], tmp_path: Path) -> None:
     torch.save(data, tmp_path / "good.pt")
-    good, source = (tmp_path / "good.pt").read_bytes(), random.Random(0)
+    good = (tmp_path / "good.pt").read_bytes()
+    source = random.Random(0)
     expected = {key: value.clone() for key, value in data["state_dict"].items()}
     for key in ("first.weight", "second.bias", AMAX):
         place = good.index(data["state_dict"][key].flatten()[:1].numpy().tobytes())
@@ -324,7 +326,8 @@ def test_an_interruption_while_tensors_are_copied_changes_nothing(
     torch.save(data, tmp_path / "m.pt")
     model = Net().eval()
     before = snapshot(model)
-    original, calls = nn.Conv2d._load_from_state_dict, []
+    original = nn.Conv2d._load_from_state_dict
+    calls = []
 
     def load(self: Any, *args: Any) -> None:
         calls.append(1)

@@ -76,7 +76,8 @@ def test_disabled_is_reentrant_and_gives_every_mode_back(
 
 def test_freezing_lasts(generator: torch.Generator) -> None:
     """Learned ranges stop, observing stops, and ``model.train()`` changes nothing about it."""
-    x, model = torch.randn(8, 4, generator=generator), nn.Sequential(nn.Linear(4, 2))
+    x = torch.randn(8, 4, generator=generator)
+    model = nn.Sequential(nn.Linear(4, 2))
     simulated(model, [x], torchq.recipes.w4a4())
     model[0].input_quantizer.observing = True
     assert torchq.workflow.freeze_(model) == ("0.input_quantizer", "0.weight_quantizer")

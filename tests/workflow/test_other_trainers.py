@@ -20,7 +20,9 @@ class Branches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right, self.last = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 2)
+        self.left = nn.Linear(4, 8)
+        self.right = nn.Linear(4, 8)
+        self.last = nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.last(self.left(x) * self.right(x).sigmoid())
@@ -84,7 +86,8 @@ def test_checkpoints_of_lightning(tmp_path: Path) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), 0.01)
 
-    model, path = quantized(Lit().eval(), X), tmp_path / "x.ckpt"
+    model = quantized(Lit().eval(), X)
+    path = tmp_path / "x.ckpt"
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X), 4)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, **quiet)

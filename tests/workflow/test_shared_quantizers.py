@@ -21,7 +21,8 @@ class PooledTwice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
+        self.first = nn.Conv2d(3, 4, 3)
+        self.second = nn.Conv2d(4, 4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.second(F.relu(self.first(x)))
@@ -32,7 +33,8 @@ class PooledTwice(nn.Module):
 class Sum(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1)
+        self.a = nn.Conv2d(3, 4, 1)
+        self.b = nn.Conv2d(3, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.a(x) + self.b(x)
@@ -75,7 +77,8 @@ def quantized(build: Callable[[], nn.Module]) -> nn.Module:
 def test_a_quantizer_in_two_slots_of_one_module_is_loaded(
     build: Callable[[], nn.Module], calibrated: bool, tmp_path: Path
 ) -> None:
-    model, owner = quantized(build), OWNERS[build]
+    model = quantized(build)
+    owner = OWNERS[build]
     if calibrated:
         torchq.calibrate(model, [X], progress=False)
     record = plan_of(model).to_dict()

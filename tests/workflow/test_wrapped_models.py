@@ -80,7 +80,8 @@ class Two(nn.Module):
 @pytest.mark.parametrize("into", WRAPPERS)
 @pytest.mark.parametrize("saved", WRAPPERS)
 def test_children_may_be_wrapped(saved: str, into: str, tmp_path: Path) -> None:
-    model, target = Two().eval(), Two().eval()
+    model = Two().eval()
+    target = Two().eval()
     simulated(model, [X])
     expected = model(X)
     model.trunk = wrapper = WRAPPERS[saved](model.trunk)

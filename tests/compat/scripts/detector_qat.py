@@ -30,7 +30,8 @@ class Conv(nn.Module):
     def __init__(self, c1: int, c2: int, k: int = 1, s: int = 1) -> None:
         super().__init__()
         self.conv = nn.Conv2d(c1, c2, k, s, k // 2, bias=False)
-        self.bn, self.act = nn.BatchNorm2d(c2), nn.SiLU()
+        self.bn = nn.BatchNorm2d(c2)
+        self.act = nn.SiLU()
 
     def forward(self, x):
         return self.act(self.bn(self.conv(x)))
@@ -39,7 +40,9 @@ class Conv(nn.Module):
 class Bottleneck(nn.Module):
     def __init__(self, c: int) -> None:
         super().__init__()
-        self.cv1, self.cv2, self.add = Conv(c, c, 1), Conv(c, c, 3), True
+        self.cv1 = Conv(c, c, 1)
+        self.cv2 = Conv(c, c, 3)
+        self.add = True
 
     def forward(self, x):
         return x + self.cv2(self.cv1(x)) if self.add else self.cv2(self.cv1(x))
@@ -49,7 +52,9 @@ class C3(nn.Module):
     def __init__(self, c: int) -> None:
         super().__init__()
         half = c // 2
-        self.cv1, self.cv2, self.cv3 = Conv(c, half), Conv(c, half), Conv(c, c)
+        self.cv1 = Conv(c, half)
+        self.cv2 = Conv(c, half)
+        self.cv3 = Conv(c, c)
         self.m = Bottleneck(half)
 
     def forward(self, x):
@@ -59,7 +64,8 @@ class C3(nn.Module):
 class SPP(nn.Module):
     def __init__(self, c: int) -> None:
         super().__init__()
-        self.cv, self.m = Conv(c, c), nn.MaxPool2d(kernel_size=3, stride=1, padding=1)
+        self.cv = Conv(c, c)
+        self.m = nn.MaxPool2d(kernel_size=3, stride=1, padding=1)
 
     def forward(self, x):
         return self.cv(x) + self.m(x)
@@ -140,7 +146,8 @@ class Model(nn.Module):
         self.model = nn.Sequential(Conv(3, 8, 3, 2), C3(8), SPP(8), up)
         self.lidar = SparseConvolution(2, 2)
         self.cat, self.add = QuantConcat(), QuantAdd()
-        self.fuser, self.head = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 6, 1)
+        self.fuser = nn.Conv2d(8, 8, 3, padding=1)
+        self.head = nn.Conv2d(8, 6, 1)
 
     def forward(self, image, points):
         x = self.cat(self.model(image), self.lidar(points).flatten(1, 2))

@@ -23,10 +23,12 @@ logging.set_verbosity(logging.FATAL)
 class Bottleneck(nn.Module):
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(channels, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv1 = nn.Conv2d(channels, width, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
-        self.conv3, self.bn3 = nn.Conv2d(width, channels, 1, bias=False), nn.BatchNorm2d(channels)
+        self.conv3 = nn.Conv2d(width, channels, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(channels)
         self.relu = nn.ReLU(inplace=True)
         desc = quant_nn.QuantConv2d.default_quant_desc_input
         self.residual_quantizer = quant_nn.TensorQuantizer(desc)
@@ -42,7 +44,8 @@ class Bottleneck(nn.Module):
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.conv1 = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(8)
         self.layer1 = nn.Sequential(Bottleneck(8, 4), Bottleneck(8, 4))
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(8, 4)

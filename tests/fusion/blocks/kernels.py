@@ -18,7 +18,8 @@ class BNAndPad(nn.Module):
 
     def __init__(self, pad: int, c: int) -> None:
         super().__init__()
-        self.bn, self.pad_pixels = nn.BatchNorm2d(c), pad
+        self.bn = nn.BatchNorm2d(c)
+        self.pad_pixels = pad
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.bn(x)
@@ -34,7 +35,8 @@ class BNAndPad(nn.Module):
 class IdConv1x1(nn.Module):
     def __init__(self, c: int, groups: int) -> None:
         super().__init__()
-        self.conv, self.groups = nn.Conv2d(c, c, 1, groups=groups, bias=False), groups
+        self.conv = nn.Conv2d(c, c, 1, groups=groups, bias=False)
+        self.groups = groups
         self.id_tensor = torch.zeros(c, c // groups, 1, 1)
         self.id_tensor[torch.arange(c), torch.arange(c) % (c // groups)] = 1.0
 
@@ -45,7 +47,8 @@ class IdConv1x1(nn.Module):
 class DBB(nn.Module):
     def __init__(self, cin: int, cout: int, k: int = 3, stride: int = 1, groups: int = 1) -> None:
         super().__init__()
-        p, self.nonlinear = k // 2, nn.ReLU()
+        p = k // 2
+        self.nonlinear = nn.ReLU()
         self.dbb_origin = conv_bn(cin, cout, k, stride, p, groups)
         conv = partial(nn.Conv2d, groups=groups, bias=False)
         pool: dict[str, nn.Module] = {}
@@ -82,7 +85,8 @@ class ACBlock(nn.Module):
         affine: bool = True,
     ) -> None:
         super().__init__()
-        self.deploy, self.crop = False, max(0, k // 2 - padding)
+        self.deploy = False
+        self.crop = max(0, k // 2 - padding)
         pad = max(0, padding - k // 2)
         conv = partial(nn.Conv2d, cin, cout, stride=stride, groups=groups, bias=False)
         self.square_conv = conv(k, padding=padding)
@@ -110,7 +114,8 @@ class LargeKernel(nn.Module):
         super().__init__()
         self.lkb_origin = conv_bn(c, c, large, 1, large // 2, c)
         self.small_conv = conv_bn(c, c, small, 1, small // 2, c)
-        self.discard, self.activation = discard, nn.GELU()
+        self.discard = discard
+        self.activation = nn.GELU()
 
     def forward(self, x: Tensor) -> Tensor:
         if hasattr(self, "lkb_reparam"):
@@ -154,9 +159,12 @@ class DilatedReparam(nn.Module):
 class VanillaActivation(nn.ReLU):
     def __init__(self, dim: int, act_num: int = 3) -> None:
         super().__init__()
-        self.deploy, self.dim, self.act_num = False, dim, act_num
+        self.deploy = False
+        self.dim = dim
+        self.act_num = act_num
         self.weight = nn.Parameter(torch.randn(dim, 1, 2 * act_num + 1, 2 * act_num + 1))
-        self.bias, self.bn = None, nn.BatchNorm2d(dim)
+        self.bias = None
+        self.bn = nn.BatchNorm2d(dim)
 
     def forward(self, x: Tensor) -> Tensor:
         options = {"padding": self.act_num, "groups": self.dim}
@@ -167,7 +175,8 @@ class VanillaActivation(nn.ReLU):
 class VanillaBlock(nn.Module):
     def __init__(self, cin: int, cout: int, act_learn: int = 1) -> None:
         super().__init__()
-        self.act_learn, self.deploy = act_learn, False
+        self.act_learn = act_learn
+        self.deploy = False
         self.conv1 = nn.Sequential(nn.Conv2d(cin, cin, 1), nn.BatchNorm2d(cin))
         self.conv2 = nn.Sequential(nn.Conv2d(cin, cout, 1), nn.BatchNorm2d(cout))
         self.pool, self.act = nn.MaxPool2d(2), VanillaActivation(cout)
@@ -180,7 +189,8 @@ class VanillaBlock(nn.Module):
 class VanillaNet(nn.Module):
     def __init__(self, dims: tuple[int, ...] = (8, 12), classes: int = 5) -> None:
         super().__init__()
-        first, last = dims[0], dims[-1]
+        first = dims[0]
+        last = dims[-1]
         self.act_learn, self.deploy = 1.0, False
         self.stem1 = nn.Sequential(nn.Conv2d(3, first, 4, stride=4), nn.BatchNorm2d(first))
         self.stem2 = nn.Sequential(

@@ -41,7 +41,8 @@ def conv_bn(
 class SE(nn.Module):
     def __init__(self, c: int) -> None:
         super().__init__()
-        self.down, self.up = nn.Conv2d(c, 4, 1), nn.Conv2d(4, c, 1)
+        self.down = nn.Conv2d(c, 4, 1)
+        self.up = nn.Conv2d(4, c, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(self.up(F.relu(self.down(x.mean((2, 3), keepdim=True)))))
@@ -57,7 +58,8 @@ class BatchNormAct(nn.BatchNorm2d):
 
     def __init__(self, c: int, act: bool = True) -> None:
         super().__init__(c)
-        self.drop, self.act = nn.Identity(), nn.ReLU() if act else nn.Identity()
+        self.drop = nn.Identity()
+        self.act = nn.ReLU() if act else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         torch._assert(x.ndim == 4, "expected 4 dimensions")

@@ -65,7 +65,9 @@ class TimmRepVgg(nn.Module):
         self.identity = BatchNormAct(cout, False) if cin == cout and stride == 1 else None
         self.conv_kxk = ConvNormAct(cin, cout, 3, stride, groups)
         self.conv_1x1 = ConvNormAct(cin, cout, 1, stride, groups)
-        self.drop_path, self.attn, self.act = DropPath(), SE(cout), nn.ReLU()
+        self.drop_path = DropPath()
+        self.attn = SE(cout)
+        self.act = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
         if self.reparam_conv is not None:
@@ -107,7 +109,8 @@ class TimmLargeKernel(nn.Module):
     def __init__(self, c: int) -> None:
         super().__init__()
         self.reparam_conv = None
-        self.large_conv, self.small_conv = ConvNormAct(c, c, 7, 1, c), ConvNormAct(c, c, 3, 1, c)
+        self.large_conv = ConvNormAct(c, c, 7, 1, c)
+        self.small_conv = ConvNormAct(c, c, 3, 1, c)
         self.se, self.act = SE(c), nn.GELU()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -122,7 +125,8 @@ class RepMixer(nn.Module):
         self.reparam_conv = None
         self.norm, self.mixer = (TimmMobileOne(c, c, groups=c) for _ in range(2))
         self.norm.act, self.mixer.act = nn.Identity(), nn.Identity()
-        self.norm.conv_kxk, self.norm.conv_scale = nn.ModuleList(), nn.Conv2d(c, c, 1, groups=c)
+        self.norm.conv_kxk = nn.ModuleList()
+        self.norm.conv_scale = nn.Conv2d(c, c, 1, groups=c)
         self.layer_scale = LayerScale(c)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -134,7 +138,8 @@ class RepMixer(nn.Module):
 class TimmRepCPE(nn.Module):
     def __init__(self, c: int) -> None:
         super().__init__()
-        self.reparam_conv, self.pos_enc = None, nn.Conv2d(c, c, 7, 1, 3, groups=c)
+        self.reparam_conv = None
+        self.pos_enc = nn.Conv2d(c, c, 7, 1, 3, groups=c)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.pos_enc(x) + x if self.reparam_conv is None else self.reparam_conv(x)
@@ -171,10 +176,12 @@ class GhostV3Bottleneck(nn.Module):
         super().__init__()
         self.infer_mode = False
         self.conv_dw, self.bn_dw = nn.Identity(), nn.Identity()
-        self.ghost1, self.ghost2 = GhostV3(cin, mid), GhostV3(2 * mid, mid)
+        self.ghost1 = GhostV3(cin, mid)
+        self.ghost2 = GhostV3(2 * mid, mid)
         c = 2 * mid
         self.dw_rpr_conv = nn.ModuleList(conv_bn(c, c, 3, 2, 1, c) for _ in range(3))
-        self.dw_rpr_scale, self.dw_rpr_skip = conv_bn(c, c, 1, 2, groups=c), None
+        self.dw_rpr_scale = conv_bn(c, c, 1, 2, groups=c)
+        self.dw_rpr_skip = None
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.ghost1(x)
@@ -214,7 +221,8 @@ class RepVGGDW(nn.Module):
 
     def __init__(self, c: int) -> None:
         super().__init__()
-        self.conv, self.conv1 = conv_bn(c, c, 3, 1, 1, c, conv="c"), nn.Conv2d(c, c, 1, groups=c)
+        self.conv = conv_bn(c, c, 3, 1, 1, c, conv="c")
+        self.conv1 = nn.Conv2d(c, c, 1, groups=c)
         self.bn = nn.BatchNorm2d(c)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -256,7 +264,8 @@ class LinearNorm(nn.Module):
 
     def __init__(self, a: int, b: int) -> None:
         super().__init__()
-        self.linear, self.bn = nn.Linear(a, b, bias=False), nn.BatchNorm1d(b)
+        self.linear = nn.Linear(a, b, bias=False)
+        self.bn = nn.BatchNorm1d(b)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x)

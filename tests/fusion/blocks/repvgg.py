@@ -11,7 +11,9 @@ from tests.fusion.blocks.layers import SE, Case, conv_bn
 class RepVGGBlock(nn.Module):
     def __init__(self, cin: int, cout: int, stride: int = 1, groups: int = 1, se: str = "") -> None:
         super().__init__()
-        self.deploy, self.groups, self.in_channels = False, groups, cin
+        self.deploy = False
+        self.groups = groups
+        self.in_channels = cin
         self.nonlinearity = nn.ReLU()
         self.se, self.post_se = (SE(cout) if se == s else nn.Identity() for s in ("in", "post"))
         self.rbr_identity = nn.BatchNorm2d(cin) if cin == cout and stride == 1 else None
@@ -71,9 +73,12 @@ class LinearAddBlock(nn.Module):
 
     def __init__(self, c: int) -> None:
         super().__init__()
-        self.conv, self.scale_conv = nn.Conv2d(c, c, 3, 1, 1, bias=False), ScaleLayer(c)
-        self.conv_1x1, self.scale_1x1 = nn.Conv2d(c, c, 1, bias=False), ScaleLayer(c)
-        self.scale_identity, self.bn = ScaleLayer(c), nn.BatchNorm2d(c)
+        self.conv = nn.Conv2d(c, c, 3, 1, 1, bias=False)
+        self.scale_conv = ScaleLayer(c)
+        self.conv_1x1 = nn.Conv2d(c, c, 1, bias=False)
+        self.scale_1x1 = ScaleLayer(c)
+        self.scale_identity = ScaleLayer(c)
+        self.bn = nn.BatchNorm2d(c)
         self.nonlinearity = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -87,7 +92,8 @@ class LinearAddBlock(nn.Module):
 class Yolov7RepConv(nn.Module):
     def __init__(self, cin: int, cout: int, stride: int = 1, groups: int = 1) -> None:
         super().__init__()
-        self.deploy, self.groups = False, groups
+        self.deploy = False
+        self.groups = groups
         self.act = nn.SiLU()
         self.rbr_identity = nn.BatchNorm2d(cin) if cin == cout and stride == 1 else None
         self.rbr_dense = nn.Sequential(*conv_bn(cin, cout, 3, stride, 1, groups))
@@ -135,7 +141,8 @@ class RepVGGDW(nn.Module):
         super().__init__()
         self.conv = UltraConv(c, c, 7, 3, groups=c)
         self.conv1 = UltraConv(c, c, 3, 1, groups=c)
-        self.dim, self.act = c, nn.SiLU()
+        self.dim = c
+        self.act = nn.SiLU()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.act(self.conv(x) + self.conv1(x))
@@ -272,7 +279,9 @@ class SuperGradientsBlock(nn.Module):
         self.branch_1x1 = nn.Conv2d(cin, cout, 1, stride, groups=groups)
         self.identity = nn.Identity() if cin == cout and stride == 1 else None
         self.alpha = nn.Parameter(torch.tensor([0.7]))
-        self.post_bn, self.nonlinearity, self.se = nn.BatchNorm2d(cout), nn.ReLU(), nn.Identity()
+        self.post_bn = nn.BatchNorm2d(cout)
+        self.nonlinearity = nn.ReLU()
+        self.se = nn.Identity()
         self.register_buffer("id_tensor", torch.zeros(1))
         self.rbr_reparam = nn.Conv2d(cin, cout, 3, stride, 1, groups=groups)
         self.partially_fused = self.fully_fused = False
