@@ -87,11 +87,13 @@ def deploy(
         >>> int8.target
         'torch'
     """
-    kept = [] if batches is None else kept_batches("deploy", batches)
+    sample_batches = [] if batches is None else kept_batches("deploy", batches)
     with uncompiled():
         if target == _FASTEST:
             _require_example(_FASTEST, example)
-            task = Task(simulated_copy(model), example, progress, batches=kept, compares=check)
+            task = Task(
+                simulated_copy(model), example, progress, batches=sample_batches, compares=check
+            )
             result, report = build_fastest(task)
             result.report = report  # type: ignore[assignment]
             name = report.candidates[0].engine.name
@@ -100,8 +102,11 @@ def deploy(
             if not isinstance(chosen, Torch):
                 _require_example(chosen.name, example)
             chosen.check()
-            task = Task(simulated_copy(model), example, progress, batches=kept, compares=check)
-            result, name = chosen.build(task), chosen.name
+            task = Task(
+                simulated_copy(model), example, progress, batches=sample_batches, compares=check
+            )
+            result = chosen.build(task)
+            name = chosen.name
         result.checked = task.line_of(result)  # type: ignore[assignment]
         add_placeholder_(result, placeholder_for(model, example))
     if not isinstance(result, EngineModule):
@@ -118,9 +123,9 @@ def _engine(model: nn.Module, example: Any, target: str | Runtime | None) -> Eng
         return Torch()
     runtime = runtime_of(target)
     if not isinstance(runtime, Engine):
-        known = ", ".join(repr(n) for n in targets() if isinstance(RUNTIMES[n], Engine))
+        names = ", ".join(repr(n) for n in targets() if isinstance(RUNTIMES[n], Engine))
         raise ConfigError(
-            f"deploy: got target {target!r}, which has no kernels here; expected one of {known}, "
+            f"deploy: got target {target!r}, which has no kernels here; expected one of {names}, "
             "or 'fastest'. Pass its file of torchq.export_onnx to the tools of its maker"
         )
     check_planned("deploy", model, runtime)

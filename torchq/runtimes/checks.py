@@ -98,8 +98,8 @@ def check_unfolded_norms(effect: str, kinds: Sequence[str], model: Model) -> Ite
 
 def norms_text(layers: Sequence[str], effect: str) -> str:
     """Return what a runtime does with BatchNorms behind layers, and how to fold them."""
-    rest = len(layers) - _NAMES
-    more = f" and {rest} more" if rest > 0 else ""
+    hidden = len(layers) - _NAMES
+    more = f" and {hidden} more" if hidden > 0 else ""
     return (
         f"{effect}, as a BatchNorm follows: {len(layers)} layers, {', '.join(layers[:_NAMES])}"
         f"{more}; torchq.fuse_(model.eval(), example) folds it and keeps their codes"

@@ -55,8 +55,8 @@ def writes_first_argument(node: fx.Node, graph_module: fx.GraphModule) -> bool:
         return False
     names = list(inspect.signature(node.target).parameters)  # type: ignore[arg-type]
     place = names.index("inplace") if "inplace" in names else len(node.args)
-    given = node.args[place] if place < len(node.args) else node.kwargs.get("inplace")
-    return given is True
+    inplace = node.args[place] if place < len(node.args) else node.kwargs.get("inplace")
+    return inplace is True
 
 
 def operation_of(node: fx.Node, graph_module: fx.GraphModule) -> str:
@@ -131,14 +131,14 @@ class NodeCall:
 
         Several quantizers count as one if they have the same scale and the same codes.
         """
-        found: list[TensorQuantizer] = []
+        candidates: list[TensorQuantizer] = []
         for reader in self._readers(self.node):
             quantizer = None if reader is None else self._quantizer(reader)
             if quantizer is None or not _is_integer_grid(quantizer):
                 return None
-            found.append(quantizer)
-        same = len({_grid(quantizer) for quantizer in found}) == 1
-        return found[0] if same and found[0].amax.numel() == 1 else None
+            candidates.append(quantizer)
+        same = len({_grid(quantizer) for quantizer in candidates}) == 1
+        return candidates[0] if same and candidates[0].amax.numel() == 1 else None
 
     def _readers(self, node: fx.Node) -> Iterator[fx.Node | None]:
         """Yield the nodes that read a value, behind operators that keep the grid."""
@@ -251,7 +251,8 @@ class Backend:
 
         What an operation computes in place, its handlers compute on a copy, and it is written then.
         """
-        handlers, function = self.handlers(operation_of(node, graph_module)), default
+        handlers = self.handlers(operation_of(node, graph_module))
+        function = default
         for handler in handlers:
             function = partial(handler, NodeCall(graph_module, node, function))
         written = args[0] if args and handlers else None
@@ -292,9 +293,9 @@ def multiply(accumulator: Tensor, real: Tensor) -> Tensor:
     high = torch.div(product + nudge, 1 << 31, rounding_mode="trunc")
     right = (-shift).clamp(min=0)
     floor = high >> right
-    rest = high - (floor << right)
+    remainder = high - (floor << right)
     half = torch.where(right > 0, 1 << (right - 1).clamp(min=0), 1)  # Without a shift rest is 0.
-    up = (rest > half) | ((rest == half) & (high >= 0))
+    up = (remainder > half) | ((remainder == half) & (high >= 0))
     return floor + up.to(torch.int64)
 
 
@@ -403,20 +404,23 @@ def _layer(call: NodeCall, *args: Any, **kwargs: Any) -> Tensor:
     quantizers = call.quantizer_of(0), call.quantizer_of(1, "weight")
     if len(args) < 2 or call.module is not None or None in quantizers:
         return call.default(*args, **kwargs)
-    given, weight, bias = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("bias")
-    x_codes, x_scale = _centered(given, quantizers[0])  # type: ignore[arg-type]
+    x = args[0]
+    weight = args[1]
+    bias = args[2] if len(args) > 2 else kwargs.get("bias")
+    x_codes, x_scale = _centered(x, quantizers[0])  # type: ignore[arg-type]
     w_codes, w_scale = _centered(weight, quantizers[1])  # type: ignore[arg-type]
-    rest = {name: value for name, value in kwargs.items() if name != "bias"}
-    place = -1 if weight.dim() == 2 else given.dim() - weight.dim() + 1
+    settings = {name: value for name, value in kwargs.items() if name != "bias"}
+    place = -1 if weight.dim() == 2 else x.dim() - weight.dim() + 1
     if x_scale.numel() != 1 or w_scale.numel() not in (1, weight.shape[0]):
         return call.default(*args, **kwargs)
     # Products of codes and their sums are whole numbers below 2**53, so float64 is exact.
-    sums = call.default(x_codes.double(), w_codes.double(), None, *args[3:], **rest)
-    scales, channels = x_scale.reshape(()) * w_scale.flatten(), [1] * sums.dim()
+    sums = call.default(x_codes.double(), w_codes.double(), None, *args[3:], **settings)
+    scales = x_scale.reshape(()) * w_scale.flatten()
+    channels = [1] * sums.dim()
     channels[place] = -1
     if bias is not None:
         sums = sums + round_(bias.double() / scales, "half_away").view(channels)
-    return _scaled(call, sums, scales.view(channels)).to(given.dtype)
+    return _scaled(call, sums, scales.view(channels)).to(x.dtype)
 
 
 def _add(call: NodeCall, *args: Any, **kwargs: Any) -> Tensor:

@@ -97,8 +97,8 @@ class Task:
             return "not compared with the simulation: pass an example to deploy"
         if not self.compares:
             return "not compared with the simulation: check=False"
-        found = "; ".join(check.found(result) for check in self.checks)
-        return f"compared with the simulation on {found}"
+        deviations = "; ".join(check.found(result) for check in self.checks)
+        return f"compared with the simulation on {deviations}"
 
     @cached_property
     def float_model(self) -> nn.Module:
@@ -114,7 +114,8 @@ class Task:
         self, lengths: OpenLengths, *, quantized: bool = True
     ) -> list[ReferenceCheck]:
         """Return the results of the simulation, or of the float model, for other lengths."""
-        model, key = self.model if quantized else self.float_model, self.lengths.index(lengths)
+        model = self.model if quantized else self.float_model
+        key = self.lengths.index(lengths)
         if (key, quantized) not in self._probes:
             checks = self._probes[key, quantized] = []
             for example in probes(model, self.example, lengths):
@@ -148,10 +149,10 @@ class Task:
                 )
             except ExportError as error:
                 self._graphs[key] = error
-        found = self._graphs[key]
-        if isinstance(found, ExportError):
-            raise found
-        return found
+        exported = self._graphs[key]
+        if isinstance(exported, ExportError):
+            raise exported
+        return exported
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -67,13 +67,13 @@ def lengths_to_try(model: nn.Module, example: Any) -> tuple[OpenLengths, ...]:
             if length > 1:
                 group = places.setdefault(length, {})
                 group[name] = (*group.get(name, ()), dim)
-    found: dict[str, tuple[int, ...]] = {}
+    open_dims: dict[str, tuple[int, ...]] = {}
     for group in places.values():
         if _runs(model, _resized(model, example, 1, group)):
             for name, dims in group.items():
-                found[name] = (*found.get(name, ()), *dims)
+                open_dims[name] = (*open_dims.get(name, ()), *dims)
     smaller = (OpenLengths(), OpenLengths(batch=False))
-    return (OpenLengths(others=found), *smaller) if found else smaller
+    return (OpenLengths(others=open_dims), *smaller) if open_dims else smaller
 
 
 def probes(model: nn.Module, example: Any, lengths: OpenLengths) -> Iterator[Any]:
@@ -208,9 +208,9 @@ def _without_warnings_of_tracing() -> Iterator[None]:
         yield
     for warning in caught:
         if _is_of_tracing(warning):
-            text = next(iter(str(warning.message).splitlines()), "")
+            first = next(iter(str(warning.message).splitlines()), "")
             raise ExportError(
-                f"deploy: {WARNS}: {text}; expected a graph that "
+                f"deploy: {WARNS}: {first}; expected a graph that "
                 "holds for all inputs. Use target='torch'"
             )
 

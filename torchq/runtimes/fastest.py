@@ -86,15 +86,15 @@ def build_fastest(task: Task) -> tuple[nn.Module, FastestReport]:
             problems[engine] = str(error) or type(error).__name__
             log.debug("%s is no candidate: %s", engine.label, problems[engine])
     if not modules:
-        text = "; ".join(f"{engine.label}: {problem}" for engine, problem in problems.items())
-        raise ExportError(f"deploy: no runtime runs the model ({text}); expected one at least")
+        failures = "; ".join(f"{engine.label}: {problem}" for engine, problem in problems.items())
+        raise ExportError(f"deploy: no runtime runs the model ({failures}); expected one at least")
     seconds = _medians(modules, task.example)
     order = sorted(modules, key=seconds.__getitem__)
-    for text in notes[order[0]]:
-        warnings.warn(text, stacklevel=3)
-    found = [Candidate(engine, seconds[engine]) for engine in order]
-    found += [Candidate(engine, math.inf, problem) for engine, problem in problems.items()]
-    report = FastestReport(order[0].label, tuple(found), torch.get_num_threads())
+    for note in notes[order[0]]:
+        warnings.warn(note, stacklevel=3)
+    candidates = [Candidate(engine, seconds[engine]) for engine in order]
+    candidates += [Candidate(engine, math.inf, problem) for engine, problem in problems.items()]
+    report = FastestReport(order[0].label, tuple(candidates), torch.get_num_threads())
     return modules[order[0]], report
 
 
@@ -104,19 +104,19 @@ def _candidates(problems: dict[Engine, str]) -> Iterator[Engine]:
         if not isinstance(runtime, Engine) or not runtime.measured:
             continue
         try:
-            if found := runtime.candidates():
+            if settings := runtime.candidates():
                 runtime.check()
-            yield from found
+            yield from settings
         except TorchqError as error:
             problems[runtime] = str(error)
 
 
 def _built(engine: Engine, task: Task) -> tuple[nn.Module, list[str]]:
     """Return the module of a candidate, and the warnings of building it."""
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         module = engine.build(task)
-    return module, [str(w.message) for w in seen if w.category is UserWarning]
+    return module, [str(w.message) for w in caught if w.category is UserWarning]
 
 
 def _medians(modules: Mapping[Engine, nn.Module], example: Any) -> dict[Engine, float]:
@@ -128,5 +128,5 @@ def _medians(modules: Mapping[Engine, nn.Module], example: Any) -> dict[Engine, 
     clock = time.process_time if alone else time.perf_counter
     calls = {engine: partial(call_model, module, example) for engine, module in modules.items()}
     with torch.no_grad():
-        found = time_calls(calls, clock=clock, **_MEASUREMENT)
-    return {engine: samples.median for engine, samples in found.items()}
+        samples_by_engine = time_calls(calls, clock=clock, **_MEASUREMENT)
+    return {engine: samples.median for engine, samples in samples_by_engine.items()}

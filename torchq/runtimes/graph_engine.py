@@ -59,7 +59,7 @@ def runs_as_written(module: EngineModule, example: Any, most: float = EQUAL_RESU
         run = Session(path, optimize=False).run
     with torch.no_grad():
         rebuilt = module.interface.structure.rebuild
-        found, expected, moved = (
+        returned, expected, moved = (
             list(tensors_in(results))
             for results in (
                 call_model(module, example),
@@ -69,7 +69,7 @@ def runs_as_written(module: EngineModule, example: Any, most: float = EQUAL_RESU
         )
     return all(
         distance(got, want) <= max(most * norm(want), 2 * distance(other, want))
-        for got, want, other in zip(found, expected, moved, strict=True)
+        for got, want, other in zip(returned, expected, moved, strict=True)
     )
 
 
@@ -157,14 +157,15 @@ class GraphEngine(Engine):
 
     def _warn_of_norms(self, module: EngineModule) -> None:
         """Warn of quantized layers that run in float for a BatchNorm that was not folded."""
-        text = self.unfolded_norms
-        if not (self.quantized and text):
+        effect = self.unfolded_norms
+        if not (self.quantized and effect):
             return
         with file_of(module.graph_bytes()) as path:
             layers = layers_in_front_of_norms(load_model(path, check=False), IN_FLOAT_FOR_NORMS)
         if layers:
-            message = f"deploy: target {self.label!r}: {norms_text(layers, text)}"
-            warnings.warn(message, stacklevel=4)
+            warnings.warn(
+                f"deploy: target {self.label!r}: {norms_text(layers, effect)}", stacklevel=4
+            )
 
     def _compare(self, module: EngineModule, task: Task, lengths: OpenLengths) -> None:
         """Raise an error where a graph computes something else than its model."""
@@ -183,25 +184,26 @@ class GraphEngine(Engine):
 
         Results that are as near as float32 and few codes explain need no closer look.
         """
-        found = check.difference(module)
-        if not found:
+        deviation = check.difference(module)
+        if not deviation:
             return ""
         excuse = self.excuse()
         if excuse and not check.difference(module, RESULT_TOLERANCE):
             # Kernels of this machine overflow: what they give is near, but no layer is equal.
-            return f"deploy: {excuse[0].lower()}{excuse[1:]} ({found}, for {check.what})"
-        text = f"deploy: target {self.label!r}: {found}, for {check.what}"
+            return f"deploy: {excuse[0].lower()}{excuse[1:]} ({deviation}, for {check.what})"
+        deviates = f"deploy: target {self.label!r}: {deviation}, for {check.what}"
         advice = self.excuse() or "Use another target"
         if not self.quantized:
-            raise ExportError(f"{text}. {advice}")
+            raise ExportError(f"{deviates}. {advice}")
         agrees, shows_session = _file_agrees(module, task, check.example)
         if not agrees:
-            raise ExportError(f"{text}. {advice}")
+            raise ExportError(f"{deviates}. {advice}")
         # Where the layers are those of the session, the module need only be this session.
         most = RESULT_TOLERANCE if shows_session else EQUAL_RESULTS
         if not runs_as_written(module, check.example, most):
             raise ExportError(
-                f"{text}, while the file agrees where it is run node by node: the engine computes "
+                f"{deviates}, while the file agrees where it is run node by node: the engine "
+                "computes "
                 f"something else than its file says. {advice}"
             )
         far = check.difference(module, RESULT_TOLERANCE)
@@ -281,10 +283,10 @@ def _file_agrees(module: EngineModule, task: Task, example: Any) -> tuple[bool, 
 
 def _require_float32(model: nn.Module) -> None:
     """Raise an error if a model computes in another dtype than float32."""
-    found = next((t.dtype for t in model.parameters() if t.is_floating_point()), torch.float32)
-    if found is not torch.float32:
+    dtype = next((t.dtype for t in model.parameters() if t.is_floating_point()), torch.float32)
+    if dtype is not torch.float32:
         raise ExportError(
-            f"deploy: got a model in {found}; expected float32, which other engines run. Call "
+            f"deploy: got a model in {dtype}; expected float32, which other engines run. Call "
             "model.float() before calibrating, or use target='torch'"
         )
 
@@ -392,7 +394,8 @@ class EngineModule(nn.Module):
             with self._lock:
                 run = self._opened.get(threads)
                 if run is None:
-                    read, usual = partial(_bytes_of, self.graph), self.interface.usual
+                    read = partial(_bytes_of, self.graph)
+                    usual = self.interface.usual
                     run = self._opened[threads] = self.settings.open(read, threads, usual)
         return run
 
@@ -431,14 +434,14 @@ def run_by_shape(
 
     def run(feeds: Mapping[str, Tensor]) -> list[Tensor]:
         shapes = tuple((name, tuple(value.shape)) for name, value in feeds.items())
-        wanted = usual if usual and _key(shapes, any_batch) == key else None
-        found = opened.get(wanted)
-        if found is None:
+        fixed = usual if usual and _key(shapes, any_batch) == key else None
+        run_graph = opened.get(fixed)
+        if run_graph is None:
             with lock:
-                found = opened.get(wanted)
-                if found is None:
-                    found = opened[wanted] = open_for(wanted)
-        return found(feeds)
+                run_graph = opened.get(fixed)
+                if run_graph is None:
+                    run_graph = opened[fixed] = open_for(fixed)
+        return run_graph(feeds)
 
     return run
 

@@ -123,11 +123,11 @@ class InspectReport:
                 "without VNNI or AMX; there set session.x64quantprecision to '1' in sessions, or "
                 "use torchq.recipes.int8(reduce_range=True)"
             )
-        text = [wrap(line) for line in lines]
+        paragraphs = [wrap(line) for line in lines]
         if self.fallbacks:
             rows = [(node.name, node.kind, node.reason) for node in self.fallbacks]
-            text.append(table([("in float", "type", "why"), *rows]))
-        return "\n".join(text)
+            paragraphs.append(table([("in float", "type", "why"), *rows]))
+        return "\n".join(paragraphs)
 
 
 def inspect_onnx(path: str | os.PathLike[str]) -> InspectReport:
@@ -176,16 +176,16 @@ def _is_wide(weight: Value) -> bool:
 
 
 def _placements(model: Model) -> list[NodePlacement]:
-    found = []
+    placements = []
     codes, shapes = _values_of_codes(model), _values_of_shapes(model)
     for node in model.graph:
         kind = _FUSED.get(node.op_type, node.op_type)
         moves_codes = kind in _MOVES and node.inputs[0] in codes
         if kind.startswith("QLinear") or kind in _INTEGER or moves_codes:
-            found.append(NodePlacement(_name(node), kind, True))
+            placements.append(NodePlacement(_name(node), kind, True))
         elif kind in _NO_KERNEL | _HAS_KERNEL and _matters(node, kind, shapes):
-            found.append(NodePlacement(_name(node), kind, False, _reason(node, kind)))
-    return found
+            placements.append(NodePlacement(_name(node), kind, False, _reason(node, kind)))
+    return placements
 
 
 def _values_of_codes(model: Model) -> set[Value]:
@@ -254,10 +254,12 @@ def _reason(node: Node, kind: str) -> str:
 
 def _output_reason(node: Node) -> str:
     """Return why a node with quantized operands has no integer kernel: what follows it."""
-    value, activation = node.outputs[0], node.op_type == "FusedConv"
+    value = node.outputs[0]
+    activation = node.op_type == "FusedConv"
     users = readers(value)
     while len(users) == 1 and users[0].op_type in ("Relu", "Clip") and not is_output(value):
-        value, activation = users[0].outputs[0], True
+        value = users[0].outputs[0]
+        activation = True
         users = readers(value)
     others = sorted({user.op_type for user in users if user.op_type != "QuantizeLinear"})
     if is_output(value):

@@ -16,7 +16,8 @@ from torchq.errors import ExportError, InputError
 from torchq.graph import call_arguments
 
 _EMPTY = inspect.Parameter.empty
-_STAR, _STARS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+_STAR = inspect.Parameter.VAR_POSITIONAL
+_STARS = inspect.Parameter.VAR_KEYWORD
 
 
 @dataclass(frozen=True)
@@ -166,8 +167,10 @@ class Structure:
         What was a constant is left out: tracing makes tensors of sizes.
         """
         pairs = zip(self.leaves, pytree.tree_leaves(value), strict=True)
-        found = {place.index: tensor for place, tensor in pairs if isinstance(place, _Place)}
-        return [found[index] for index in sorted(found)]
+        tensor_by_place = {
+            place.index: tensor for place, tensor in pairs if isinstance(place, _Place)
+        }
+        return [tensor_by_place[index] for index in sorted(tensor_by_place)]
 
 
 @dataclass(frozen=True)
@@ -192,8 +195,8 @@ def flatten(value: Any) -> tuple[list[Tensor], Structure]:
                 "lists, dictionaries and classes of torch.export.register_dataclass, which a graph "
                 "can return. Use target='torch'"
             )
-    kept = tuple(places.get(id(leaf), leaf) for leaf in leaves)
-    return list(tensors.values()), Structure(spec, kept)
+    leaves_or_places = tuple(places.get(id(leaf), leaf) for leaf in leaves)
+    return list(tensors.values()), Structure(spec, leaves_or_places)
 
 
 #: The shape of each input of a call, by name.

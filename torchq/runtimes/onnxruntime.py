@@ -102,8 +102,8 @@ def _runs_on_integers(node: Node) -> bool:
         if activation.op_type not in ("Relu", "Clip"):
             break
         result = activation.outputs[0]
-    found = _quantizers_behind(result)
-    return bool(found) and all(map(starts_at_zero, found))
+    quantizers = _quantizers_behind(result)
+    return bool(quantizers) and all(map(starts_at_zero, quantizers))
 
 
 def _quantizers_behind(value: Value) -> list[Node]:
@@ -137,7 +137,8 @@ def quantize_reshaped(model: Model) -> None:
     for node in nodes_of(model, "Conv"):
         if dequantized(node.inputs[0]) is None:
             continue
-        last, reader = node, _only_reader(node)
+        last = node
+        reader = _only_reader(node)
         while reader is not None and reader.op_type in ("Relu", "Clip"):
             last, reader = reader, _only_reader(reader)
         if reader is None or not _keeps_codes(reader):
@@ -200,7 +201,8 @@ def widen_four_bit_weights(model: Model) -> None:
 
 def _insert_pair(node: Node, parameters: list[Value]) -> None:
     """Insert a QuantizeLinear and a DequantizeLinear behind a node."""
-    name, result = fresh_name(node.graph, f"{node.name}/same"), node.outputs[0]
+    name = fresh_name(node.graph, f"{node.name}/same")
+    result = node.outputs[0]
     users = list(result.uses())
     codes = add_node(node, "QuantizeLinear", [result, *parameters], f"{name}/codes")
     value = add_node(codes.producer(), "DequantizeLinear", [codes, *parameters], f"{name}/value")
@@ -321,11 +323,11 @@ class OnnxRuntime(GraphEngine):
     provider: str = "cpu"
 
     def __post_init__(self) -> None:
-        known = [name for name in _PROVIDERS if (name == "tensorrt") is (self.name == "tensorrt")]
-        if self.provider not in known:
+        allowed = [name for name in _PROVIDERS if (name == "tensorrt") is (self.name == "tensorrt")]
+        if self.provider not in allowed:
             raise ConfigError(
                 f"OnnxRuntime: got provider {self.provider!r}; expected one of "
-                f"{', '.join(map(repr, known))}"
+                f"{', '.join(map(repr, allowed))}"
             )
 
     @property
@@ -343,11 +345,12 @@ class OnnxRuntime(GraphEngine):
         """See :meth:`Engine.check`."""
         super().check()
         runtime = import_optional("onnxruntime", self._needed_by)
-        wanted, known = _PROVIDERS[self.provider], runtime.get_available_providers()
-        if wanted not in known:
+        provider = _PROVIDERS[self.provider]
+        available = runtime.get_available_providers()
+        if provider not in available:
             raise ExportError(
-                f"deploy: onnxruntime {runtime.__version__} has no {wanted}; expected it for "
-                f"provider={self.provider!r}, but there is only {', '.join(known)}. Install "
+                f"deploy: onnxruntime {runtime.__version__} has no {provider}; expected it for "
+                f"provider={self.provider!r}, but there is only {', '.join(available)}. Install "
                 "onnxruntime-gpu on a machine with an NVIDIA GPU"
             )
 
@@ -358,13 +361,13 @@ class OnnxRuntime(GraphEngine):
         faster here.
         """
         graph = read()
-        own = usual if with_lengths(graph, usual) is not graph else ()
+        fixed_shapes = usual if with_lengths(graph, usual) is not graph else ()
 
         def open_for(shapes: Shapes | None) -> Run:
             graph = read()
             return self._session(graph if shapes is None else with_lengths(graph, shapes), threads)
 
-        return run_by_shape(open_for, own, any_batch=True)
+        return run_by_shape(open_for, fixed_shapes, any_batch=True)
 
     def _session(self, graph: bytes, threads: int) -> Run:
         """Return a file as a function of its inputs; the session keeps no copy of its bytes."""

@@ -112,7 +112,8 @@ def unsigned_codes(model: Model) -> None:
 
 def _joins_features(node: Node, shapes: Mapping[str, Shape]) -> bool:
     """Return True if a Concat joins the last dimensions of its operands, as far as is known."""
-    axis, shape = int(attribute(node, "axis")), shapes.get(str(node.outputs[0].name))
+    axis = int(attribute(node, "axis"))
+    shape = shapes.get(str(node.outputs[0].name))
     return axis == -1 or shape is None or axis == len(shape) - 1
 
 
@@ -121,20 +122,23 @@ def _until_layers(values: set[Value], features: bool) -> set[Value]:
 
     With ``features`` products count as layers, besides convolutions.
     """
-    pending, found, is_read = list(values), set(values), False
+    pending = list(values)
+    reached = set(values)
+    is_read = False
     while pending:
         for user in readers(pending.pop()):
             result = user.outputs[0]
             is_read |= user.op_type in LAYERS and (features or user.op_type not in _PRODUCTS)
-            if user.op_type in _AFFINE and result not in found:
-                found.add(result)
+            if user.op_type in _AFFINE and result not in reached:
+                reached.add(result)
                 pending.append(result)
-    return found if is_read else set()
+    return reached if is_read else set()
 
 
 def _moved_together(node: Node) -> set[Value]:
     """Return the operands and results of a node, and whatever has the same codes as these."""
-    pending, values = [*node.inputs, *node.outputs], set()
+    pending = [*node.inputs, *node.outputs]
+    values = set()
     while pending:
         value = pending.pop()
         if value is None or value in values:
@@ -220,7 +224,8 @@ def own_zero_points(model: Model) -> None:
         if not is_constant(zero_points) or not zero_points.shape:
             continue
         if zero_points in read:
-            name, codes = str(zero_points.name), value_of(zero_points)
+            name = str(zero_points.name)
+            codes = value_of(zero_points)
             copy = add_initializer(node.graph, name, codes, data_type(zero_points))
             node.replace_input_with(2, copy)
         read.add(zero_points)
@@ -237,7 +242,8 @@ def unequal_biases(model: Model) -> None:
     After: The bias of the first channel is the next larger number of float32, or 1e-30 if it was 0.
     """
     for node in nodes_of(model, "Gemm", "MatMul"):
-        weight, result = weight_of(node), node.outputs[0]
+        weight = weight_of(node)
+        result = node.outputs[0]
         if weight is None or not leads_only_to_quantizers(result, "Relu", "Clip"):
             continue
         bias = node.inputs[2] if len(node.inputs) > 2 else None
@@ -248,7 +254,8 @@ def unequal_biases(model: Model) -> None:
             old = value_of(bias) if is_constant(bias) else torch.arange(2.0, device="cpu")
         if len(old) < 2 or not bool((old == old.flatten()[0]).all()):
             continue
-        new, first = old.clone(), old[..., :1]
+        new = old.clone()
+        first = old[..., :1]
         larger = torch.nextafter(first, torch.full_like(first, torch.inf))
         new[..., :1] = torch.where(first == 0, torch.full_like(first, _LEAST), larger)
         name = f"{pair_name(weight)}/bias"
@@ -360,10 +367,10 @@ class OpenVino(GraphEngine):
         """See :meth:`Engine.candidates`; bfloat16 only where the CPU multiplies it."""
         runtime = import_optional("openvino", _NEEDED_BY, "openvino")
         capabilities = runtime.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-        found: list[Engine] = []
+        engines: list[Engine] = []
         for precision in ("f32", "bf16") if "BF16" in capabilities else ("f32",):
-            found += [replace(self, quantized=q, precision=precision) for q in (True, False)]
-        return tuple(found)
+            engines += [replace(self, quantized=q, precision=precision) for q in (True, False)]
+        return tuple(engines)
 
     def open(self, read: ReadGraph, threads: int, usual: Shapes = ()) -> Run:
         """See :meth:`GraphEngine.open`. Usual shapes have a graph of their own, which is faster."""
@@ -406,9 +413,9 @@ class OpenVino(GraphEngine):
         nodes = Counter[bool]()
         compiled = self._compile(graph, torch.get_num_threads(), None)
         for node in compiled.get_runtime_model().get_ops():
-            info = {key: str(value.value) for key, value in node.get_rt_info().items()}
-            if info.get("layerType") in _COMPUTING:
-                nodes[info.get("runtimePrecision", "").lower() in ("u8", "i8")] += 1
+            properties = {key: str(value.value) for key, value in node.get_rt_info().items()}
+            if properties.get("layerType") in _COMPUTING:
+                nodes[properties.get("runtimePrecision", "").lower() in ("u8", "i8")] += 1
         return f"{nodes[True]} of {nodes.total()} computing nodes run on integers"
 
 
@@ -419,17 +426,17 @@ def _refusing(run: Run, read: ReadGraph, usual: Shapes) -> Run:
     memory held before.
     """
     runtime = import_optional("openvino", _NEEDED_BY, "openvino")
-    known = {tuple(shape[1:] for _, shape in usual)}
+    accepted = {tuple(shape[1:] for _, shape in usual)}
 
     def checked(feeds: Mapping[str, Tensor]) -> list[Tensor]:
         key = tuple(tuple(value.shape[1:]) for value in feeds.values())
-        if key not in known:
+        if key not in accepted:
             shapes = {name: list(value.shape) for name, value in feeds.items()}
             try:
                 runtime.Core().read_model(io.BytesIO(read())).reshape(shapes)
             except RuntimeError as error:
                 raise _wrong_shapes(feeds, error) from error
-            known.add(key)
+            accepted.add(key)
         return run(feeds)
 
     return checked
@@ -457,8 +464,8 @@ def _bound(compiled: Any) -> Run:
         except IndexError:  # another thread computes with the last one
             request = compiled.create_infer_request()
         try:
-            for index, known in enumerate(names):
-                (array,) = (value.numpy() for name, value in feeds.items() if name in known)
+            for index, port_names in enumerate(names):
+                (array,) = (value.numpy() for name, value in feeds.items() if name in port_names)
                 request.set_input_tensor(index, tensor_of(array, shared_memory=True))
             request.infer()
             # Copies, because the next call overwrites what a request returns.

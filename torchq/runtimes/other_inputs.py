@@ -20,7 +20,7 @@ def other_inputs(model: nn.Module, example: Any) -> Iterator[Any]:
     Whole numbers, such as indices of tokens, change places or stay: others may be out of bounds.
     """
     args, kwargs = call_arguments(model, example)
-    given: Any = kwargs or args
+    arguments: Any = kwargs or args
     changes = (
         (lambda x: -_flipped(x), _flipped),
         (lambda x: -_flipped(x), _same),
@@ -28,7 +28,7 @@ def other_inputs(model: nn.Module, example: Any) -> Iterator[Any]:
         (lambda x: 0.5 * x, _same),
     )
     for of_floats, of_others in changes:
-        yield map_tensors(given, _chosen(of_floats, of_others))
+        yield map_tensors(arguments, _chosen(of_floats, of_others))
 
 
 def _chosen(

@@ -44,16 +44,17 @@ def _check_input(tensor: Tensor, value: Any) -> None:
             f"onnxruntime: the batch has bfloat16 for the input {value.name!r}; expected a type "
             "that NumPy has. Export and compare copy.deepcopy(model).float()"
         )
-    wanted = list(value.shape or ())
-    shape, dtype = list(tensor.shape), _DTYPES.get(value.type, tensor.dtype)
-    fits = len(shape) == len(wanted) and all(
-        not isinstance(length, int) or length == own
-        for length, own in zip(wanted, shape, strict=True)
+    expected = list(value.shape or ())
+    shape = list(tensor.shape)
+    dtype = _DTYPES.get(value.type, tensor.dtype)
+    fits = len(shape) == len(expected) and all(
+        not isinstance(length, int) or length == length_of_batch
+        for length, length_of_batch in zip(expected, shape, strict=True)
     )
     if not fits or tensor.dtype != dtype:
         raise ExportError(
             f"onnxruntime: the batch has {tensor.dtype} of shape {shape} for the input "
-            f"{value.name!r}; expected inputs like {dtype} of shape {wanted}. Pass batches like "
+            f"{value.name!r}; expected inputs like {dtype} of shape {expected}. Pass batches like "
             "the example of the export"
         )
 
@@ -76,7 +77,8 @@ class Session:
         exact_products: bool = True,
     ) -> None:
         runtime = import_optional("onnxruntime", "torchq")
-        options, levels = runtime.SessionOptions(), runtime.GraphOptimizationLevel
+        options = runtime.SessionOptions()
+        levels = runtime.GraphOptimizationLevel
         level = levels.ORT_ENABLE_ALL if optimize else levels.ORT_DISABLE_ALL
         if save_optimized is not None:
             level = levels.ORT_ENABLE_EXTENDED  # ALL would add memory layouts of this machine.
@@ -108,17 +110,17 @@ class Session:
     def feeds(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors under the names of the file's inputs."""
         if all(name in tensors for name in self.inputs):
-            found = {name: tensors[name] for name in self.inputs}
+            by_input = {name: tensors[name] for name in self.inputs}
         else:
-            found = dict(zip(self.inputs, tensors.values(), strict=False))
-        if len(found) < len(self.inputs):
+            by_input = dict(zip(self.inputs, tensors.values(), strict=False))
+        if len(by_input) < len(self.inputs):
             raise ExportError(
                 f"onnxruntime: got a batch with {sorted(tensors)}; expected a tensor for each "
                 f"input of the file, {self.inputs}"
             )
         for value in self._session.get_inputs():
-            _check_input(found[value.name], value)
-        return found
+            _check_input(by_input[value.name], value)
+        return by_input
 
     def run(
         self, feeds: Mapping[str, Tensor], outputs: Sequence[str] | None = None
@@ -129,10 +131,10 @@ class Session:
             results = self._session.run(list(outputs or self.outputs), arrays)
         except Exception as error:  # The exception classes of ONNX Runtime are private.
             shapes = {name: array.shape for name, array in arrays.items()}
-            wanted = {value.name: value.shape for value in self._session.get_inputs()}
+            expected = {value.name: value.shape for value in self._session.get_inputs()}
             raise ExportError(
                 f"onnxruntime: cannot run the model on inputs of shapes {shapes} ({error}); "
-                f"expected inputs like {wanted}"
+                f"expected inputs like {expected}"
             ) from error
         return [torch.from_numpy(array) for array in results]
 

@@ -159,15 +159,16 @@ def slice_parts(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if kind_of(node) not in ("chunk", "split", "split_with_sizes"):
             continue
-        source, dim = node.args[0], (*node.args, node.kwargs.get("dim", 0))[2]
+        source = node.args[0]
+        dim = (*node.args, node.kwargs.get("dim", 0))[2]
         lengths = [part.shape[dim] for part in node.meta["val"]]
-        for item in list(node.users):
-            start = sum(lengths[: item.args[1]])
-            given = (source, dim, start, start + lengths[item.args[1]])
-            with graph.inserting_before(item):
-                part = graph.call_function(torch.ops.aten.slice.Tensor, given)
-            part.meta.update(item.meta)
-            _replace(item, part)
+        for getitem in list(node.users):
+            start = sum(lengths[: getitem.args[1]])
+            arguments = (source, dim, start, start + lengths[getitem.args[1]])
+            with graph.inserting_before(getitem):
+                part = graph.call_function(torch.ops.aten.slice.Tensor, arguments)
+            part.meta.update(getitem.meta)
+            _replace(getitem, part)
         graph.erase_node(node)
 
 
@@ -192,8 +193,9 @@ def _is_idle_clamp(node: Node) -> bool:
         source = source.args[0]
     if not is_dq(source):
         return False
-    given, usual = list(node.args[1:3]), list(_CLAMPS.get(kind, (None, None)))
-    low, high = given + usual[len(given) :]
+    bounds = list(node.args[1:3])
+    usual = list(_CLAMPS.get(kind, (None, None)))
+    low, high = bounds + usual[len(bounds) :]
     scale, zero_point, least, largest, _ = _grid(source)
     above = low is None or (least - zero_point) * scale >= low
     return above and (high is None or (largest - zero_point) * scale <= high)
@@ -209,7 +211,8 @@ def quantize_in_front_of_moves(graph: fx.Graph) -> None:
     pending = [node for node in graph.nodes if is_q(node)]
     while pending:
         quantize = pending.pop()
-        moved, grid = quantize.args[0], _grid(quantize)
+        moved = quantize.args[0]
+        grid = _grid(quantize)
         if kind_of(moved) not in _MOVING or not _all_quantize(moved, grid):
             continue
         for source in dict.fromkeys(_inputs(moved)):
@@ -249,14 +252,15 @@ def merge_pairs(graph: fx.Graph) -> None:
     Before: two Q of one grid read a tensor. DQ -> Q of one grid.
     After: one Q is left; the readers of the second Q read the first codes.
     """
-    known: dict[tuple[Any, ...], Node] = {}
+    first_by_grid: dict[tuple[Any, ...], Node] = {}
     for node in list(graph.nodes):
         if not is_q(node):
             continue
-        source, grid = node.args[0], _grid(node)
+        source = node.args[0]
+        grid = _grid(node)
         if is_dq(source) and _grid(source) == grid:
             _replace(node, source.args[0])
-        elif (first := known.setdefault((source, *grid), node)) is not node:
+        elif (first := first_by_grid.setdefault((source, *grid), node)) is not node:
             _replace(node, first)
     _remove_unused(graph)
 
@@ -268,8 +272,8 @@ def one_pair_for_each_reader(graph: fx.Graph) -> None:
             continue
         for reader in list(node.users)[1:]:
             with graph.inserting_after(node):
-                own = graph.node_copy(node)
-            reader.replace_input_with(node, own)
+                duplicate = graph.node_copy(node)
+            reader.replace_input_with(node, duplicate)
 
 
 def _remove_unused(graph: fx.Graph) -> None:
@@ -293,15 +297,15 @@ def store_float_weights(program: ExportedProgram) -> dict[str, str]:
     for node in program.graph.nodes:
         if kind_of(node).startswith("dequantize_per") and node.args[0].op == "placeholder":
             of_weights.setdefault(node.args[0], []).append(node)
-    found: dict[str, str] = {}
+    reason_by_path: dict[str, str] = {}
     for codes, dequantized in of_weights.items():
         readers = [reader for node in dequantized for reader in node.users]
         reasons = {reader: _why_float(reader) for reader in readers}
         for reader, why in reasons.items():
-            found[path_of(reader)] = found.get(path_of(reader)) or why
+            reason_by_path[path_of(reader)] = reason_by_path.get(path_of(reader)) or why
         if any(reasons.values()):
             _store_float(program, codes, dequantized)
-    return found
+    return reason_by_path
 
 
 def _why_float(layer: Node) -> str:
@@ -369,16 +373,16 @@ def _remove_unread(program: ExportedProgram) -> None:
     """Leave out of a program the stored tensors that nothing reads: float weights, and ranges."""
     signature = program.graph_signature
     unread = {n.name: n for n in program.graph.nodes if n.op == "placeholder" and not n.users}
-    kept = []
+    remaining = []
     for spec in signature.input_specs:
         node = unread.get(getattr(spec.arg, "name", ""))
         if node is None or spec.kind not in _HELD:
-            kept.append(spec)
+            remaining.append(spec)
             continue
         program.graph.erase_node(node)
         program.state_dict.pop(spec.target, None)
         program.constants.pop(spec.target, None)
-    signature.input_specs[:] = kept
+    signature.input_specs[:] = remaining
 
 
 def _name_results(program: ExportedProgram) -> None:

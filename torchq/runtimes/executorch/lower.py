@@ -30,7 +30,8 @@ from torchq.utils import bullets, progress_stages, replacing
 from torchq.utils.optional import import_optional
 
 #: The extra that installs the package, and the oldest release that the rules were tried with.
-EXTRA, _OLDEST = "executorch", (1, 5)
+EXTRA = "executorch"
+_OLDEST = (1, 5)
 _PARTITIONER = "executorch.backends.xnnpack.partition.xnnpack_partitioner"
 #: What the progress bar shows.
 _STAGES = ("trace", "lower", "write")
@@ -117,9 +118,9 @@ def check_installed(needed_by: str) -> None:
     version = metadata.version("executorch")
     parts = tuple(int(p) for p in version.split(".")[:2] if p.isdigit())
     if parts < _OLDEST:
-        wanted = ".".join(map(str, _OLDEST))
+        oldest = ".".join(map(str, _OLDEST))
         raise ExportError(
-            f"{needed_by}: got executorch {version}; expected {wanted} or later, whose partitioner "
+            f"{needed_by}: got executorch {version}; expected {oldest} or later, whose partitioner "
             f"the rules were tried with. Run pip install -U torchq[{EXTRA}]"
         )
 
@@ -167,8 +168,8 @@ def _with_constants_computed(program: ExportedProgram) -> ExportedProgram:
     """
     passes = import_optional("executorch.exir.passes.constant_prop_pass", "executorch", EXTRA)
     library = torch.ops.quantized_decomposed
-    kept = {library.dequantize_per_tensor.default, library.dequantize_per_channel.default}
-    computed: ExportedProgram = passes.constant_prop_pass(program, custom_skip_targets=kept)
+    skipped = {library.dequantize_per_tensor.default, library.dequantize_per_channel.default}
+    computed: ExportedProgram = passes.constant_prop_pass(program, custom_skip_targets=skipped)
     return computed
 
 

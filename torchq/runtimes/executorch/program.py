@@ -30,7 +30,9 @@ from torchq.utils import evaluating, plain_attention, state_kept
 from torchq.workflow import quantizers, weight_quantizers
 
 #: The codes of PT2E that every partitioner reads.
-LEAST, LARGEST, CODES = -128, 127, torch.int8
+LEAST = -128
+LARGEST = 127
+CODES = torch.int8
 _BYTE = 8
 
 
@@ -146,7 +148,8 @@ def _pairs(model: nn.Module, active: dict[str, TensorQuantizer], example: Any) -
                 quantizer.delegate = _stored(quantizer, codes[path])
             elif id(quantizer) not in weights:
                 qparams = quantizer.qparams().stored(signed=True)
-                scale, zero_point = float(qparams.scale), int(qparams.zero_point)
+                scale = float(qparams.scale)
+                zero_point = int(qparams.zero_point)
                 quantizer.delegate = partial(_pair, scale, zero_point)
         yield
     finally:
@@ -197,13 +200,13 @@ def _weight_codes(
     codes: dict[str, Tensor] = {}
 
     def note(path: str, x: Tensor, quantizer: TensorQuantizer) -> Tensor:
-        found = quantizer.codes(x)
-        if path in codes and not torch.equal(codes[path], found):
+        current = quantizer.codes(x)
+        if path in codes and not torch.equal(codes[path], current):
             raise ExportError(
                 f"{path}: quantizes several weights; expected one, as a file stores its codes. "
                 "Give each weight a quantizer of its own"
             )
-        codes[path] = found
+        codes[path] = current
         return quantizer.apply_own(x)
 
     try:

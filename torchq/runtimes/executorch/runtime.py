@@ -103,10 +103,11 @@ class ExecuTorch(GraphEngine):
             stored = torch.frombuffer(bytearray(graph), dtype=torch.uint8)
             module = PteModule(self, stored, interface, report)
             for check in task.checks:
-                found = check.difference(module, RESULT_TOLERANCE)
-                if found:
+                deviation = check.difference(module, RESULT_TOLERANCE)
+                if deviation:
                     raise ExportError(
-                        f"deploy: target {self.label!r}: {found}, for {check.what}. Compare the "
+                        f"deploy: target {self.label!r}: {deviation}, for {check.what}. Compare "
+                        "the "
                         "layers with torchq.layer_errors, or use target='torch'"
                     )
         return module
@@ -151,7 +152,8 @@ class PteModule(EngineModule):
 
     def summary_row(self) -> tuple[str, int, str]:
         """Return engine, bytes of the file, and which layers run on integers."""
-        whole, floats = len(self.report.integer), len(self.report.in_float)
+        whole = len(self.report.integer)
+        floats = len(self.report.in_float)
         note = f"{whole} of {whole + floats} layers run on integers"
         return self.settings.label, self.graph.numel(), f"{note}; the file is inside the module"
 
@@ -162,17 +164,18 @@ def _take_tensors_alone(model: nn.Module, example: Any, structure: Structure) ->
     Other arguments are built in: the runtime has them among its inputs otherwise.
     """
     args, kwargs = call_arguments(model, example)
-    forward, names = model.forward, [*argument_names(model, len(args)), *kwargs]
+    forward = model.forward
+    names = [*argument_names(model, len(args)), *kwargs]
     values = dict(zip(names, (*args, *kwargs.values()), strict=True))
-    given = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    tensor_by_name = {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     def of_tensors(*tensors: Tensor) -> tuple[Tensor, ...]:
-        new = list({**values, **dict(zip(given, tensors, strict=True))}.values())
+        new = list({**values, **dict(zip(tensor_by_name, tensors, strict=True))}.values())
         out = forward(*new[: len(args)], **dict(zip(kwargs, new[len(args) :], strict=True)))
         return tuple(structure.tensors_of(out))
 
     vars(model)["forward"] = of_tensors
-    return given
+    return tensor_by_name
 
 
 def _interface(task: Task, tensors: Mapping[str, Tensor], structure: Structure) -> GraphInterface:

@@ -104,8 +104,8 @@ def check_file(path: str | os.PathLike[str]) -> FileCheck:
     problems = (*check_typing(model), *check_residual_adds(model))
     kinds = ("QuantizeLinear", "DequantizeLinear", "Cast")
     counts = ", ".join(f"{len(nodes_of(model, kind))} {kind}" for kind in kinds)
-    kept = dict(read_record(model).get("kept", {}))
-    return FileCheck(os.fspath(path), precision, problems, kept, counts)
+    reason_by_node = dict(read_record(model).get("kept", {}))
+    return FileCheck(os.fspath(path), precision, problems, reason_by_node, counts)
 
 
 def _damage(record: Mapping[str, object]) -> str:
@@ -115,10 +115,11 @@ def _damage(record: Mapping[str, object]) -> str:
         return (
             f"the precision {precision!r}; expected one of {', '.join((*SCALE_TYPES, 'float32'))}"
         )
-    kept, infinite = record.get("kept", {}), record.get("infinite", [])
-    texts = [*kept, *kept.values()] if isinstance(kept, dict) else [None]
-    if not all(isinstance(text, str) for text in texts):
-        return f"kept={short_repr(kept)}; expected reasons by the names of nodes"
+    reasons = record.get("kept", {})
+    infinite = record.get("infinite", [])
+    texts = [*reasons, *reasons.values()] if isinstance(reasons, dict) else [None]
+    if not all(isinstance(entry, str) for entry in texts):
+        return f"kept={short_repr(reasons)}; expected reasons by the names of nodes"
     if not (isinstance(infinite, list) and all(isinstance(name, str) for name in infinite)):
         return f"infinite={short_repr(infinite)}; expected names of tensors"
     return ""
@@ -134,18 +135,19 @@ def check_typing(model: Model) -> Iterator[str]:
     """Yield what keeps a file for TensorRT from being strongly typed."""
     precision = _precision(model)
     if precision is not None:
-        found = _Types(model, precision, read_record(model))
-        yield from found.mixed()
-        yield from found.casts()
-        yield from found.scales()
-        yield from found.numbers()
+        types = _Types(model, precision, read_record(model))
+        yield from types.mixed()
+        yield from types.casts()
+        yield from types.scales()
+        yield from types.numbers()
 
 
 class _Types:
     """The types of the values of a graph, and what is wrong with them."""
 
     def __init__(self, model: Model, precision: str, record: dict[str, object]) -> None:
-        self.model, self.own = model, precision.upper().removesuffix("32")
+        self.model = model
+        self.own = precision.upper().removesuffix("32")
         self.types: dict[str, DataType] = known_types(model)
         self.kept = set(record.get("kept", ()))  # type: ignore[call-overload]
         self.infinite = set(record.get("infinite", ()))  # type: ignore[call-overload]
@@ -164,9 +166,9 @@ class _Types:
                 formal = formal_of(schema, index, False)
                 if self._type(value) and formal is not None:
                     groups.setdefault(formal.type_str, set()).add(self._type(value))
-            found = next((sorted(types) for types in groups.values() if len(types) > 1), None)
-            if found:
-                yield f"{node.name}: reads {' and '.join(found)}; {node.op_type} takes one type"
+            mixed = next((sorted(types) for types in groups.values() if len(types) > 1), None)
+            if mixed:
+                yield f"{node.name}: reads {' and '.join(mixed)}; {node.op_type} takes one type"
             elif self._is_long(node) and node.name not in self.kept:
                 yield f"{node.name}: computes in FLOAT, and the record of the file has no reason"
 
@@ -179,7 +181,8 @@ class _Types:
     def casts(self) -> Iterator[str]:
         """Yield casts between float types that stand elsewhere than at a border."""
         for node in nodes_of(self.model, "Cast"):
-            source, result = node.inputs[0], node.outputs[0]
+            source = node.inputs[0]
+            result = node.outputs[0]
             if not (self._type(source) and self._type(result)):
                 continue
             name = f"{node.name}: a Cast"
@@ -209,17 +212,20 @@ class _Types:
             scale = node.inputs[1]
             if not is_constant(scale):
                 continue
-            quantizes, name = node.op_type == "QuantizeLinear", f"{pair_name(node)}: {node.op_type}"
-            own = data_type(scale).name
-            if quantizes and own != self._type(node.inputs[0]):
-                yield f"{name} has {own} scales for a {self._type(node.inputs[0])} tensor"
+            quantizes = node.op_type == "QuantizeLinear"
+            name = f"{pair_name(node)}: {node.op_type}"
+            scale_type = data_type(scale).name
+            if quantizes and scale_type != self._type(node.inputs[0]):
+                yield f"{name} has {scale_type} scales for a {self._type(node.inputs[0])} tensor"
             if not quantizes:
-                yield from self._readers_type(node, own, name)
+                yield from self._readers_type(node, scale_type, name)
             numbers = value_of(scale).float()
-            low, high = float(numbers.min()), float(numbers.max())
-            least, most = _normal_numbers(own)
+            low = float(numbers.min())
+            high = float(numbers.max())
+            least, most = _normal_numbers(scale_type)
             if not (least <= low and high <= most):  # NaN fails too
-                yield f"{name} has scales from {low:.3g} to {high:.3g}, no normal {own} numbers"
+                ends = f"{low:.3g} to {high:.3g}"
+                yield f"{name} has scales from {ends}, no normal {scale_type} numbers"
             point = input_at(node, 2)
             if is_constant(point) and bool(value_of(point).float().ne(0).any()):
                 yield f"{name} has a zero point, which TensorRT does not have"
@@ -233,16 +239,20 @@ class _Types:
         """Yield layers of another type than the scales of a DequantizeLinear in front of them."""
         for user in readers(node.outputs[0]):
             is_pair = user.op_type in ("QuantizeLinear", "DequantizeLinear", "Cast")
-            wanted = "FLOAT" if self._is_kept(user) else self.own
-            if not is_pair and own != wanted:
-                yield f"{name} has {own} scales in front of {user.name}, which computes in {wanted}"
+            layer_type = "FLOAT" if self._is_kept(user) else self.own
+            if not is_pair and own != layer_type:
+                yield (
+                    f"{name} has {own} scales in front of {user.name}, which computes in "
+                    f"{layer_type}"
+                )
 
     def numbers(self) -> Iterator[str]:
         """Yield stored numbers that became infinite, or are no numbers."""
         for name, value in self.model.graph.initializers.items():
             if not self._type(value) or name in self.infinite:
                 continue
-            numbers, users = value_of(value).float(), readers(value)
+            numbers = value_of(value).float()
+            users = readers(value)
             # Masks of a model hold infinity; of float32 they are the model's own.
             is_mask = self._type(value) == "FLOAT" and not any(map(_computes, users))
             if bool(numbers.isnan().any()) or not (is_mask or bool(numbers.isfinite().all())):

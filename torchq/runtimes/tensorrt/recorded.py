@@ -35,9 +35,10 @@ def recorded_ranges(model: Model, feeds: Mapping[str, Tensor]) -> tuple[dict[str
     for where that is more: they come from the calibration. Without the package that runs the graph
     the second part is all, and the text says so.
     """
-    found, missing = {}, ""
+    ranges = {}
+    missing = ""
     try:
-        found = _run(model, feeds)
+        ranges = _run(model, feeds)
     except (ExportError, MissingExtraError) as error:
         missing = f"tensors without a quantizer have no recorded range ({error})"
     for node in nodes_of(model, "QuantizeLinear"):
@@ -46,8 +47,8 @@ def recorded_ranges(model: Model, feeds: Mapping[str, Tensor]) -> tuple[dict[str
             largest = float(qparams.scale.max()) * max(qparams.quant_max, -qparams.quant_min)
             for value in (node.inputs[0], *(u.outputs[0] for u, _ in node.outputs[0].uses())):
                 name = str(value.name)
-                found[name] = max(found.get(name, 0.0), largest)
-    return found, missing
+                ranges[name] = max(ranges.get(name, 0.0), largest)
+    return ranges, missing
 
 
 def _run(model: Model, feeds: Mapping[str, Tensor]) -> dict[str, float]:
@@ -69,15 +70,17 @@ def _run(model: Model, feeds: Mapping[str, Tensor]) -> dict[str, float]:
         outputs = [_largest(copy, values[name]) for name in names]
         save_model(copy, file, check=False)
         session = open_session(file, optimize=False)
-        given = {value.name for value in model.graph.inputs}
-        results = session.run({n: t for n, t in feeds.items() if n in given}, outputs)
+        input_names = {value.name for value in model.graph.inputs}
+        results = session.run({n: t for n, t in feeds.items() if n in input_names}, outputs)
     numbers = zip(names, (float(result) for result in results), strict=True)
     return {name: number for name, number in numbers if not math.isnan(number)}
 
 
 def _largest(model: Model, value: Value) -> str:
     """Return the name of a new output: the largest finite magnitude, 0 for no elements."""
-    graph, node, name = model.graph, value.producer(), f"{value.name}/largest"
+    graph = model.graph
+    node = value.producer()
+    name = f"{value.name}/largest"
     zero = add_initializer(graph, f"{name}/zero", torch.zeros(1))
     flat = add_numbers(graph, f"{name}/flat", [-1])
     size = add_node(node, "Abs", [value], f"{name}/abs")
@@ -85,7 +88,7 @@ def _largest(model: Model, value: Value) -> str:
     finite = add_node(wide.producer(), "Where", [wide, zero, size], f"{name}/finite")
     row = add_node(finite.producer(), "Reshape", [finite, flat], f"{name}/row")
     more = add_node(row.producer(), "Concat", [row, zero], f"{name}/more", {"axis": 0})
-    found = add_node(more.producer(), "ReduceMax", [more], name, {"keepdims": 0})
-    found.type = onnx_ir.TensorType(onnx_ir.DataType.FLOAT)
-    graph.outputs.append(found)
-    return str(found.name)
+    output = add_node(more.producer(), "ReduceMax", [more], name, {"keepdims": 0})
+    output.type = onnx_ir.TensorType(onnx_ir.DataType.FLOAT)
+    graph.outputs.append(output)
+    return str(output.name)

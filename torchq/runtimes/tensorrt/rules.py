@@ -87,8 +87,10 @@ def check_residual_adds(model: Model) -> Iterator[str]:
             continue
         pairs = [dequantized(value) for value in node.inputs]
         if all(pairs):
-            own = [p for p, layer in zip(pairs, from_layer, strict=True) if layer and _is_alone(p)]
-            for pair in own[-1:]:
+            of_layers = [
+                p for p, layer in zip(pairs, from_layer, strict=True) if layer and _is_alone(p)
+            ]
+            for pair in of_layers[-1:]:
                 yield (
                     f"{pair_name(pair)}: TensorRT adds before it rounds; switch this quantizer off "
                     "(quantize_ with target='tensorrt' does)"

@@ -38,10 +38,10 @@ from torchq.runtimes.tensorrt.typed import store_typed
 def check_own_scales(model: Model) -> Iterator[str]:
     """Yield quantizers whose scales the file has rounded, as the model was planned without."""
     record = read_record(model)
-    found = record.get("rounded")
-    if found:
+    rounded = record.get("rounded")
+    if rounded:
         yield (
-            f"{', '.join(found)}: has scales that are no {record['precision']} numbers, so the "
+            f"{', '.join(rounded)}: has scales that are no {record['precision']} numbers, so the "
             "file has other ones than the model; quantize_ with target='tensorrt' rounds them "
             "before calibration"
         )
@@ -51,14 +51,15 @@ def notes(model: Model, path: Path) -> Iterator[str]:
     """Yield what stays in float32, how to build an engine, and what was not run."""
     record = read_record(model)
     if "precision" in record:
-        kept = record["kept"]
+        reasons = record["kept"]
         yield (
-            f"strongly typed, {record['precision']}: {len(kept)} nodes kept in float32"
-            f"{':' if kept else ''}"
+            f"strongly typed, {record['precision']}: {len(reasons)} nodes kept in float32"
+            f"{':' if reasons else ''}"
         )
-        yield from (f"  {name}: {why}" for name, why in [*kept.items()][:_SHOWN])
-        if len(kept) > _SHOWN:
-            yield f"  and {len(kept) - _SHOWN} more: torchq.runtimes.tensorrt.check_file(path).kept"
+        yield from (f"  {name}: {why}" for name, why in [*reasons.items()][:_SHOWN])
+        if len(reasons) > _SHOWN:
+            hidden = len(reasons) - _SHOWN
+            yield f"  and {hidden} more: torchq.runtimes.tensorrt.check_file(path).kept"
         if record["unrecorded"]:
             yield record["unrecorded"]
     yield f"TensorRT 10: trtexec --onnx={path} --saveEngine={path.stem}.engine --stronglyTyped"

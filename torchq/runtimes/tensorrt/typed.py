@@ -100,7 +100,10 @@ class _Typing:
     """The types of the values of one graph."""
 
     def __init__(self, model: Model, scales: ScaleType, typed_io: bool) -> None:
-        self.model, self.graph, self.scales, self.typed_io = model, model.graph, scales, typed_io
+        self.model = model
+        self.graph = model.graph
+        self.scales = scales
+        self.typed_io = typed_io
         self.short = onnx_ir.DataType[scales.name.upper()]
         self.long = onnx_ir.DataType.FLOAT
         _remove_idle_casts(model)
@@ -138,11 +141,11 @@ class _Typing:
 
     def _floats(self) -> Iterator[tuple[Value, bool]]:
         """Yield each float32 value once, and whether it is the scale of a pair."""
-        seen: set[Value | None] = {None}
+        yielded: set[Value | None] = {None}
         for node in self.graph:
             for value in (*node.inputs, *node.outputs):
-                if value not in seen and self.types.get(value.name) == self.long:
-                    seen.add(value)
+                if value not in yielded and self.types.get(value.name) == self.long:
+                    yielded.add(value)
                     yield value, _is_pair(node) and node.inputs[1] is value
 
     def _keep_if_wide(self, node: Node, wide: dict[Value, str], large: set[Value]) -> None:
@@ -153,10 +156,12 @@ class _Typing:
         digits that must not be lost either.
         """
         read = [v for v in node.inputs if v in wide and self._takes_short(node, v)]
-        found = [*read, *(v for v in node.outputs if v in wide)]
-        if not found and not self._must_be_long(node):
+        wide_values = [*read, *(v for v in node.outputs if v in wide)]
+        if not wide_values and not self._must_be_long(node):
             return
-        self.kept[node] = wide[found[0]] if found else f"{node.op_type} has no other type"
+        self.kept[node] = (
+            wide[wide_values[0]] if wide_values else f"{node.op_type} has no other type"
+        )
         is_large = not large.isdisjoint(read) and node.op_type in _CARRIES
         if is_large or any(map(is_constant, read)):
             for value in node.outputs:
@@ -166,11 +171,13 @@ class _Typing:
 
     def _why(self, value: Value, recorded: float) -> str:
         """Return why the short type cannot hold a value; "" if it can."""
-        margin, what = _MARGIN, f"a range of {recorded:.3g}"
+        margin = _MARGIN
+        what = f"a range of {recorded:.3g}"
         if is_constant(value):
             numbers = value_of(value).float().abs()
             finite = numbers[numbers.isfinite()]
-            recorded, margin = float(finite.max()) if finite.numel() else 0.0, 1.0
+            recorded = float(finite.max()) if finite.numel() else 0.0
+            margin = 1.0
             what = f"the stored number {recorded:.3g}"
             if numbers.numel() == 1 and self._loses(recorded):
                 return what
@@ -238,7 +245,8 @@ class _Typing:
     def rewrite(self) -> None:
         """Give each node what it wants to read, and each value its type."""
         self._round_scales()
-        nodes, outputs = list(self.graph), list(self.graph.outputs)
+        nodes = list(self.graph)
+        outputs = list(self.graph.outputs)
         pairs = [n for n in nodes if n.op_type == "DequantizeLinear"]
         for node in nodes:
             if node not in pairs:
@@ -271,47 +279,48 @@ class _Typing:
         for index, value in enumerate(node.inputs):
             if value is None or self.types.get(value.name) != self.long:
                 continue
-            wanted = self._wanted(node, index)
-            if wanted is None:
+            dtype = self._wanted(node, index)
+            if dtype is None:
                 continue
-            if node.op_type == "QuantizeLinear" and index == 1 and wanted == self.short:
+            if node.op_type == "QuantizeLinear" and index == 1 and dtype == self.short:
                 self._check_scale(node, value_of(value))
-            node.replace_input_with(index, self._typed(value, wanted))
+            node.replace_input_with(index, self._typed(value, dtype))
 
     def _set_attributes(self, node: Node) -> None:
         """Let a Cast, and a tensor of one number, give the type that its result has."""
-        wanted = self.type_of(node.outputs[0])
-        if self.types.get(node.outputs[0].name) != self.long or wanted == self.long:
+        dtype = self.type_of(node.outputs[0])
+        if self.types.get(node.outputs[0].name) != self.long or dtype == self.long:
             return
         if node.op_type == "Cast":
-            node.attributes["to"] = onnx_ir.AttrInt64("to", wanted.value)
+            node.attributes["to"] = onnx_ir.AttrInt64("to", dtype.value)
         elif node.op_type == "ConstantOfShape":
-            given = attribute(node, "value")
-            number = 0.0 if given is None else float(given.numpy().reshape(-1)[0])
-            stored = onnx_ir.tensor([number], dtype=wanted)
+            fill = attribute(node, "value")
+            number = 0.0 if fill is None else float(fill.numpy().reshape(-1)[0])
+            stored = onnx_ir.tensor([number], dtype=dtype)
             node.attributes["value"] = onnx_ir.AttrTensor("value", stored)
 
     def _return(self, position: int, value: Value) -> None:
         """Return a value in the type of outputs, under its name."""
-        wanted = self.short if self.typed_io else self.long
+        dtype = self.short if self.typed_io else self.long
         name = str(value.name)
-        if computed_by(value, "DequantizeLinear") is None and self.type_of(value) == wanted:
+        if computed_by(value, "DequantizeLinear") is None and self.type_of(value) == dtype:
             return
         if value.producer() is None:
             return
         value.name = fresh_name(self.graph, f"{name}/inside")
         self.types[value.name] = self.long
-        new = self._typed(value, wanted)
-        new.name, new.shape = name, value.shape
-        self.types[name] = wanted
+        new = self._typed(value, dtype)
+        new.name = name
+        new.shape = value.shape
+        self.types[name] = dtype
         self.graph.outputs[position] = new
 
     def _typed(self, value: Value, wanted: DataType) -> Value:
         """Return a value in a type: stored, dequantized to it, or cast."""
-        found = self._made.get((value, wanted))
-        if found is None:
-            found = self._made[value, wanted] = self._new(value, wanted)
-        return found
+        typed = self._made.get((value, wanted))
+        if typed is None:
+            typed = self._made[value, wanted] = self._new(value, wanted)
+        return typed
 
     def _new(self, value: Value, wanted: DataType) -> Value:
         name = f"{value.name}/{wanted.name.lower()}"
@@ -329,7 +338,8 @@ class _Typing:
             new = onnx_ir.Value(name=fresh_name(self.graph, name))
             cast = onnx_ir.node("Cast", [value], settings, outputs=[new], name=new.name)
             self.graph.insert_before(self.graph[0], cast)
-        new.type, new.shape = onnx_ir.TensorType(wanted), value.shape
+        new.type = onnx_ir.TensorType(wanted)
+        new.shape = value.shape
         return new
 
     def _stored(self, value: Value, wanted: DataType) -> Value:
@@ -358,13 +368,15 @@ class _Typing:
             "DequantizeLinear", inputs, dict(pair.attributes), outputs=[value], name=name
         )
         new.meta.update(pair.meta)
-        value.type, value.shape = onnx_ir.TensorType(wanted), pair.outputs[0].shape
+        value.type = onnx_ir.TensorType(wanted)
+        value.shape = pair.outputs[0].shape
         pair.append(new)
         return value
 
     def _check_scale(self, pair: Node, scale: Tensor) -> None:
         """Raise ExportError for scales that the type cannot hold."""
-        low, high = float(scale.min()), float(scale.max())
+        low = float(scale.min())
+        high = float(scale.max())
         if low < self.scales.least or high > self.scales.qmax:
             raise ExportError(
                 f"{pair_name(pair)}: has scales from {low:.3g} to {high:.3g}, and "
@@ -376,13 +388,13 @@ class _Typing:
 
 def _own_type(model: Model) -> str | None:
     """Return the name of the short float type that a model computes in by itself."""
-    found = {dtype.name.lower() for dtype in known_types(model).values()} & set(SCALE_TYPES)
-    if len(found) > 1:
+    short_types = {dtype.name.lower() for dtype in known_types(model).values()} & set(SCALE_TYPES)
+    if len(short_types) > 1:
         raise ExportError(
             "export_onnx: the model computes in float16 and in bfloat16; expected one of them. "
             "Export copy.deepcopy(model).float() with a float32 example"
         )
-    return next(iter(found), None)
+    return next(iter(short_types), None)
 
 
 def _place(node: Node) -> str:
@@ -390,8 +402,8 @@ def _place(node: Node) -> str:
     module = layer_name(node)
     if module in (node.name, node.outputs[0].name):
         scopes = [v for k, v in node.metadata_props.items() if k.endswith("name_scopes")]
-        found = [part for part in literal_eval(scopes[0]) if part] if scopes else []
-        module = found[-2] if len(found) > 1 else ""
+        parts = [part for part in literal_eval(scopes[0]) if part] if scopes else []
+        module = parts[-2] if len(parts) > 1 else ""
     return f"{node.op_type} in {module}" if module else str(node.op_type)
 
 
