@@ -64,8 +64,8 @@ class CalibrationReport:
         rows = [("quantizer", "amax")]
         for name, (smallest, largest) in self.ranges.items():
             one = smallest == largest
-            text = f"{largest:.4g}" if one else f"{smallest:.4g} .. {largest:.4g}"
-            rows.append((name, f"{text} ({self.signs[name]})" if name in self.signs else text))
+            amax = f"{largest:.4g}" if one else f"{smallest:.4g} .. {largest:.4g}"
+            rows.append((name, f"{amax} ({self.signs[name]})" if name in self.signs else amax))
         rows += [(name, "no data reached it") for name in self.unseen]
         batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
         end = f"{len(self.ranges)} ranges from {batches}"
@@ -146,7 +146,7 @@ def calibrate(
     # Wrappers would exchange buffers in their first forward, and wait for a rank without a batch.
     # In training mode parametrizations such as spectral_norm change where a weight is only read.
     with utils.evaluating(model := utils.unwrapped(model)), torch.no_grad():
-        todo, kept = _pending(model, force)
+        todo, kept_paths = _pending(model, force)
         _warn_of_other_ranks(batches, group)
         activations = _of_activations(model, todo)
         samples = None if batches is None else _samples(model, todo)
@@ -167,7 +167,7 @@ def calibrate(
             done = _corrected(runs, count // 3, floats, group) if todo else None
     if corrects and done is None:
         warnings.warn(f"calibrate: {_READ_ONCE}", stacklevel=2)
-    return CalibrationReport(count, _bounds(todo), kept, unseen, _signs(todo), done)
+    return CalibrationReport(count, _bounds(todo), kept_paths, unseen, _signs(todo), done)
 
 
 def _undone_on_error(
@@ -211,8 +211,10 @@ def _corrected(
     if floats is None:
         return None
     few = needs_gains(runs.model)
-    known = floats if floats.batches else None
-    done = correct_results(runs, max(1, most), gains=few, in_order=few, floats=known, group=group)
+    float_outputs = floats if floats.batches else None
+    done = correct_results(
+        runs, max(1, most), gains=few, in_order=few, floats=float_outputs, group=group
+    )
     is_gone = group is None and floats.batches and NOT_READ in done.skipped.values()
     return None if is_gone else done
 
@@ -298,14 +300,17 @@ def _check_arguments(
     batches: Any, forward: Any, on_unseen: Any, method: Any, num_batches: Any
 ) -> None:
     if forward is not None and not callable(forward):
-        text = f"calibrate: got forward={forward!r}; expected a function of the model and a batch"
-        raise ConfigError(text)
+        raise ConfigError(
+            f"calibrate: got forward={forward!r}; expected a function of the model and a batch"
+        )
     if method is not None and method not in methods():
-        text = f"calibrate: got method={method!r}; expected one of: {', '.join(methods())}"
-        raise ConfigError(text)
+        raise ConfigError(
+            f"calibrate: got method={method!r}; expected one of: {', '.join(methods())}"
+        )
     if on_unseen not in ("error", "disable", "dynamic"):
-        text = f"calibrate: got on_unseen={on_unseen!r}; expected 'error', 'disable' or 'dynamic'"
-        raise ConfigError(text)
+        raise ConfigError(
+            f"calibrate: got on_unseen={on_unseen!r}; expected 'error', 'disable' or 'dynamic'"
+        )
     utils.check_batches("calibrate", () if batches is None else batches, num_batches)
 
 
@@ -324,19 +329,20 @@ def _warn_of_other_ranks(batches: Any, group: dist.ProcessGroup | None) -> None:
 
 def _pending(model: nn.Module, force: bool) -> tuple[dict[str, TensorQuantizer], tuple[str, ...]]:
     """Name all quantizers; return those to calibrate, and the paths of those that keep a range."""
-    known = quantizers(model)
-    if not known:
-        text = f"calibrate: {type(model).__name__} has no quantizer; expected a quantized model. "
-        text += "Run torchq.quantize_(model) first"
-        raise ConfigError(text)
-    for name, quantizer in known.items():
+    by_path = quantizers(model)
+    if not by_path:
+        raise ConfigError(
+            f"calibrate: {type(model).__name__} has no quantizer; expected a quantized model. "
+            "Run torchq.quantize_(model) first"
+        )
+    for name, quantizer in by_path.items():
         quantizer.name = name
         if isinstance(quantizer.amax, Tensor) and quantizer.amax.is_meta:
             raise ConfigError(
                 f"calibrate: {name}: is on the meta device, where tensors have no numbers; "
                 "expected a model with its weights. Call model.to_empty(device='cpu') and load them"
             )
-    live = {name: q for name, q in known.items() if q.quantizing and not q.descriptor.dynamic}
+    live = {name: q for name, q in by_path.items() if q.quantizing and not q.descriptor.dynamic}
     fixed = {name for name, q in live.items() if q.descriptor.amax is not None}
     done = {name for name, q in live.items() if q.calibrated} - fixed
     of_weights = weight_quantizers(model)
@@ -344,9 +350,11 @@ def _pending(model: nn.Module, force: bool) -> tuple[dict[str, TensorQuantizer],
     # Where weights and no inputs have ranges, :func:`calibrate_weights` has set them.
     if done and not force and not (of_inputs and done.isdisjoint(of_inputs)):
         names = ", ".join(sorted(done)[:4]) + (", ..." if len(done) > 4 else "")
-        text = f"calibrate: {len(done)} quantizers are calibrated already and keep their ranges "
-        text += f"({names}); force=True replaces them"
-        warnings.warn(text, stacklevel=3)
+        warnings.warn(
+            f"calibrate: {len(done)} quantizers are calibrated already and keep their ranges "
+            f"({names}); force=True replaces them",
+            stacklevel=3,
+        )
     keep = fixed | (set() if force else done)
     return {n: q for n, q in live.items() if n not in keep}, tuple(n for n in live if n in keep)
 
@@ -433,7 +441,8 @@ def _observing(
 
 def _set_ranges(chosen: Mapping[str, TensorQuantizer]) -> tuple[str, ...]:
     """Set every range from what was observed; return the names of those that saw nothing."""
-    unseen, failed = [], dict[str, str]()
+    unseen = []
+    failed = dict[str, str]()
     for name, quantizer in chosen.items():
         if quantizer.calibrator is None or not quantizer.calibrator.seen:
             unseen.append(name)
@@ -449,8 +458,8 @@ def _set_ranges(chosen: Mapping[str, TensorQuantizer]) -> tuple[str, ...]:
 def _raise_together(failed: Mapping[str, str]) -> None:
     """Raise one error that names each quantizer that failed, and each reason once."""
     names: dict[str, list[str]] = {}
-    for name, text in failed.items():
-        names.setdefault(text.removeprefix(f"{name}: "), []).append(name)
+    for name, failure in failed.items():
+        names.setdefault(failure.removeprefix(f"{name}: "), []).append(name)
     if names:
         reasons = (f"{', '.join(some)}: {reason}" for reason, some in names.items())
         raise CalibrationError("calibrate: " + "; ".join(reasons))
@@ -472,10 +481,10 @@ def _treat_unseen(unseen: dict[str, TensorQuantizer], on_unseen: OnUnseen, count
 
 def _bounds(chosen: Mapping[str, TensorQuantizer]) -> dict[str, tuple[float, float]]:
     """Return the least and the largest end of each known range."""
-    found = {}
+    bounds = {}
     for name, quantizer in chosen.items():
         if quantizer.calibrated:
             ends = [end.detach().flatten() for _, end in quantizer.range.ends()]
             least, largest = torch.aminmax(torch.cat(ends))
-            found[name] = float(least), float(largest)
-    return found
+            bounds[name] = float(least), float(largest)
+    return bounds

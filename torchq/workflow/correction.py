@@ -100,18 +100,18 @@ class Correction:
     def line(self) -> str:
         """Say in one line what was done, and what helps where that is not enough."""
         what = "gain and bias" if self.gains else "bias"
-        rest = f", {len(self.skipped)} not" if self.skipped else ""
-        text = f"corrected {what} of {len(self.layers)} layers{rest}"
+        not_corrected = f", {len(self.skipped)} not" if self.skipped else ""
+        sentence = f"corrected {what} of {len(self.layers)} layers{not_corrected}"
         if self.repeated:
-            text += f"; {', '.join(self.repeated[:3])} by the first of several calls"
+            sentence += f"; {', '.join(self.repeated[:3])} by the first of several calls"
         if self.outputs.batches:
-            text += f"; {self.outputs}"
-            text += ", so it is left out" if self.outputs.is_worse else ""
+            sentence += f"; {self.outputs}"
+            sentence += ", so it is left out" if self.outputs.is_worse else ""
         if not self.weak:
-            return text
+            return sentence
         error, worst = max((self.errors[name], name) for name in self.weak)
         return (
-            f"{text}; errors of {len(self.weak)} are still large ({worst}: {error:.0%} of its "
+            f"{sentence}; errors of {len(self.weak)} are still large ({worst}: {error:.0%} of its "
             "deviation), which torchq.ptq.gptq_(model, batches) makes smaller"
         )
 
@@ -142,8 +142,8 @@ def uncorrected(model: nn.Module) -> list[str]:
 
 
 def _quantizers_of(layer: Any) -> list[TensorQuantizer]:
-    found = (layer.input_quantizer, layer.weight_quantizer)
-    return [q for q in found if isinstance(q, TensorQuantizer) and q.quantizing]
+    slots = (layer.input_quantizer, layer.weight_quantizer)
+    return [q for q in slots if isinstance(q, TensorQuantizer) and q.quantizing]
 
 
 def correct(
@@ -241,14 +241,15 @@ def _fitted(
 
 def _outputs(runs: Runs, most: int | None, *, in_float: bool = False) -> Outputs:
     """Return what the model returns for the batches, as it is or in float."""
-    found, off = Outputs(), list(quantizers(runs.model).values()) if in_float else []
+    outputs = Outputs()
+    off = list(quantizers(runs.model).values()) if in_float else []
 
     def step(number: int, batch: Any) -> None:
         with quantizing_only(off):
-            found.add(Fingerprint(batch), runs.call(batch))
+            outputs.add(Fingerprint(batch), runs.call(batch))
 
     runs.again(step, most)
-    return found
+    return outputs
 
 
 def _compared(
@@ -259,8 +260,9 @@ def _compared(
     A loader may give other batches than before. The float model and the one without corrections
     run once more on these, from where this version is.
     """
-    model, sums = runs.model, NoiseSums()
-    known = list(quantizers(model).values())
+    model = runs.model
+    sums = NoiseSums()
+    all_quantizers = list(quantizers(model).values())
 
     def other(batch: Any, version: AbstractContextManager[Any]) -> list[Tensor]:
         start = RandomState.now()
@@ -270,13 +272,14 @@ def _compared(
         return results
 
     def step(number: int, batch: Any) -> None:
-        seen = Fingerprint(batch)
-        wanted, before = floats.of(number, seen), plain.of(number, seen)
-        if wanted is None:
-            wanted = shortened(other(batch, quantizing_only(known)))
+        fingerprint = Fingerprint(batch)
+        reference = floats.of(number, fingerprint)
+        before = plain.of(number, fingerprint)
+        if reference is None:
+            reference = shortened(other(batch, quantizing_only(all_quantizers)))
         if before is None:
             before = shortened(other(batch, without_corrections(model)))
-        sums.add(wanted, before, shortened(runs.call(batch)))
+        sums.add(reference, before, shortened(runs.call(batch)))
 
     runs.again(step, most)
     return sums.comparison(group, device_of(model))
@@ -314,8 +317,8 @@ def _obstacle(layer: Any, gains: bool, may_clip: bool) -> str:
         return "its bias may be computed before each call"
     if hasattr(layer.weight, "full_tensor"):
         return "its weight is spread over ranks"
-    known = _quantizers_of(layer)
-    if not known:
+    active = _quantizers_of(layer)
+    if not active:
         return "its quantizers are off"
     if gains:
         granularity = layer.weight_quantizer.descriptor.granularity  # type: ignore[union-attr]
@@ -323,7 +326,7 @@ def _obstacle(layer: Any, gains: bool, may_clip: bool) -> str:
             return "its weight has no scale for each output channel"
         if not isinstance(layer.weight, nn.Parameter):
             return "its weight is computed"
-    elif not may_clip and any(q.descriptor.calib_method not in _WHOLE for q in known):
+    elif not may_clip and any(q.descriptor.calib_method not in _WHOLE for q in active):
         return "its ranges may clip, which shifts alone do not mend"
     return ""
 
@@ -427,8 +430,10 @@ def _square_error(sums: Tensor, gain: Tensor | None, shift: Tensor) -> Tensor:
     """Return the sum of (y - gain * r - shift)^2 over all results, from their sums."""
     count, y, r, yr, rr, yy = sums
     g = torch.ones_like(y) if gain is None else gain
-    left = yy - 2 * g * yr - 2 * shift * y + g * g * rr + 2 * g * shift * r + count * shift * shift
-    return left.sum()
+    squares = (
+        yy - 2 * g * yr - 2 * shift * y + g * g * rr + 2 * g * shift * r + count * shift * shift
+    )
+    return squares.sum()
 
 
 def _channel_axis(layer: Any, dims: int) -> int:
@@ -473,8 +478,8 @@ class _Fitting(ABC):
     def note_readers(self) -> None:
         """Note of each layer whether code outside of it reads its weight or bias."""
         for fit in self.fits.values():
-            own = fit.layer.parameters(recurse=False)
-            fit.has_readers = any(map(self.versions.reads, own))
+            parameters = fit.layer.parameters(recurse=False)
+            fit.has_readers = any(map(self.versions.reads, parameters))
 
     def is_first(self, fit: _Fit) -> bool:
         """Return True for the first call of a layer in a run."""
@@ -546,8 +551,8 @@ def _join(fits: Mapping[str, _Fit], group: dist.ProcessGroup | None) -> None:
     for fit in fits.values():
         new = fit.sums - fit.joined
         readers = new.new_tensor([float(fit.has_readers)])
-        own = torch.cat([new.flatten(), readers])
-        dist.all_reduce(own, group=group)
-        fit.sums = fit.joined + own[:-1].view(fit.sums.shape)
+        of_rank = torch.cat([new.flatten(), readers])
+        dist.all_reduce(of_rank, group=group)
+        fit.sums = fit.joined + of_rank[:-1].view(fit.sums.shape)
         fit.joined = fit.sums
-        fit.has_readers = bool(own[-1])
+        fit.has_readers = bool(of_rank[-1])

@@ -62,8 +62,8 @@ def embed_record_(model: nn.Module) -> None:
 
 
 def _add_record(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    text = json.dumps(plan_of(module).to_dict()).encode()
-    state[prefix + RECORD] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
+    encoded = json.dumps(plan_of(module).to_dict()).encode()
+    state[prefix + RECORD] = torch.tensor(list(encoded), dtype=torch.uint8, device="cpu")
 
 
 def _drop_record(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -77,8 +77,8 @@ def record_in(state: dict[str, Any]) -> tuple[str, Any] | None:
         return None
     value = state.pop(keys[0])
     try:
-        text = bytes(value.to(torch.uint8).flatten().tolist()).decode()
-        return keys[0][: -len(RECORD)].rstrip("."), json.loads(text)
+        decoded = bytes(value.to(torch.uint8).flatten().tolist()).decode()
+        return keys[0][: -len(RECORD)].rstrip("."), json.loads(decoded)
     except (AttributeError, RuntimeError, ValueError, RecursionError):
         raise ConfigError(f"load: {keys[0]}: is no JSON text. The file is damaged") from None
 
@@ -100,9 +100,10 @@ def read_file(path: str | os.PathLike[str], map_location: Any) -> Any:
             return torch.load(file, map_location=map_location, weights_only=True)
         except Exception as error:  # a damaged archive or pickle fails in many ways
             reason = next(iter(str(error).splitlines()), "")[:200]
-            text = f"load: {path}: cannot be read ({type(error).__name__}: {reason}); "
-            text += "expected a file that torchq.save wrote, or weights"
-            raise ConfigError(text) from None
+            raise ConfigError(
+                f"load: {path}: cannot be read ({type(error).__name__}: {reason}); "
+                "expected a file that torchq.save wrote, or weights"
+            ) from None
 
 
 def _check_archive(file: BinaryIO) -> None:
@@ -128,8 +129,8 @@ def _read_folder(folder: Path, map_location: Any) -> dict[str, Any]:
         if index.is_file():
             return _read_parts(folder, index, map_location)
         if (folder / name).is_file():
-            found: dict[str, Any] = read_file(folder / name, map_location)
-            return found
+            weights: dict[str, Any] = read_file(folder / name, map_location)
+            return weights
     raise ConfigError(f"load: {folder}: got no weights; expected {' or '.join(_WEIGHT_FILES)}")
 
 
@@ -145,10 +146,10 @@ def _read_parts(folder: Path, index: Path, map_location: Any) -> dict[str, Any]:
             f"load: {index}: names {short_repr(missing[0])}; expected files in {folder}. Copy the "
             "whole folder, or the file is damaged"
         )
-    found: dict[str, Any] = {}
+    weights: dict[str, Any] = {}
     for path in paths:
-        found |= read_file(path, map_location)
-    return found
+        weights |= read_file(path, map_location)
+    return weights
 
 
 def _read_safetensors(data: bytes, map_location: Any) -> dict[str, Tensor]:
@@ -156,16 +157,18 @@ def _read_safetensors(data: bytes, map_location: Any) -> dict[str, Tensor]:
     size = int.from_bytes(data[:8], "little")
     header: Mapping[str, Any] = json.loads(data[8 : 8 + size])
     body = memoryview(data)[8 + size :]
-    found = {}
+    tensors = {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        dtype, shape, (start, end) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        dtype = _DTYPES[entry["dtype"]]
+        shape = entry["shape"]
+        start, end = entry["data_offsets"]
         if not 0 <= start <= end <= len(body) or end - start != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{name}: its offsets do not fit its shape")
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
         if end > start:
             content = torch.frombuffer(bytearray(body[start:end]), dtype=torch.uint8)
             tensor = content.view(dtype).reshape(shape)
-        found[name] = tensor if map_location is None else tensor.to(map_location)
-    return found
+        tensors[name] = tensor if map_location is None else tensor.to(map_location)
+    return tensors

@@ -40,7 +40,9 @@ def input_matrix(layer: Any, x: Tensor) -> Tensor:
     if x.dim() < layer.weight.dim():
         x = x.unsqueeze(0)
     x = _padded(layer, x).transpose(0, 1)  # (channels, images, pixels)
-    kernel, dilation, stride = layer.kernel_size, layer.dilation, layer.stride
+    kernel = layer.kernel_size
+    dilation = layer.dilation
+    stride = layer.stride
     sizes = [
         (n - d * (k - 1) - 1) // s + 1
         for n, k, d, s in zip(x.shape[2:], kernel, dilation, stride, strict=True)
@@ -65,9 +67,11 @@ def _padded(layer: Any, x: Tensor) -> Tensor:
         if layer.padding == "valid":
             before, after = 0, 0
         elif layer.padding == "same":
-            before, after = total // 2, total - total // 2
+            before = total // 2
+            after = total - total // 2
         else:
-            before, after = layer.padding[i], layer.padding[i]
+            before = layer.padding[i]
+            after = layer.padding[i]
         amounts = [before, after, *amounts]  # F.pad begins with the last dimension
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     return F.pad(x, amounts, mode=mode)

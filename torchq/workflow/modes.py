@@ -62,17 +62,18 @@ def select_quantizers(
     if isinstance(patterns, (str, type)) or callable(patterns):
         patterns = (patterns,)
     chosen: dict[str, TensorQuantizer] = {}
-    known = quantizers(model)
+    by_path = quantizers(model)
     for pattern in map(check_pattern, patterns):
-        found = {n: q for n, q in known.items() if _selects(model, pattern, n, q)}
-        if not found:
-            more = ", ..." if len(known) > 8 else ""
-            expected = f"one of {', '.join(list(known)[:8])}{more}"
-            if not known:
+        selected = {n: q for n, q in by_path.items() if _selects(model, pattern, n, q)}
+        if not selected:
+            more = ", ..." if len(by_path) > 8 else ""
+            expected = f"one of {', '.join(list(by_path)[:8])}{more}"
+            if not by_path:
                 expected = "a model that has some. Run torchq.quantize_ first"
-            text = f"pattern {pattern_text(pattern)!r}: selects no quantizer; expected {expected}"
-            raise ConfigError(text)
-        chosen |= found
+            raise ConfigError(
+                f"pattern {pattern_text(pattern)!r}: selects no quantizer; expected {expected}"
+            )
+        chosen |= selected
     return chosen
 
 
@@ -120,8 +121,8 @@ def freeze_(model: nn.Module) -> tuple[str, ...]:
     Returns:
         The paths of all its quantizers, whose ranges are fixed now.
     """
-    known = quantizers(model)
-    for quantizer in known.values():
+    by_path = quantizers(model)
+    for quantizer in by_path.values():
         quantizer.observing = False
         quantizer.requires_grad_(False)
-    return tuple(known)
+    return tuple(by_path)

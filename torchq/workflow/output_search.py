@@ -59,10 +59,10 @@ class OutputSamples:
         elif x.dim() == layer.weight.dim():
             x = x[:_IMAGES]
         scale = getattr(layer.input_quantizer, "pre_quant_scale", None)
-        found = input_matrix(layer, x if scale is None else x * scale.to(x.dtype)).float()
-        found = _spread_out(found, 2, _COLUMNS).clone()
+        columns = input_matrix(layer, x if scale is None else x * scale.to(x.dtype)).float()
+        columns = _spread_out(columns, 2, _COLUMNS).clone()
         old = self.layers.get(id(layer))
-        self.layers[id(layer)] = found if old is None else torch.cat([old, found], dim=2)
+        self.layers[id(layer)] = columns if old is None else torch.cat([old, columns], dim=2)
 
 
 def _spread_out(x: Tensor, dim: int, count: int) -> Tensor:
@@ -99,10 +99,12 @@ def search_weight_amax(layer: Any, x: Tensor, group: dist.ProcessGroup | None = 
     part of the product. ``x`` is (groups, inputs, samples).
     """
     quantizer: TensorQuantizer = layer.weight_quantizer
-    d, weight = quantizer.descriptor, layer.weight.detach().float()
+    d = quantizer.descriptor
+    weight = layer.weight.detach().float()
     largest = reduce_amax(weight, d.granularity)
     loss = _loss(layer, x.float(), d.granularity)
-    best, least = torch.ones_like(largest), torch.full_like(largest, torch.inf)
+    best = torch.ones_like(largest)
+    least = torch.full_like(largest, torch.inf)
     for fraction in WEIGHT_FRACTIONS:
         amax = largest * fraction
         rounded = fake_quantize(weight, amax, d.format, d.granularity, d.block_scale_format)

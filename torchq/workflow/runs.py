@@ -105,7 +105,8 @@ class Runs:
         what they were before. In a group each rank takes as many steps as the one with the most,
         with ``NO_BATCH`` for the batches that it does not have.
         """
-        after, count = RandomState.now(), 0
+        after = RandomState.now()
+        count = 0
         self._start.restore()
         try:
             with state_kept(self.model):
@@ -129,12 +130,12 @@ def _of_ranks(
     if group is None:
         yield from batches
         return
-    own = iter(batches)
+    own_batches = iter(batches)
     while True:
-        batch = next(own, NO_BATCH)
-        left = torch.tensor(float(batch is not NO_BATCH), device=device)
-        dist.all_reduce(left, dist.ReduceOp.MAX, group=group)
-        if not left:
+        batch = next(own_batches, NO_BATCH)
+        any_batch = torch.tensor(float(batch is not NO_BATCH), device=device)
+        dist.all_reduce(any_batch, dist.ReduceOp.MAX, group=group)
+        if not any_batch:
             return
         yield batch
 
@@ -188,12 +189,14 @@ class NoiseSums:
     ) -> None:
         """Add the results of one batch, those of equal shape."""
         self.batches += 1
-        for number, (wanted, old, new) in enumerate(zip(reference, before, after, strict=False)):
+        for number, (exact_output, old, new) in enumerate(
+            zip(reference, before, after, strict=False)
+        ):
             if number == len(self._sums):
-                self._sums.append(wanted.new_zeros(3, dtype=torch.float64))
-            if wanted.shape == old.shape == new.shape:
-                finite = wanted.isfinite()
-                exact = wanted[finite].double()
+                self._sums.append(exact_output.new_zeros(3, dtype=torch.float64))
+            if exact_output.shape == old.shape == new.shape:
+                finite = exact_output.isfinite()
+                exact = exact_output[finite].double()
                 errors = (exact, old[finite].double() - exact, new[finite].double() - exact)
                 sums = torch.stack([error.square().sum() for error in errors])
                 self._sums[number] = self._sums[number] + sums
@@ -211,15 +214,15 @@ class NoiseSums:
         return Comparison(batches, before, after)
 
     def _joined(self, group: dist.ProcessGroup | None, device: Any) -> tuple[Tensor, int]:
-        own = torch.stack(self._sums) if self._sums else torch.zeros(0, 3, dtype=torch.float64)
+        own_sums = torch.stack(self._sums) if self._sums else torch.zeros(0, 3, dtype=torch.float64)
         if group is None:
-            return own, self.batches
-        results = torch.tensor(len(own), device=device)
+            return own_sums, self.batches
+        results = torch.tensor(len(own_sums), device=device)
         batches = torch.tensor(self.batches, device=device)
         dist.all_reduce(results, dist.ReduceOp.MAX, group=group)
         dist.all_reduce(batches, group=group)
         joined = torch.zeros(int(results), 3, dtype=torch.float64, device=device)
-        joined[: len(own)] = own.to(joined.device)
+        joined[: len(own_sums)] = own_sums.to(joined.device)
         dist.all_reduce(joined, group=group)
         return joined, int(batches)
 

@@ -71,9 +71,9 @@ def _without_wrappers(model: nn.Module) -> Iterator[nn.Module]:
 
 def _check_loadable(model: nn.Module) -> None:
     """Refuse what :func:`load` cannot build: deployed and traced models."""
-    found = deployed_part(model)
-    if found is not None:
-        name, module = found
+    deployed = deployed_part(model)
+    if deployed is not None:
+        name, module = deployed
         raise QuantizationError(
             f"save: {name}: got a {type(module).__name__} of a deployed model, which load cannot "
             "build; expected the model that was deployed. Save that one, or call "
@@ -81,9 +81,10 @@ def _check_loadable(model: nn.Module) -> None:
         )
     for name, module in model.named_modules():
         if name.endswith("_quantizer") and not isinstance(module, (TensorQuantizer, nn.Identity)):
-            text = f"save: {name}: got a {type(module).__name__}; expected a quantizer. Save the "
-            text += "model that was traced or exported"
-            raise QuantizationError(text)
+            raise QuantizationError(
+                f"save: {name}: got a {type(module).__name__}; expected a quantizer. Save the "
+                "model that was traced or exported"
+            )
 
 
 def load_model(
@@ -108,8 +109,9 @@ def load_model(
     """
     model = factory()
     if not isinstance(model, nn.Module):
-        text = f"load_model: factory returned a {type(model).__name__}; expected a torch.nn.Module"
-        raise ConfigError(text)
+        raise ConfigError(
+            f"load_model: factory returned a {type(model).__name__}; expected a torch.nn.Module"
+        )
     return load(model, path, map_location=map_location)
 
 
@@ -180,21 +182,21 @@ def _unpack(
         tensors = {key: value for key, value in state.items() if not is_record(key)}
         return Plan.from_dict(data["torchq"]), tensors, model
     state = {} if state is None else dict(state)
-    found = record_in(state)
-    if found is None:
+    embedded = record_in(state)
+    if embedded is None:
         raise ConfigError(
             f"load: {os.fspath(path)} was not written by torchq.save; expected its 'torchq' entry, "
             "or the one of torchq.workflow.embed_record_. Use load_state_dict for a state dict"
         )
-    prefix, record = found
+    prefix, record = embedded
     state = {key: value for key, value in state.items() if not is_record(key)}
     parts = dict(model.named_modules(remove_duplicate=False))
     inside = f"{prefix}." if prefix else ""
     stored = Plan.from_dict(record)
     if prefix in parts:
         return stored, state, parts[prefix]
-    own = {k.removeprefix(inside): v for k, v in state.items() if k.startswith(inside)}
-    return stored, own, model
+    inner_state = {k.removeprefix(inside): v for k, v in state.items() if k.startswith(inside)}
+    return stored, inner_state, model
 
 
 def public_state(model: nn.Module) -> dict[str, Any]:
@@ -218,20 +220,22 @@ def public_state(model: nn.Module) -> dict[str, Any]:
 
 def _add_tied(model: nn.Module, state: dict[str, Any]) -> None:
     """Add tensors that a file leaves out because they are the same as others."""
-    own = model.state_dict(keep_vars=True)
-    first = {id(own[key]): key for key in reversed(list(own)) if key in state}
-    for key, value in own.items():
+    tensors = model.state_dict(keep_vars=True)
+    first = {id(tensors[key]): key for key in reversed(list(tensors)) if key in state}
+    for key, value in tensors.items():
         if key not in state and id(value) in first:
             state[key] = state[first[id(value)]]
 
 
 def _check_tensors(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Compare names, shapes and kinds of tensors with those of ``model``."""
-    own = model.state_dict()
-    names = {key: key.rpartition(".")[2] for key in own}
-    own = {key: value for key, value in own.items() if not is_record(key)}
-    problems = [f"{k} is missing" for k in own if k not in state and names[k] not in _CORRECTIONS]
-    owners = {key.rpartition(".")[0] for key in own if names[key] in _CORRECTIONS}
+    expected = model.state_dict()
+    names = {key: key.rpartition(".")[2] for key in expected}
+    expected = {key: value for key, value in expected.items() if not is_record(key)}
+    problems = [
+        f"{k} is missing" for k in expected if k not in state and names[k] not in _CORRECTIONS
+    ]
+    owners = {key.rpartition(".")[0] for key in expected if names[key] in _CORRECTIONS}
     for owner in sorted(owners):
         lacking = lacking_keys(CORRECTION, state, f"{owner}." if owner else "")
         problems += [f"{key} is missing" for key in lacking]
@@ -242,8 +246,14 @@ def _check_tensors(model: nn.Module, state: Mapping[str, Any]) -> None:
         if isinstance(module, TensorQuantizer)
         for buffer in _ADOPTED
     }
-    problems += [f"{key} is not expected" for key in state if key not in own and key not in adopted]
-    empty = [k for k in own.keys() & state.keys() if _is_meta(own[k]) and not _is_meta(state[k])]
+    problems += [
+        f"{key} is not expected" for key in state if key not in expected and key not in adopted
+    ]
+    empty = [
+        k
+        for k in expected.keys() & state.keys()
+        if _is_meta(expected[k]) and not _is_meta(state[k])
+    ]
     if empty:
         raise QuantizationError(
             f"load: {min(empty)}{f' and {len(empty) - 1} more' if len(empty) > 1 else ''}: on the "
@@ -251,16 +261,17 @@ def _check_tensors(model: nn.Module, state: Mapping[str, Any]) -> None:
             "model.to_empty(device='cpu') first, then load"
         )
     factors = {key: value for key, value in state.items() if key in adopted}
-    for key in own.keys() & state.keys() | factors.keys():
-        problem = _difference(own.get(key, _ANY), state[key])
+    for key in expected.keys() & state.keys() | factors.keys():
+        problem = _difference(expected.get(key, _ANY), state[key])
         may_grow = key.rpartition(".")[2] in (*_RANGE_KEYS, *_CORRECTIONS)
         if problem and not (may_grow and problem.startswith("has shape")):
             problems.append(f"{key} {problem}")
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        text = f"load: {qualified_name(type(model))}: {'; '.join(sorted(problems)[:5])}{more}; "
-        text += "expected the tensors of the model. Load into the architecture that was saved"
-        raise QuantizationError(text)
+        raise QuantizationError(
+            f"load: {qualified_name(type(model))}: {'; '.join(sorted(problems)[:5])}{more}; "
+            "expected the tensors of the model. Load into the architecture that was saved"
+        )
 
 
 def _is_meta(value: Any) -> bool:
@@ -292,11 +303,11 @@ def _check_ranges(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     for path, quantizer in quantizers(model).items():
         prefix = f"{path}." if path else ""
         names = (*_RANGE_KEYS, "unsigned")
-        own = {name: state[prefix + name] for name in names if prefix + name in state}
-        own = {name: value for name, value in own.items() if not value.is_meta}
+        stored = {name: state[prefix + name] for name in names if prefix + name in state}
+        stored = {name: value for name, value in stored.items() if not value.is_meta}
         key = id(quantizer)
-        for name in own:
-            problem = _problem(quantizer, name, own, layers.get(key), weights.get(key))
+        for name in stored:
+            problem = _problem(quantizer, name, stored, layers.get(key), weights.get(key))
             if problem:
                 raise ConfigError(f"load: {prefix}{name}: {problem}. The file is damaged")
 
@@ -334,7 +345,8 @@ def _check_end(
     quantizer: TensorQuantizer, name: str, own: Mapping[str, Tensor], weight: Tensor | None
 ) -> None:
     """Raise ConfigError for an end of a range that no calibration gives."""
-    value, granularity = own[name], quantizer.descriptor.granularity
+    value = own[name]
+    granularity = quantizer.descriptor.granularity
     if value.shape != own.get("amax", value).shape:
         raise ConfigError(f"got shape {tuple(value.shape)}; expected that of amax")
     if value.shape == (0,):

@@ -72,10 +72,10 @@ class Summary:
     def _simulated_text(self) -> str:
         head = ("quantizer", "in", "format", "amax", "mode")
         rows = [(r.name, r.owner, r.descriptor, r.amax, r.mode) for r in self.rows]
-        left = "no layer with weights is left in float"
+        in_float = "no layer with weights is left in float"
         if self.float_modules:
-            left = f"float: {', '.join(self.float_modules)}"
-        return table([head, *rows], f"{wrap(left, indent='  ')}\n{wrap(_SIMULATED)}")
+            in_float = f"float: {', '.join(self.float_modules)}"
+        return table([head, *rows], f"{wrap(in_float, indent='  ')}\n{wrap(_SIMULATED)}")
 
     def _deployed_text(self) -> str:
         head = ("layer", "class", "kernel", "bytes", "note")

@@ -147,8 +147,8 @@ def _is_innermost(module: nn.Module) -> bool:
 
 def float_call(module: nn.Module, forward: Any, args: Iterable[Any], kwargs: Any) -> Any:
     """Return what a module computes with all of its quantizers off."""
-    own = [part for part in module.modules() if isinstance(part, TensorQuantizer)]
-    with quantizing_only(own):
+    inner_quantizers = [part for part in module.modules() if isinstance(part, TensorQuantizer)]
+    with quantizing_only(inner_quantizers):
         return forward(*args, **kwargs)
 
 
