@@ -78,18 +78,20 @@ def plan_of(model: nn.Module) -> Plan:
         >>> torchq.quantize_(model) == plan_of(model)
         True
     """
-    found = as_it_is(model)
-    kept = [(p, vars(m)[_ATTRIBUTE]) for p, m in model.named_modules() if _ATTRIBUTE in vars(m)]
-    for prefix, plan in reversed(kept):
-        found = replace(found, decisions=_explained(found.decisions, plan.decisions, prefix))
-    whole: Plan = vars(model).get(_ATTRIBUTE, found)
+    current = as_it_is(model)
+    kept_plans = [
+        (p, vars(m)[_ATTRIBUTE]) for p, m in model.named_modules() if _ATTRIBUTE in vars(m)
+    ]
+    for prefix, plan in reversed(kept_plans):
+        current = replace(current, decisions=_explained(current.decisions, plan.decisions, prefix))
+    whole: Plan = vars(model).get(_ATTRIBUTE, current)
     kept_fields: dict[str, Any] = {
         "target": whole.target,
         "settings": whole.settings,
         "recipe": whole.recipe,
         "work": whole.work,
     }
-    return replace(found, **kept_fields, check=whole.check)
+    return replace(current, **kept_fields, check=whole.check)
 
 
 def _explained(
@@ -97,17 +99,17 @@ def _explained(
 ) -> tuple[Decision, ...]:
     """Return decisions in the order, and with the explanations, of those that were kept."""
     start = f"{prefix}." if prefix else ""
-    left = {d.name: d for d in actual if not d.reason}
+    unexplained = {d.name: d for d in actual if not d.reason}
     result = []
     for old in kept:
         names = tuple(f"{start}{name}" if name else prefix for name in old.names)
-        now = left.pop(names[0], None) if not old.reason else left.get(names[0])
+        now = unexplained.pop(names[0], None) if not old.reason else unexplained.get(names[0])
         if old.reason and now is None:
             result.append(replace(old, names=names))
         elif not old.reason and now is not None:
             result.append(_explained_alone(now, old))
-    rest = [d for d in actual if d.reason or d.name in left]
-    return (*result, *rest)
+    others = [d for d in actual if d.reason or d.name in unexplained]
+    return (*result, *others)
 
 
 def _explained_alone(now: Decision, old: Decision) -> Decision:
@@ -136,7 +138,8 @@ def _explained_alone(now: Decision, old: Decision) -> Decision:
 
 def as_it_is(model: nn.Module) -> Plan:
     """Return what the modules of a model tell."""
-    rows, operators = [], {}
+    rows = []
+    operators = {}
     owned: set[int] = set()
     for names, module in modules_with_names(model):
         if not isinstance(module, QuantModule):
@@ -155,8 +158,8 @@ def as_it_is(model: nn.Module) -> Plan:
         if quantizer.mode != "quantize":
             modes[path] = quantizer.mode
     fusions = tuple(fusion_record(model))
-    found = Plan(tuple(rows), operators, placed, shared_paths(model), modes, fusions)
-    return replace(found, forwards=forward_digests(model, found))
+    plan = Plan(tuple(rows), operators, placed, shared_paths(model), modes, fusions)
+    return replace(plan, forwards=forward_digests(model, plan))
 
 
 def shared_paths(model: nn.Module) -> tuple[tuple[str, ...], ...]:
@@ -295,8 +298,8 @@ def _build(model: nn.Module, plan: Plan) -> None:
 def forward_digests(model: nn.Module, plan: Plan) -> dict[str, str]:
     """Return the hashes of the forwards whose operators or calls a plan names by their places."""
     paths = [*plan.operators, *(d.name for d in plan.replaced if d.calls)]
-    found = {path: forward_digest(model.get_submodule(path)) for path in paths}
-    return dict(sorted(found.items()))
+    digest_by_path = {path: forward_digest(model.get_submodule(path)) for path in paths}
+    return dict(sorted(digest_by_path.items()))
 
 
 def _check_forwards(model: nn.Module, plan: Plan) -> None:
@@ -333,9 +336,9 @@ class _Tried(Exception):
 
 def _add_operators(model: nn.Module, plan: Plan) -> None:
     """Give modules their children that stand for operators, and make their forwards call them."""
-    found = dict(model.named_modules())
+    modules = dict(model.named_modules())
     for path, entry in plan.operators.items():
-        owner = _find(found, path, entry.cls)
+        owner = _find(modules, path, entry.cls)
         for child in entry.sites.values():
             decision = plan.decision(f"{path}.{child}" if path else child)
             cls = None if decision is None else OPERATORS.get(decision.class_name)
@@ -351,7 +354,8 @@ def _add_operators(model: nn.Module, plan: Plan) -> None:
             route_(owner, entry.sites)
     for decision in plan.replaced:
         if decision.calls and decision.is_container:
-            owner, sites = _find(found, decision.name, decision.cls), _sites(plan, decision)
+            owner = _find(modules, decision.name, decision.cls)
+            sites = _sites(plan, decision)
             route_(owner, sites, decision.calls)
 
 
@@ -361,13 +365,13 @@ def _sites(plan: Plan, decision: Decision) -> Mapping[str, str] | None:
 
 
 def _convert_modules(model: nn.Module, plan: Plan) -> None:
-    found = dict(model.named_modules(remove_duplicate=False))
+    module_by_path = dict(model.named_modules(remove_duplicate=False))
     rows = [d for d in plan.replaced if not (d.calls and d.is_container)]
-    modules = [_find(found, d.name, d.cls) for d in rows]
+    modules = [_find(module_by_path, d.name, d.cls) for d in rows]
     places: dict[int, set[tuple[int, str]]] = {}
-    for path, module in found.items():
+    for path, module in module_by_path.items():
         parent, _, leaf = path.rpartition(".")
-        places.setdefault(id(module), set()).add((id(found[parent]), leaf))
+        places.setdefault(id(module), set()).add((id(module_by_path[parent]), leaf))
     for decision, module in zip(rows, modules, strict=True):
         has_state = bool((*module.parameters(), *module.buffers(), *module.children()))
         if len(places[id(module)]) > 1 and not has_state:
@@ -440,9 +444,9 @@ def _check_placed(model: nn.Module, plan: Plan) -> None:
 
 
 def _set_modes(model: nn.Module, plan: Plan) -> None:
-    known = dict(quantizer_slots(model))
+    slots = dict(quantizer_slots(model))
     for path in (*plan.modes, *plan.placed):
-        if path not in known:
+        if path not in slots:
             raise QuantizationError(
                 f"{path}: is no quantizer of the model; expected the same quantizers. Load into "
                 "the architecture that was saved"

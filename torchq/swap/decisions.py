@@ -88,8 +88,8 @@ class Draft:
     def decision(self) -> Decision:
         """Return the decision without its module."""
         cls = qualified_name(unparametrized(self.float_class))
-        told: Any = {"reason": self.reason, "by": self.rule or "", "note": self.note}
-        return Decision(self.names, cls, self.input, self.weight, calls=self.calls, **told)
+        explanation: Any = {"reason": self.reason, "by": self.rule or "", "note": self.note}
+        return Decision(self.names, cls, self.input, self.weight, calls=self.calls, **explanation)
 
 
 def obstacle(module: nn.Module, parent: nn.Module | None) -> str | None:
@@ -143,13 +143,13 @@ def config_or_default(config: QuantConfig | None, runtime: Runtime | None = None
     return config
 
 
-def patterns(given: Sequence[Pattern] | Pattern | None) -> tuple[Pattern, ...]:
+def patterns(selection: Sequence[Pattern] | Pattern | None) -> tuple[Pattern, ...]:
     """Return one pattern or several, checked, as a tuple."""
-    if given is None:
+    if selection is None:
         return ()
-    if isinstance(given, (str, type)) or callable(given):
-        given = (given,)
-    return tuple(check_pattern(pattern) for pattern in given)
+    if isinstance(selection, (str, type)) or callable(selection):
+        selection = (selection,)
+    return tuple(check_pattern(pattern) for pattern in selection)
 
 
 @dataclass(frozen=True)
@@ -176,10 +176,12 @@ class Rules:
         if rule.skip:
             return replace(base, reason="excluded")
         twin = None if layer is None else quantized_class(layer)
-        used = {name: getattr(rule, name) for name in (twin.descriptor_names() if twin else ())}
-        if not any(used.values()):
+        descriptors = {
+            name: getattr(rule, name) for name in (twin.descriptor_names() if twin else ())
+        }
+        if not any(descriptors.values()):
             return replace(base, reason="the rule has no descriptor for it")
-        return replace(base, **used)
+        return replace(base, **descriptors)
 
 
 #: Recipes leave recurrent layers in float unless asked: their steps run one by one on integers.
@@ -228,8 +230,10 @@ def _decide_layers(model: nn.Module, rules: Rules) -> list[Draft]:
             decisions.append(Draft(names, module, type(module), reason=reason))
         elif reason is not None:
             twin = quantized_class(type(module))
-            found = _by_places(model, names, module, rules)
-            decisions += [d for d in found if twin is None or not twin.is_marker or _is_named(d)]
+            by_places = _by_places(model, names, module, rules)
+            decisions += [
+                d for d in by_places if twin is None or not twin.is_marker or _is_named(d)
+            ]
     return decisions
 
 
@@ -283,30 +287,30 @@ def _by_places(
         path, _, leaf = name.rpartition(".")
         places.setdefault((id(model.get_submodule(path)), leaf), []).append(name)
     state = (*module.parameters(), *module.buffers(), *module.children())
-    found = [rules.about(tuple(paths), module) for paths in places.values()]
-    if state or all(d.reason for d in found):
+    drafts = [rules.about(tuple(paths), module) for paths in places.values()]
+    if state or all(d.reason for d in drafts):
         return [rules.about(names, module)]
-    return found
+    return drafts
 
 
 def check_used(model: nn.Module, rules: Rules, decisions: tuple[Draft, ...]) -> None:
     """Raise :class:`ConfigError` where a pattern selects nothing, or nothing is quantized."""
-    wanted = [r.pattern for r in rules.config.rules if not r.optional] + list(rules.include)
-    unused = [p for p in wanted if not any(d.matches(p) for d in decisions)]
+    required = [r.pattern for r in rules.config.rules if not r.optional] + list(rules.include)
+    unused = [p for p in required if not any(d.matches(p) for d in decisions)]
     where = qualified_name(type(model))
     if unused:
-        known = ", ".join(d.name or "(root)" for d in decisions[:8]) or "none"
-        text = ", ".join(repr(pattern_text(p)) for p in unused)
+        candidates = ", ".join(d.name or "(root)" for d in decisions[:8]) or "none"
+        quoted = ", ".join(repr(pattern_text(p)) for p in unused)
         paths = dict(model.named_modules())
         below = [p for p in unused if isinstance(p, str) and p in paths]
         hint = f". For everything below it write '{below[0]}.*'" if below else ""
         raise ConfigError(
-            f"{where}: pattern {text} matches no module that could be quantized; "
-            f"candidates are {known}, ...{hint}"
+            f"{where}: pattern {quoted} matches no module that could be quantized; "
+            f"candidates are {candidates}, ...{hint}"
         )
     if all(d.reason for d in decisions):
-        found = sorted({f"{d.name or '(root)'}: {d.reason}" for d in decisions})[:5]
-        reasons = "; ".join(found) or "it has no layer that torchq knows"
+        obstacles = sorted({f"{d.name or '(root)'}: {d.reason}" for d in decisions})[:5]
+        reasons = "; ".join(obstacles) or "it has no layer that torchq knows"
         raise ConfigError(
             f"{where}: nothing to quantize ({reasons}); "
             "expected at least one module that a rule selects"
@@ -361,11 +365,11 @@ def _with_unreached(
     """Return the decisions with the uses of weights that no quantizer reaches named."""
     if not calls.unreached:
         return decisions
-    text = f"its forward {' and '.join(sorted(calls.unreached.values()))}, which stays float"
+    note = f"its forward {' and '.join(sorted(calls.unreached.values()))}, which stays float"
     if not any(d.module is module for d in decisions):
-        return [Draft(names, module, type(module), reason=text), *decisions]
+        return [Draft(names, module, type(module), reason=note), *decisions]
     return [
-        replace(d, note=d.note or text) if d.module is module and not d.reason else d
+        replace(d, note=d.note or note) if d.module is module and not d.reason else d
         for d in decisions
     ]
 
@@ -382,12 +386,12 @@ def _without_unused(decisions: list[Draft], found: Mapping[int, FoundCalls]) -> 
     }
     result = []
     for d in decisions:
-        own = {id(parameter) for parameter in d.module.parameters(recurse=False)}
+        parameter_ids = {id(parameter) for parameter in d.module.parameters(recurse=False)}
         is_called = id(d.module) in found or id(d.module) in holders
         if not d.reason and not d.calls and not is_called:
-            if own & sources:
+            if parameter_ids & sources:
                 d = replace(d, input=None, weight=None, reason=_UNUSED)
-            elif own:  # other data than the example may call it
+            elif parameter_ids:  # other data than the example may call it
                 d = replace(d, note=d.note or NOT_CALLED)
         result.append(d)
     return result
@@ -434,16 +438,16 @@ def _decide_module(
 ) -> list[Draft]:
     """Return the decisions about the calls of one module, and about the module itself."""
     cls = type(module)
-    held, own = _by_holder(module, calls, quantized)
+    held, direct = _by_holder(module, calls, quantized)
     if is_rewritten:
-        own = [(site, ndim) for site, ndim in own if site.kind != "attention"]
+        direct = [(site, ndim) for site, ndim in direct if site.kind != "attention"]
     is_leaf = next(module.children(), None) is None
-    if is_leaf and len(own) == 1 and own[0][0].kind != "attention":
-        return [_decide_leaf(names, module, calls, *own[0], rules)]
+    if is_leaf and len(direct) == 1 and direct[0][0].kind != "attention":
+        return [_decide_leaf(names, module, calls, *direct[0], rules)]
     decisions: list[Draft] = []
     sites = list(held)
-    for number, (site, ndim) in enumerate(own):
-        is_again = any(site.weight == earlier.weight for earlier, _ in own[:number])
+    for number, (site, ndim) in enumerate(direct):
+        is_again = any(site.weight == earlier.weight for earlier, _ in direct[:number])
         site = replace(site, holder=_holder_name(module, site, number, is_again))
         child = ScaledDotProductAttention() if site.kind == "attention" else Call()
         paths = tuple(f"{name}.{site.holder}" if name else site.holder for name in names)
@@ -462,7 +466,8 @@ def _decide_module(
     if calls.obstacle and held:
         return [Draft(names, module, cls, reason=calls.obstacle)]
     if sites:
-        rule, chosen = "(contains quantized calls)", (*sites, *calls.unseen)
+        rule = "(contains quantized calls)"
+        chosen = (*sites, *calls.unseen)
         decisions.insert(0, Draft(names, module, cls, rule=rule, calls=chosen))
     return decisions
 
@@ -488,7 +493,7 @@ def _by_holder(
     module: nn.Module, calls: FoundCalls, quantized: dict[int, Draft]
 ) -> tuple[list[CallSite], list[tuple[CallSite, int]]]:
     """Return the calls with the weight of a quantized child that computes the same, and others."""
-    held, own = [], []
+    held, direct = [], []
     for site, ndim in calls.sites.items():
         path = site.weight.rpartition(".")[0]
         child = module.get_submodule(path) if path else module
@@ -497,8 +502,8 @@ def _by_holder(
             if id(child) in quantized:  # Otherwise a rule has left the child float.
                 held.append(replace(site, holder=path))
         else:
-            own.append((site, ndim))
-    return held, own
+            direct.append((site, ndim))
+    return held, direct
 
 
 def _holder_name(module: nn.Module, site: CallSite, number: int, is_again: bool) -> str:

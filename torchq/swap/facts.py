@@ -106,15 +106,15 @@ class Facts:
         with tried(model, plan):
             placement = None if runtime is None else runtime.placement
             codes = None if runtime is None else runtime.codes
-            made = {"placement": placement or Placement(), "codes": codes, **_made(model)}
+            facts = {"placement": placement or Placement(), "codes": codes, **_made(model)}
             if example is None:
-                return cls(**made)
+                return cls(**facts)
             pairs = folding_pairs(model, example)
             norms = norms_behind_layers(model, pairs)
-            seen = _Seen(model, norms).run(example)
+            observed = _Seen(model, norms).run(example)
             gone = {id(model.get_submodule(pair.norm)): pair.norm for pair in pairs}
-            seen["flow"] = without_norms(seen["flow"], gone)
-            return cls(**made, **seen, norms=norms)
+            observed["flow"] = without_norms(observed["flow"], gone)
+            return cls(**facts, **observed, norms=norms)
 
 
 def _made(model: nn.Module) -> dict[str, Any]:
@@ -215,7 +215,8 @@ class _Seen:
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
                 size = float(tensor.abs().max()) if tensor.numel() else 0.0
                 is_signed = bool(tensor.numel()) and bool(tensor.min() < 0)
-                root, key = self._roots.of(tensor), _key(tensor)
+                root = self._roots.of(tensor)
+                key = _key(tensor)
                 proved = self._roots.is_nonnegative(tensor)
                 self.values.append(Value(slot, root, key, position, size, is_signed, proved))
 
@@ -237,8 +238,10 @@ def _key(tensor: Tensor) -> tuple[int, int]:
 
 def adds_zeros(function: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
     """Return True for a call that pads a tensor with zeros; ``arguments`` are those behind it."""
-    given = {**dict(zip(("pad", "mode", "value"), arguments, strict=False)), **options}
-    return function == "pad" and given.get("mode") in (None, "constant") and not given.get("value")
+    values = {**dict(zip(("pad", "mode", "value"), arguments, strict=False)), **options}
+    return (
+        function == "pad" and values.get("mode") in (None, "constant") and not values.get("value")
+    )
 
 
 class _Roots(TorchFunctionMode):
@@ -269,8 +272,8 @@ class _Roots(TorchFunctionMode):
 
     def is_nonnegative(self, tensor: Tensor) -> bool:
         """Return True if operators show that a tensor holds no negative value."""
-        known = self._nonnegative.get(id(tensor))
-        return known is not None and known[1] == version_of(tensor)
+        noted = self._nonnegative.get(id(tensor))
+        return noted is not None and noted[1] == version_of(tensor)
 
     def of(self, tensor: Tensor) -> int:
         """Return the number that stands for the values of a tensor."""
@@ -280,8 +283,8 @@ class _Roots(TorchFunctionMode):
         return self._origin[id(tensor)]
 
     def _is_known(self, tensor: Tensor) -> bool:
-        kept = self._alive.get(id(tensor))
-        return kept is not None and torch.equal(kept[1], tensor)
+        noted = self._alive.get(id(tensor))
+        return noted is not None and torch.equal(noted[1], tensor)
 
     def _keep(self, tensor: Tensor, origin: int) -> None:
         self._alive[id(tensor)] = (tensor, tensor.clone())

@@ -80,14 +80,14 @@ def find_operators(
     one that cannot be traced hides only its own operators; a run of the model shows these. An
     operator that overwrites a tensor which has another reader is not among them.
     """
-    found: dict[int, _Candidates] = {}
+    candidates: dict[int, _Candidates] = {}
     failed: dict[int, str] = {}
     hidden: dict[int, str] = {}
-    kept: dict[int, set[str]] = {}
+    read_again: dict[int, set[str]] = {}
     modules = [(names, m) for names, m in modules_with_names(model) if _is_of_the_user(m)]
     for _, module in modules:
         try:
-            found[id(module)], kept[id(module)], number = _traced(module, kinds)
+            candidates[id(module)], read_again[id(module)], number = _traced(module, kinds)
             if number:
                 hidden[id(module)] = f"its source does not show {number} of its operators"
         except Exception as error:  # whatever the model's code raises on a Proxy
@@ -95,19 +95,19 @@ def find_operators(
             failed[id(module)] = f"its forward cannot be traced ({type(error).__name__}: {line})"
     if failed and seen is not None:
         shown = {key: _shown(model, kinds, seen, key) for key in failed if key in seen.visits}
-        found |= shown
+        candidates |= shown
         failed = {key: reason for key, reason in failed.items() if key not in shown}
     failed |= hidden
     for _, module in modules:
         # A run tells which tensors have other readers; without one, the trace does.
-        names = kept.get(id(module), set())
+        names = read_again.get(id(module), set())
         if seen is not None:
             names = {name for key, name in seen.overwritten if key == id(module)}
-        gone = [name for name in names if found.get(id(module), {}).pop(name, None)]
+        gone = [name for name in names if candidates.get(id(module), {}).pop(name, None)]
         if gone:
-            text = f"{len(gone)} operator{'s' if len(gone) > 1 else ''}: {READ_AGAIN}"
-            failed[id(module)] = "; ".join(filter(None, [failed.get(id(module), ""), text]))
-    operators = [op for names, m in modules for op in _named(m, names, found.get(id(m), {}))]
+            remark = f"{len(gone)} operator{'s' if len(gone) > 1 else ''}: {READ_AGAIN}"
+            failed[id(module)] = "; ".join(filter(None, [failed.get(id(module), ""), remark]))
+    operators = [op for names, m in modules for op in _named(m, names, candidates.get(id(m), {}))]
     return operators, [(m, n, failed[id(m)]) for n, m in modules if id(m) in failed]
 
 
@@ -115,7 +115,7 @@ def modules_with_other_readers(model: nn.Module, seen: Seen | None = None) -> se
     """Return the ids of modules that overwrite a tensor which something else reads again."""
     if seen is not None:
         return {key for key, name in seen.overwritten if not name}
-    found: set[int] = set()
+    module_ids: set[int] = set()
     for _, module in modules_with_names(model):
         children = [child for child in module.children() if getattr(child, "inplace", False)]
         if not children or not _is_of_the_user(module):
@@ -129,8 +129,8 @@ def modules_with_other_readers(model: nn.Module, seen: Seen | None = None) -> se
         for node in graph.find_nodes(op="call_module"):
             called = module.get_submodule(str(node.target))
             if any(called is child for child in children) and _is_read_later(node, order, memory):
-                found.add(id(called))
-    return found
+                module_ids.add(id(called))
+    return module_ids
 
 
 def _is_of_the_user(module: nn.Module) -> bool:
@@ -160,23 +160,23 @@ def _traced(module: nn.Module, kinds: frozenset[str]) -> tuple[_Candidates, set[
     Also those that overwrite a tensor with other readers, and how many its source does not show.
     Operators are named by their sites in the source, those of a graph module by its nodes.
     """
-    found: _Candidates = {}
-    kept: set[str] = set()
+    candidates: _Candidates = {}
+    read_again: set[str] = set()
     hidden = 0
     with recording_operators([module]) as recorders:
         for training in (False, True):
             graph = trace_forward(module, training)
             recorder = recorders.get(id(module))
             named = _sites_of_nodes(recorder, graph)
-            kept |= _with_other_readers(module, graph, recorder)
+            read_again |= _with_other_readers(module, graph, recorder)
             if isinstance(module, fx.GraphModule):
                 named = {node: node.name for node in graph.nodes}
             nodes = _nodes_between_tensors(graph, kinds)
             hidden = max(hidden, sum(node not in named for node, _ in nodes))
             for node, kind in nodes:
                 if node in named:
-                    found[named[node]] = kind, _main_operand(module, node, kind)
-    return found, kept, hidden
+                    candidates[named[node]] = kind, _main_operand(module, node, kind)
+    return candidates, read_again, hidden
 
 
 def _with_other_readers(module: nn.Module, graph: fx.Graph, recorder: Recorder | None) -> set[str]:
@@ -229,7 +229,7 @@ def _nodes_between_tensors(graph: fx.Graph, kinds: frozenset[str]) -> list[tuple
     numbers: set[fx.Node] = set()
     stored: set[fx.Node] = set()
     fixed: set[fx.Node] = set()  # computed from numbers and stored tensors alone
-    found = []
+    between = []
     for node in graph.nodes:
         if node.op != "placeholder" and all(source in fixed for source in _read_by(node)):
             fixed.add(node)
@@ -245,8 +245,8 @@ def _nodes_between_tensors(graph: fx.Graph, kinds: frozenset[str]) -> list[tuple
         constants = numbers | stored if kind == "mul" else numbers
         is_wanted = kind in kinds and node not in fixed
         if kind is not None and is_wanted and _is_between_tensors(node, constants):
-            found.append((node, kind))
-    return found
+            between.append((node, kind))
+    return between
 
 
 def _read_by(node: fx.Node) -> list[fx.Node]:
@@ -255,10 +255,10 @@ def _read_by(node: fx.Node) -> list[fx.Node]:
         return []
     if node.op == "call_module":
         return node.all_input_nodes
-    found: list[fx.Node] = []
+    sources: list[fx.Node] = []
     read = read_arguments(operator_name(node.target), node.args, dict(node.kwargs))
-    fx.map_arg(read, found.append)
-    return found
+    fx.map_arg(read, sources.append)
+    return sources
 
 
 def _is_number(node: fx.Node, numbers: set[fx.Node]) -> bool:
@@ -314,7 +314,7 @@ def _does_nothing(module: nn.Module) -> bool:
 
 def _shown(model: nn.Module, kinds: frozenset[str], seen: Seen, key: int) -> _Candidates:
     """Return the operators that a run shows in a module that cannot be traced."""
-    found: _Candidates = {}
+    candidates: _Candidates = {}
     constants = {id(t) for t in (*model.parameters(), *model.buffers())}
     order = _linear_results(seen)
     for v in seen.visits[key]:
@@ -323,17 +323,17 @@ def _shown(model: nn.Module, kinds: frozenset[str], seen: Seen, key: int) -> _Ca
         if all(isinstance(o, Tensor) and id(o) not in constants for o in v.operands):
             ends = [(order.index(id(o)), i) for i, o in enumerate(v.operands) if id(o) in order]
             main = max(ends)[1] if ends and v.kind == "add" else None
-            found.setdefault(v.name, (v.kind, main))
-    return found
+            candidates.setdefault(v.name, (v.kind, main))
+    return candidates
 
 
 def _linear_results(seen: Seen) -> list[int]:
     """Return the ids of results of linear layers that no other layer changed, in their order."""
-    found: dict[int, None] = {}
+    results: dict[int, None] = {}
     for result, module in seen.returned:
         is_layer = isinstance(module, _LINEAR) or not any(module.children())
         if is_layer and not (_does_nothing(module) or isinstance(module, nn.Sequential)):
-            found.pop(id(result), None)
+            results.pop(id(result), None)
             if isinstance(module, _LINEAR):
-                found[id(result)] = None
-    return list(found)
+                results[id(result)] = None
+    return list(results)

@@ -37,12 +37,12 @@ def behind_last_layers(flow: Flow) -> frozenset[int]:
 
 def _precedes_layers(flow: Flow) -> set[int]:
     """Return the calls whose results a layer reads, also behind other calls."""
-    found: set[int] = set()
+    before_layers: set[int] = set()
     for call in reversed(flow.calls):
         readers = flow.consumers(call)
-        if any(_is_layer(flow, reader) or reader.index in found for reader in readers):
-            found.add(call.index)
-    return found
+        if any(_is_layer(flow, reader) or reader.index in before_layers for reader in readers):
+            before_layers.add(call.index)
+    return before_layers
 
 
 def _is_layer(flow: Flow, call: Call) -> bool:

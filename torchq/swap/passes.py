@@ -145,14 +145,14 @@ def pads_with_zeros(call: Call) -> bool:
 
 def switches(plan: Plan, facts: Facts) -> Plan:
     """Let quantizers that conversion leaves off stay off, unless the target wants them."""
-    wanted = facts.placement.operators
+    on_for_target = facts.placement.operators
     rows = {d.name for d in plan.replaced}
-    kept = {
+    switched_off = {
         path: mode
         for path, mode in facts.modes.items()
-        if path.rpartition(".")[0] not in rows or facts.optional.get(path) not in wanted
+        if path.rpartition(".")[0] not in rows or facts.optional.get(path) not in on_for_target
     }
-    return replace(plan, modes={**kept, **plan.modes}, shared=facts.shared)
+    return replace(plan, modes={**switched_off, **plan.modes}, shared=facts.shared)
 
 
 # --- what stays float ---------------------------------------------------------------------------
@@ -252,7 +252,8 @@ def separate_ranges(plan: Plan, facts: Facts) -> Plan:
     readers: dict[tuple[int, int], set[str]] = {}
     for slot, value in _read(plan, facts):
         readers.setdefault(value.key, set()).add(slot)
-    rows, modes = [], dict(plan.modes)
+    rows = []
+    modes = dict(plan.modes)
     for decision in plan.decisions:
         slot = f"{decision.name}.input_quantizer"
         is_cat = not decision.reason and decision.class_name == "Cat" and decision.input
@@ -265,8 +266,8 @@ def separate_ranges(plan: Plan, facts: Facts) -> Plan:
             if any(_is_mixed(call) or (needed and _differ(call, most)) for call in calls):
                 decision = replace(decision, ranges=len(calls[0]))
                 if slot in modes:
-                    own = (_own_slot(slot, i) for i in range(decision.ranges))
-                    modes |= dict.fromkeys(own, modes[slot])
+                    slots_of_ranges = (_own_slot(slot, i) for i in range(decision.ranges))
+                    modes |= dict.fromkeys(slots_of_ranges, modes[slot])
         rows.append(decision)
     return replace(plan, decisions=tuple(rows), modes=modes)
 
@@ -329,17 +330,17 @@ def share_ranges(plan: Plan, facts: Facts) -> Plan:
     Before: each place has a quantizer of its own. After: places that read the same values have
     the same quantizer, if their descriptors and modes are equal.
     """
-    seen: dict[int, list[str]] = {}
+    slots_by_root: dict[int, list[str]] = {}
     for slot, value in _read(plan, facts):
         if value.slot not in facts.weights:
-            seen.setdefault(value.root, []).append(slot)
+            slots_by_root.setdefault(value.root, []).append(slot)
     for decision in plan.replaced:
         # One that cuts at 0 stands for the ReLU behind it, so it reads other values.
         if decision.output is not None and not _cuts(decision.output):
             for root in facts.results.get(decision.name, ()):
-                seen.setdefault(root, []).insert(0, f"{decision.name}.output_quantizer")
+                slots_by_root.setdefault(root, []).insert(0, f"{decision.name}.output_quantizer")
     groups = [list(group) for group in plan.shared]
-    for group in _joined([*seen.values()]):
+    for group in _joined([*slots_by_root.values()]):
         kinds: dict[Any, list[str]] = {}
         for slot in group:
             form = _descriptor(plan, facts, slot)
@@ -366,10 +367,10 @@ def _descriptor(plan: Plan, facts: Facts, slot: str) -> QuantDescriptor | None:
     decision = plan.decision(owner)
     if name == "output_quantizer" and decision is not None and decision.output is not None:
         return decision.output.replace(name=None)
-    found = facts.descriptors.get(slot)
-    if found is None and decision is not None:  # of one tensor of a concatenation
+    descriptor = facts.descriptors.get(slot)
+    if descriptor is None and decision is not None:  # of one tensor of a concatenation
         return facts.descriptors.get(f"{owner}.input_quantizer")
-    return found
+    return descriptor
 
 
 def _joined(groups: list[list[str]]) -> list[list[str]]:
@@ -439,7 +440,8 @@ class _Readers:
     """
 
     def __init__(self, view: View, call: Call) -> None:
-        self._view, self._flow = view, view.flow
+        self._view = view
+        self._flow = view.flow
         self.in_float = self.returned = False
         self.after_relu = self._is_before_relus(call)
         self._follow(call, moved=False, activated=False)
@@ -515,9 +517,9 @@ def choose_grids(plan: Plan, facts: Facts) -> Plan:
     for d in plan.decisions:
         if not d.reason:
             forms = (in_codes(d.input, codes), d.weight, in_codes(d.output, codes))
-            own, weight, output = (in_file(form, codes) for form in forms)
+            input, weight, output = (in_file(form, codes) for form in forms)
             unsigned = tuple(sorted(proved.get(d.name, ())))
-            d = replace(d, input=own, weight=weight, output=output, unsigned=unsigned)
+            d = replace(d, input=input, weight=weight, output=output, unsigned=unsigned)
         rows.append(d)
     return replace(plan, decisions=tuple(rows))
 
@@ -531,12 +533,12 @@ def _without_negatives(plan: Plan, facts: Facts) -> list[str]:
         if d.output is not None:
             signs[f"{d.name}.output_quantizer"] = [False]  # what a ReLU reads may be negative
     together = {slot for group in plan.shared for slot in group}
-    found: list[str] = []
+    slots: list[str] = []
     for group in (*plan.shared, *((slot,) for slot in signs if slot not in together)):
-        seen = [sign for slot in group for sign in signs.get(slot, ())]
-        if seen and all(seen):
-            found += group
-    return found
+        group_signs = [sign for slot in group for sign in signs.get(slot, ())]
+        if group_signs and all(group_signs):
+            slots += group
+    return slots
 
 
 def integer_biases(plan: Plan, facts: Facts) -> Plan:
@@ -549,7 +551,8 @@ def integer_biases(plan: Plan, facts: Facts) -> Plan:
     """
     if facts.flow is None or facts.codes is None or not facts.codes.int32_biases:
         return plan
-    view, results = View(plan, facts), _Results(plan, facts)
+    view = View(plan, facts)
+    results = _Results(plan, facts)
     calls: dict[str, list[Call]] = {}
     for call in filter(view.is_quantized, view.flow.calls):
         if isinstance(call.module, (*_LAYERS, Add)) and not call.functional:
@@ -570,7 +573,9 @@ class _Results:
     """Tells which layers run on integers from end to end in a file for ONNX Runtime."""
 
     def __init__(self, plan: Plan, facts: Facts) -> None:
-        self._plan, self._facts, self._view = plan, facts, View(plan, facts)
+        self._plan = plan
+        self._facts = facts
+        self._view = View(plan, facts)
         self._groups = {slot: group for group in plan.shared for slot in group}
         self._without_negatives = frozenset(_without_negatives(plan, facts))
 
@@ -589,21 +594,22 @@ class _Results:
         if not fits or not all(map(self._view.quantizes, calls)):
             return []
         if decision.output is not None:
-            own = [f"{decision.name}.output_quantizer"]
-            return own if decision.output.num_bits == _BYTE else []
-        is_linear, found = isinstance(calls[0].module, nn.Linear), []
+            output_slots = [f"{decision.name}.output_quantizer"]
+            return output_slots if decision.output.num_bits == _BYTE else []
+        is_linear = isinstance(calls[0].module, nn.Linear)
+        result_slots = []
         for call in calls:
             slots = self._behind(call, False)
             # A kernel returns codes of one range, so a result that is read in two runs in float.
             if not slots or (is_linear and call.ndim != 2) or not self.have_one_range(slots):
                 return []
-            found += slots
-        return found
+            result_slots += slots
+        return result_slots
 
     def _behind(self, call: Call, activated: bool) -> list[str]:
         """Return the slots that read the result of a call, as bytes; nothing if others do too."""
         readers = self._view.flow.consumers(call)
-        found: list[str] = []
+        reading: list[str] = []
         moves = {self._view.moves_elements(r) and not pads_with_zeros(r) for r in readers}
         # Files quantize in front of a move that alone reads a result.
         if len(moves) > 1 or call.index in self._view.flow.outputs:
@@ -612,8 +618,8 @@ class _Results:
             slots = self._fused(reader, call, activated)
             if not slots:
                 return []
-            found += slots
-        return found
+            reading += slots
+        return reading
 
     def _fused(self, reader: Call, call: Call, activated: bool) -> list[str]:
         """Return the slots behind one reader of a result that a kernel includes."""

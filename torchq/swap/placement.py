@@ -31,11 +31,11 @@ def decide_for_target(
     that the user's own win, every operator of the kinds that the target names has a decision, and
     layers have what its integer kernels take.
     """
-    rules, found, skipped, rewritten = _placed(model, rules, target, placement, seen)
+    rules, pairs, skipped, rewritten = _placed(model, rules, target, placement, seen)
     layers = [_adapted(draft, target, placement) for draft in decide(model, rules, seen, rewritten)]
     sites = {id(d.module): {c.site for c in d.calls if not c.is_unseen} for d in layers if d.calls}
-    beside = [pair for pair in found if pair[0].site in sites.get(id(pair[0].owner), ())]
-    operators = tuple(pair for pair in found if pair not in beside)
+    beside = [pair for pair in pairs if pair[0].site in sites.get(id(pair[0].owner), ())]
+    operators = tuple(pair for pair in pairs if pair not in beside)
     skipped = [*(replace(draft, reason=_BESIDE_CALL) for _, draft in beside), *skipped]
     return rules, (*layers, *(draft for _, draft in operators), *skipped), operators
 
@@ -69,21 +69,21 @@ def _placed(
     if descriptor is None:
         return rules, [], [], frozenset()
     patterns = [f"type:{qualified_name(MODULES[kind])}" for kind in sorted(placement.operators)]
-    own = [
+    target_rules = [
         Rule(pattern, input=descriptor, optional=True)
         for pattern in (*patterns, *placement.modules)
     ]
-    rules = replace(rules, config=replace(rules.config, rules=(*own, *rules.config.rules)))
-    found, untraceable = find_operators(model, placement.operators, seen)
+    rules = replace(rules, config=replace(rules.config, rules=(*target_rules, *rules.config.rules)))
+    operators, untraceable = find_operators(model, placement.operators, seen)
     decisions = [
         (operator, rules.about(operator.names, operator.module()))
-        for operator in found
+        for operator in operators
         if operator.kind in ("matmul", "attention") or _has_convolution(operator.owner)
     ]
     skipped = [decision for _, decision in decisions if decision.reason]
     for owner, names, reason in untraceable:
-        text = f"{reason}; its operators stay float. {_WRITE}"
-        skipped.append(Draft(names, owner, type(owner), reason=text))
+        obstacle = f"{reason}; its operators stay float. {_WRITE}"
+        skipped.append(Draft(names, owner, type(owner), reason=obstacle))
     quantized = [pair for pair in decisions if not pair[1].reason]
     rewritten = {id(operator.owner) for operator, _ in quantized}
     rewritten |= {id(op.owner) for op, _ in decisions if op.kind == "attention"}
@@ -102,19 +102,19 @@ _WRITE = (
 
 def _activation_descriptor(config: QuantConfig, target: Runtime) -> QuantDescriptor | None:
     """Return how the config quantizes activations, at 8 bits at least; None if it does not."""
-    found = next((rule.input for rule in config.rules if rule.input is not None), None)
-    if found is None:
+    descriptor = next((rule.input for rule in config.rules if rule.input is not None), None)
+    if descriptor is None:
         return None
-    if found.dynamic or found.granularity != PerTensor():
+    if descriptor.dynamic or descriptor.granularity != PerTensor():
         raise ConfigError(
-            f"target {target.name}: the config quantizes activations as {found}; "
+            f"target {target.name}: the config quantizes activations as {descriptor}; "
             "expected a fixed range per tensor"
         )
-    if isinstance(found.num_bits, int) and found.num_bits < 8:
+    if isinstance(descriptor.num_bits, int) and descriptor.num_bits < 8:
         # Whether few bits choose their sign says nothing about the form of eight.
-        unsigned = False if found.unsigned == "auto" else found.unsigned
-        return found.replace(num_bits=8, unsigned=unsigned, name=None)
-    return found.replace(name=None)
+        unsigned = False if descriptor.unsigned == "auto" else descriptor.unsigned
+        return descriptor.replace(num_bits=8, unsigned=unsigned, name=None)
+    return descriptor.replace(name=None)
 
 
 def _adapted(decision: Draft, target: Runtime, placement: Placement) -> Draft:
@@ -129,7 +129,8 @@ def _adapted(decision: Draft, target: Runtime, placement: Placement) -> Draft:
 
     if decision.reason:
         return decision
-    module, is_named = decision.module, decision.rule in decision.names
+    module = decision.module
+    is_named = decision.rule in decision.names
     if is_depthwise(module) and module.groups < placement.narrow_depthwise and not is_named:
         reason = f"{target.name} runs {module.groups} channels faster in float"
         return replace(decision, reason=reason, input=None, weight=None)

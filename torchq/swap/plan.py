@@ -120,23 +120,23 @@ class Decision:
     def __str__(self) -> str:
         if self.reason:
             return f"SKIPPED: {self.reason}"
-        found, unsigned = self.descriptors, self.unsigned
+        descriptors, unsigned = self.descriptors, self.unsigned
         if unsigned == ("input",) and self.class_name not in _SEVERAL:
-            found["input"] = found["input"].replace(unsigned=True, symmetric=True)
+            descriptors["input"] = descriptors["input"].replace(unsigned=True, symmetric=True)
             unsigned = ()
-        text = ", ".join(f"{slot} {value}" for slot, value in found.items())
+        sentence = ", ".join(f"{slot} {value}" for slot, value in descriptors.items())
         if self.ranges > 1:
-            text += f" ({self.ranges} ranges)"
+            sentence += f" ({self.ranges} ranges)"
         if unsigned:
-            text += f", unsigned {' and '.join(unsigned)}"
+            sentence += f", unsigned {' and '.join(unsigned)}"
         if self.bias:
-            text += f", bias {self.bias}{' once folded' if self.awaits_fold else ''}"
+            sentence += f", bias {self.bias}{' once folded' if self.awaits_fold else ''}"
         if self.calls:
-            seen = [site.kind for site in self.calls if not site.is_unseen]
-            kinds = ", ".join(dict.fromkeys(seen))
-            text = f"{text}, at its call of {kinds}" if text else f"calls of {kinds}"
-        text = text or "calls its children"
-        return f"{text}; {self.note}" if self.note else text
+            kinds_called = [site.kind for site in self.calls if not site.is_unseen]
+            kinds = ", ".join(dict.fromkeys(kinds_called))
+            sentence = f"{sentence}, at its call of {kinds}" if sentence else f"calls of {kinds}"
+        sentence = sentence or "calls its children"
+        return f"{sentence}; {self.note}" if self.note else sentence
 
 
 @dataclass(frozen=True)
@@ -214,19 +214,23 @@ class Plan:
             return None
         products = (d for d in self.operator_rows() if d.class_name in _PRODUCTS)
         owners = {name.rpartition(".")[0] for d in products for name in d.names}
-        known = {d.name: d for d in sorted(self.decisions, key=lambda d: not d.reason)}
+        decision_by_name = {d.name: d for d in sorted(self.decisions, key=lambda d: not d.reason)}
         # Weights of modules without a decision may be no factors at all.
-        counted = {n: a for n, a in self.work.amounts.items() if self.work.measured or n in known}
-        reasons = {n: "" if n in owners else _reason(known.get(n)) for n in counted}
+        counted = {
+            n: a
+            for n, a in self.work.amounts.items()
+            if self.work.measured or n in decision_by_name
+        }
+        reasons = {n: "" if n in owners else _reason(decision_by_name.get(n)) for n in counted}
         return self.work.share(counted, reasons, _CHOSEN)
 
     @cached_property
     def _by_path(self) -> dict[str, Decision]:
-        found: dict[str, Decision] = {}
+        decision_by_path: dict[str, Decision] = {}
         for decision in sorted(self.decisions, key=lambda d: (bool(d.reason), d.is_container)):
             for name in decision.names:
-                found.setdefault(name, decision)
-        return found
+                decision_by_path.setdefault(name, decision)
+        return decision_by_path
 
     def decision(self, path: str) -> Decision | None:
         """Return the decision about the module at ``path``, or None."""
@@ -236,8 +240,8 @@ class Plan:
         """Yield the decisions about the operators that become children."""
         children = {
             _joined(path, child)
-            for path, found in self.operators.items()
-            for child in found.sites.values()
+            for path, entry in self.operators.items()
+            for child in entry.sites.values()
         }
         return (d for d in self.replaced if d.name in children)
 
@@ -256,10 +260,10 @@ class Plan:
             for d in self.decisions
         )
         operators = {}
-        for path, found in self.operators.items():
-            kept = {s: c for s, c in found.sites.items() if _joined(path, c) not in gone}
-            if kept:
-                operators[path] = replace(found, sites=kept)
+        for path, entry in self.operators.items():
+            remaining = {s: c for s, c in entry.sites.items() if _joined(path, c) not in gone}
+            if remaining:
+                operators[path] = replace(entry, sites=remaining)
         modes = {p: mode for p, mode in self.modes.items() if p.rpartition(".")[0] not in gone}
         calling = {name for d in decisions if d.calls for name in d.names}
         forwards = {p: h for p, h in self.forwards.items() if p in operators or p in calling}
@@ -313,10 +317,10 @@ class Plan:
             )
         if set(entries) - set(_MAYBE) != set(_PARTS):
             raise schema.damaged("record", sorted(entries), f"the entries {', '.join(_PARTS)}")
-        found: Plan = schema.read(cls, entries, "record")
-        for where, got, expected in found.problems():
+        plan: Plan = schema.read(cls, entries, "record")
+        for where, got, expected in plan.problems():
             raise schema.damaged(where, got, expected)
-        return replace(found, shared=canonical_groups(found.shared))
+        return replace(plan, shared=canonical_groups(plan.shared))
 
     def problems(self) -> Iterator[tuple[str, Any, str]]:
         """Yield what no plan says although its types allow it: where, what it says, what it may."""
@@ -390,7 +394,9 @@ class Plan:
         for d in sorted(self.decisions, key=lambda d: bool(d.reason)):
             alike.setdefault(str(d), []).append(d)
         rows = [("what", "modules", "where")]
-        rows += [(what, _kinds_of(found), _stages_of(found)) for what, found in alike.items()]
+        rows += [
+            (what, _kinds_of(decisions), _stages_of(decisions)) for what, decisions in alike.items()
+        ]
         hint = "Each module: plan.table(); one: plan.explain(path)"
         if len(rows) > _SCREEN:
             hint = f"{len(rows) - _SCREEN} more kinds of decisions. {hint}"
@@ -457,8 +463,8 @@ def _problems(plan: Plan) -> Iterator[tuple[str, Any, str]]:
             yield f"decisions[{number}].ranges", d.ranges, f"a number from 1 to {_MOST_RANGES}"
         if d.calls and d.output is not None:
             yield f"decisions[{number}]", "output", "none for function calls"
-    for path, found in plan.operators.items():
-        children = list(found.sites.values())
+    for path, entry in plan.operators.items():
+        children = list(entry.sites.values())
         if not all(map(_is_name, children)):
             yield f"operators[{path!r}]", children, "names that are Python identifiers"
         if len(set(children)) != len(children):

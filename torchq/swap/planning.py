@@ -113,17 +113,17 @@ def quantize_(
     stages = progress_stages("quantize", ("plan", "swap"), enabled=progress)
     # What is made in inference mode could not be calibrated or trained outside of it.
     with torch.inference_mode(False), uncompiled(), stages as next_stage:
-        found = _planned(model, config, include, exclude, target, example)
+        planned = _planned(model, config, include, exclude, target, example)
         next_stage()
         if example is None:
-            _swap(model, found, target)
+            _swap(model, planned, target)
         elif not check:
-            found = replace(found, check=OFF)
-            _swap(model, found, target)
+            planned = replace(planned, check=OFF)
+            _swap(model, planned, target)
         else:
-            found = _swap_and_check(model, found, target, example)
-    warn_if_small(model, found.share)
-    return found
+            planned = _swap_and_check(model, planned, target, example)
+    warn_if_small(model, planned.share)
+    return planned
 
 
 def _swap(model: nn.Module, plan: Plan, target: str | Runtime | None) -> None:
@@ -205,9 +205,9 @@ def plan(
             the model is a program of torch.export.
     """
     with torch.inference_mode(False), uncompiled():
-        found = _planned(model, config, include, exclude, target, example)
-    warn_if_small(model, found.share)
-    return found
+        planned = _planned(model, config, include, exclude, target, example)
+    warn_if_small(model, planned.share)
+    return planned
 
 
 def _planned(
@@ -228,7 +228,7 @@ def _planned(
     with random_kept(), state_kept(model):
         rules, drafts, operators, products = _decided(model, rules, runtime, example)
     check_used(model, rules, drafts)
-    found = replace(
+    planned = replace(
         as_it_is(model),
         decisions=tuple(
             replace(draft.decision(), one_scale=has_one_scale(draft, runtime)) for draft in drafts
@@ -242,28 +242,30 @@ def _planned(
         work=work_of(model, products),
     )
     with random_kept():
-        facts = Facts.of(model, found, example, runtime)
+        facts = Facts.of(model, planned, example, runtime)
     for step in PASSES if example is not None else (switches, choose_grids):
-        found = step(found, facts)
-    return replace(found, forwards=forward_digests(model, found))
+        planned = step(planned, facts)
+    return replace(planned, forwards=forward_digests(model, planned))
 
 
 def _decided(
     model: nn.Module, rules: Rules, runtime: Runtime | None, example: Any
 ) -> tuple[Rules, tuple[Draft, ...], _Operators, Mapping[str, float] | None]:
     """Return the rules, with those of a target, what they decide, and the products of a run."""
-    seen = products = None
+    recorded = products = None
     if example is not None:
         with counting_products(model) as products:
-            seen = find_calls(model, example)
-    rules = replace(rules, config=resolve_positions(model, rules.config, seen))
+            recorded = find_calls(model, example)
+    rules = replace(rules, config=resolve_positions(model, rules.config, recorded))
     operators: _Operators = ()
     if runtime is None or runtime.placement is None:
-        drafts = decide(model, rules, seen)
+        drafts = decide(model, rules, recorded)
     else:
-        rules, drafts, operators = decide_for_target(model, rules, runtime, runtime.placement, seen)
-    reasons = dict.fromkeys(modules_with_other_readers(model, seen), READ_AGAIN)
-    reasons |= dict.fromkeys(() if seen is None else seen.written_weights, _WRITTEN)
+        rules, drafts, operators = decide_for_target(
+            model, rules, runtime, runtime.placement, recorded
+        )
+    reasons = dict.fromkeys(modules_with_other_readers(model, recorded), READ_AGAIN)
+    reasons |= dict.fromkeys(() if recorded is None else recorded.written_weights, _WRITTEN)
     return rules, tuple(_in_float(draft, reasons) for draft in drafts), operators, products
 
 
@@ -280,12 +282,12 @@ _WRITTEN = "its weight is written while the model runs"
 
 
 def _sites_of(operators: _Operators) -> dict[str, Operators]:
-    found: dict[str, Operators] = {}
+    sites_by_owner: dict[str, Operators] = {}
     for operator, _ in operators:
         entry = Operators(class_name(operator.owner), {})
-        sites: Any = found.setdefault(operator.owner_names[0], entry).sites
+        sites: Any = sites_by_owner.setdefault(operator.owner_names[0], entry).sites
         sites[operator.site] = operator.child
-    return found
+    return sites_by_owner
 
 
 def _open_branches(operators: _Operators) -> dict[str, str]:

@@ -67,8 +67,9 @@ class Outcome:
         try:
             values = _values_of_run(model, example, self.paths)
         except Exception as error:  # whatever the code of the model raises
-            reason = f"raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            raise ResultsDiffer(reason) from error
+            raise ResultsDiffer(
+                f"raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            ) from error
         problem = difference(self.values, values)
         if problem:
             raise ResultsDiffer(problem)
@@ -101,17 +102,17 @@ def leaves(value: Any, depth: int = 0) -> Iterator[Any]:
     if isinstance(value, (Tensor, str, int, float, complex, type(None))):
         yield value
     elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from leaves(item, depth)
+        for member in value.values():
+            yield from leaves(member, depth)
     elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from leaves(item, depth)
+        for member in value:
+            yield from leaves(member, depth)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from leaves(getattr(value, field.name), depth)
     elif depth < _DEEPEST and not isinstance(value, (type, nn.Module)) and not callable(value):
-        for item in getattr(value, "__dict__", {}).values():
-            yield from leaves(item, depth + 1)
+        for member in getattr(value, "__dict__", {}).values():
+            yield from leaves(member, depth + 1)
 
 
 def difference(before: Sequence[Any], after: Sequence[Any]) -> str:

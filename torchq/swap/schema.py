@@ -21,8 +21,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, (QuantDescriptor, CallSite)):
         return value.to_dict()
     if is_dataclass(value):
-        found = [(f, getattr(value, f.name)) for f in fields(value)]
-        return {_key(f.name): plain(part) for f, part in found if part != f.default}
+        parts = [(f, getattr(value, f.name)) for f in fields(value)]
+        return {_key(f.name): plain(part) for f, part in parts if part != f.default}
     if isinstance(value, Mapping):
         return {key: plain(part) for key, part in value.items()}
     return [plain(part) for part in value] if isinstance(value, tuple) else value
@@ -35,8 +35,8 @@ def _key(name: str) -> str:
 
 def damaged(where: str, got: Any, expected: str) -> ConfigError:
     """Return the error for a part of a file that is not as expected."""
-    text = repr(got)
-    shown = text if len(text) <= 60 else f"{text[:57]}..."
+    printed = repr(got)
+    shown = printed if len(printed) <= 60 else f"{printed[:57]}..."
     return ConfigError(f"load: {where}: got {shown}; expected {expected}. The file is damaged")
 
 
@@ -73,5 +73,5 @@ def _object(cls: Any, entries: dict[str, Any], where: str) -> Any:
     kinds = {_key(name): (name, kind) for name, kind in get_type_hints(cls).items()}
     if not needed <= set(entries) <= set(kinds):
         raise damaged(where, sorted(entries), f"the entries {', '.join(kinds)}")
-    found = ((*kinds[key], key, part) for key, part in entries.items())
-    return cls(**{name: read(kind, part, f"{where}.{key}") for name, kind, key, part in found})
+    arguments = ((*kinds[key], key, part) for key, part in entries.items())
+    return cls(**{name: read(kind, part, f"{where}.{key}") for name, kind, key, part in arguments})

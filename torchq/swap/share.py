@@ -65,14 +65,14 @@ class Work:
         if not total:
             return None
         parts: dict[str, float] = defaultdict(float)
-        left: dict[tuple[str, str], float] = defaultdict(float)
+        float_parts: dict[tuple[str, str], float] = defaultdict(float)
         for name, reason in reasons.items():
             parts["done" if not reason else "chosen" if reason in chosen else ""] += amounts[name]
             if reason and reason not in chosen:
-                left[self.classes[name], reason] += amounts[name] / total
+                float_parts[self.classes[name], reason] += amounts[name] / total
         counts = Counter((self.classes[name], reason) for name, reason in reasons.items())
         texts = {}
-        for (kind, reason), part in sorted(left.items(), key=lambda item: -item[1]):
+        for (kind, reason), part in sorted(float_parts.items(), key=lambda item: -item[1]):
             number = counts[kind, reason]
             texts[f"{number} {kind}: {reason}" if number > 1 else f"{kind}: {reason}"] = part
         unit = "multiply-adds" if self.measured else "weights of layers"
@@ -90,8 +90,8 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, float]]:
     """Yield the number of weights that each module multiplies by; tables are looked up."""
     for name, module in model.named_modules():
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            own = (p for p in module.parameters(recurse=False) if not is_lazy(p))
-            count = sum(p.numel() for p in own if p.dim() > 1)
+            materialized = (p for p in module.parameters(recurse=False) if not is_lazy(p))
+            count = sum(p.numel() for p in materialized if p.dim() > 1)
             if count:
                 yield name, count
 
@@ -102,10 +102,10 @@ def counting_products(model: nn.Module) -> Iterator[dict[str, float]]:
     # The module imports Triton, which `import torchq` must not do.
     from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415
 
-    found: Counter[str] = Counter()
+    flops_by_name: Counter[str] = Counter()
     products: dict[str, float] = {}
     counter = FlopCounterMode(display=False)
-    calls = _Calls(counter.get_total_flops, found)
+    calls = _Calls(counter.get_total_flops, flops_by_name)
     with ExitStack() as stack:
         stack.enter_context(unfused_attention())  # torch counts nothing in others
         for name, module in model.named_modules():
@@ -116,7 +116,7 @@ def counting_products(model: nn.Module) -> Iterator[dict[str, float]]:
             stack.enter_context(module.register_forward_hook(after))
         with counter:
             yield products
-    products.update({name: flops / 2 for name, flops in found.items() if flops})
+    products.update({name: flops / 2 for name, flops in flops_by_name.items() if flops})
 
 
 class _Calls:
@@ -135,12 +135,12 @@ class _Calls:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             start, inside = self._open.pop()
             done = self._total() - start
-            own = done - inside
+            own_flops = done - inside
             if isinstance(module, nn.RNNBase):  # torch counts nothing in some of its kernels.
-                own = 2 * _recurrent(module, args)
-            elif not own:
-                own = 2 * _of_kernel(module, output)
-            self._found[name] += own
+                own_flops = 2 * _recurrent(module, args)
+            elif not own_flops:
+                own_flops = 2 * _of_kernel(module, output)
+            self._found[name] += own_flops
             if self._open:
                 outer, others = self._open[-1]
                 self._open[-1] = (outer, others + done)
@@ -173,9 +173,9 @@ def warn_if_small(model: nn.Module, share: Share | None) -> None:
     """Warn where little of what the user wanted quantized is, with the largest reasons first."""
     if share is None or not share.wanted or share.quantized >= SMALL * share.wanted:
         return
-    reasons = [f"{text} ({part:.1%})" for text, part in share.float_work.items()]
-    rest = len(reasons) - _REASONS_SHOWN
-    more = f"; {rest} more" if rest > 0 else ""
+    reasons = [f"{reason} ({part:.1%})" for reason, part in share.float_work.items()]
+    hidden = len(reasons) - _REASONS_SHOWN
+    more = f"; {hidden} more" if hidden > 0 else ""
     warnings.warn(
         f"{type(model).__name__}: only {share}. Float stay {'; '.join(reasons[:_REASONS_SHOWN])}"
         f"{more}",
