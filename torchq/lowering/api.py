@@ -72,9 +72,9 @@ def lower_model(
         result = _replace_layers(fold_corrections_(utils.copy_module(simulated)), example)
         next_stage()
         if fuse:
-            kept = _with_state(result, with_state, example)
+            stateful = _with_state(result, with_state, example)
             result = fuse_layers(
-                result, example is None or not _gives_options(result, example), kept
+                result, example is None or not _gives_options(result, example), stateful
             )
         next_stage()
         overflow = any(map(_overflows, result.modules())) and saturates()
@@ -88,7 +88,8 @@ def lower_model(
                 if overflow and (number > 0 or not check.difference(result, RESULT_TOLERANCE)):
                     problem = ""
             except Exception as error:  # a graph may do what the model's own code would not
-                problem, note = f"the deployed model raises {type(error).__name__}: {error}", ""
+                problem = f"the deployed model raises {type(error).__name__}: {error}"
+                note = ""
             _report(problem, note, fuse, overflow)
         return result
 
@@ -126,9 +127,11 @@ def _report(problem: str, note: str, fuse: bool, overflow: bool) -> None:
             advice = f". The likely reason is that {_OVERFLOW}"
         raise ExportError(f"deploy: {problem}{advice}")
     if note:
-        text = f"deploy: {note}: the model amplifies values that are rounded the other way "
-        text += "at a tie. Its quantized results depend on the machine that computes them"
-        warnings.warn(text, stacklevel=5)
+        warnings.warn(
+            f"deploy: {note}: the model amplifies values that are rounded the other way "
+            "at a tie. Its quantized results depend on the machine that computes them",
+            stacklevel=5,
+        )
 
 
 def _require_calibrated(model: nn.Module) -> None:
@@ -278,8 +281,8 @@ def _with_state(model: nn.Module, paths: Iterable[str], example: Any) -> frozens
     """
     if example is None:
         return frozenset(filter(sets_attributes, model.modules()))
-    known = dict(model.named_modules(remove_duplicate=False))
-    return frozenset(known[path] for path in paths if path in known)
+    module_by_path = dict(model.named_modules(remove_duplicate=False))
+    return frozenset(module_by_path[path] for path in paths if path in module_by_path)
 
 
 def _traced(model: nn.Module) -> TracedModel | None:

@@ -41,7 +41,8 @@ class ProductCall(ComputedCall):
         simulated.input_quantizer = holder.input_quantizer
         simulated.weight_quantizer = holder.weight_quantizer
         super().__init__(simulated.eval())
-        self.site, self.kernel = site, nn.Module()
+        self.site = site
+        self.kernel = nn.Module()
         self.options: dict[str, Any] = {}
         self.seen: list[dict[str, Any]] | None = []
 
@@ -49,21 +50,21 @@ class ProductCall(ComputedCall):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, ...] | None:
         """Return the input and the bias; None for a call that is simulated."""
-        given = self._named(args, kwargs)
+        arguments = self._named(args, kwargs)
         if self.seen is not None:
-            self.seen.append(given)
+            self.seen.append(arguments)
             return None
-        if not given or any(given[name] != value for name, value in self.options.items()):
+        if not arguments or any(arguments[name] != value for name, value in self.options.items()):
             return None
-        return given["input"], given["bias"]
+        return arguments["input"], arguments["bias"]
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by name, with defaults; {} where no kernel knows them."""
         names = _NAMES[self.site.kind]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if len(args) > len(names) or not {"input", "weight"} <= set(given) <= set(names):
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        if len(args) > len(names) or not {"input", "weight"} <= set(arguments) <= set(names):
             return {}
-        return {name: given.get(name, _DEFAULTS.get(name)) for name in names}
+        return {name: arguments.get(name, _DEFAULTS.get(name)) for name in names}
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the product, with the bias added."""
@@ -73,12 +74,13 @@ class ProductCall(ComputedCall):
 
     def settle(self) -> str:
         """Make the kernel; return why there is none, or an empty text."""
-        seen, self.seen = self.seen, None
-        if not seen or not all(seen):
+        recorded = self.seen
+        self.seen = None
+        if not recorded or not all(recorded):
             return "it was not called in the way that a layer computes"
-        first = seen[0]
+        first = recorded[0]
         weight = first["weight"].detach()
-        if not all(torch.equal(weight, given["weight"]) for given in seen[1:]):
+        if not all(torch.equal(weight, arguments["weight"]) for arguments in recorded[1:]):
             return "its weight changes between calls"
         quantizers = self.simulated.input_quantizer, self.simulated.weight_quantizer
         self.options = {name: first[name] for name in _DEFAULTS if name in first}
@@ -111,8 +113,8 @@ def lower_calls_(model: nn.Module, example: Any) -> dict[int, str]:
     """
     routed = [m for m in model.modules() if isinstance(m, RoutedModule) and m.torchq_calls]
     if example is None:
-        text = "only an example shows what its function calls do"
-        return {id(holder): text for module in routed for _, holder in module.holders()}
+        unseen = "only an example shows what its function calls do"
+        return {id(holder): unseen for module in routed for _, holder in module.holders()}
     for module in routed:
         _watch(module)
     reasons: dict[int, str] = {}
@@ -139,20 +141,23 @@ def _watch(module: RoutedModule) -> None:
 
 def _settle(module: RoutedModule) -> list[tuple[int, str]]:
     """Give the calls of one module kernels; return the id of each holder and why it has none."""
-    reasons, sites, unused = [], [], set()
+    reasons = []
+    sites = []
+    unused = set()
     for site, call in list(module.holders()):
         holder, former = call, site
         reason = "kernels compute linear layers and convolutions"
         if site.kind == "attention":
             reason = "attention is a kernel in a graph alone, and its forward keeps running"
         if isinstance(call, ProductCall):
-            former, reason = call.site, call.settle()
+            former = call.site
+            reason = call.settle()
             holder = module.get_submodule(former.holder) if former.holder else module
             if reason or isinstance(holder, Call):
                 unused.add(site.holder if reason else former.holder)
         sites.append(former if reason else site)
-        text = reason and f"its call of {site.kind} has no integer kernel: {reason}"
-        reasons.append((id(holder), text))
+        explained = reason and f"its call of {site.kind} has no integer kernel: {reason}"
+        reasons.append((id(holder), explained))
     module.torchq_calls = (*sites, *(site for site in module.torchq_calls if site.is_unseen))
     for name in unused:
         delattr(module, name)

@@ -60,8 +60,8 @@ class ReferenceCheck:
         pairs = forced_pairs(model, self._simulated, self.example)
         layer = next((what for what, got, want in pairs if not _agree(got, want)), None)
         if layer is not None:
-            text = f"given the inputs of the simulation, {layer} differs, for {self.what}"
-            return f"{far}. G{text[1:]}" if far else text, ""
+            difference = f"given the inputs of the simulation, {layer} differs, for {self.what}"
+            return f"{far}. G{difference[1:]}" if far else difference, ""
         note = f"{far}, though every layer agrees when given the same input" if far else ""
         return "", note
 
@@ -87,7 +87,8 @@ class ReferenceCheck:
         texts = []
         pairs = zip(self._results(model), self._expected, strict=True)
         for number, (got, expected) in enumerate(pairs):
-            error, size = distance(got, expected), norm(expected)
+            error = distance(got, expected)
+            size = norm(expected)
             level = f"{20 * math.log10(size / error):.1f} dB" if error and size else "equal"
             texts.append(f"result {number} {level if not error or size else 'differs'}")
         shown = ", ".join(texts[:4]) + (", ..." if len(texts) > 4 else "")
@@ -108,8 +109,8 @@ def call_once(model: nn.Module, example: Any) -> Any:
 
     What a graph has opened is no state, and stays open.
     """
-    kept = nullcontext() if getattr(model, "is_stateless", False) else state_kept(model)
-    with torch.no_grad(), kept:
+    state = nullcontext() if getattr(model, "is_stateless", False) else state_kept(model)
+    with torch.no_grad(), state:
         return call_model(model, example)
 
 
@@ -145,15 +146,15 @@ def forced_pairs(
         inputs.setdefault(path, []).extend(x.detach().clone() for x in args[:1])
 
     def force(path: str, layer: Int8Layer, args: tuple[Any, ...]) -> Any:
-        left = inputs.get(_original(path))
-        if not left or not args:
+        not_fed = inputs.get(_original(path))
+        if not not_fed or not args:
             return None
         codes = args[0].dtype is torch.uint8
-        wanted = [layer.input_qparams.quantize(x) if codes else x for x in left]
+        expected_inputs = [layer.input_qparams.quantize(x) if codes else x for x in not_fed]
         # A graph may run the calls of one layer in another order: it gets what is nearest.
-        place = min(range(len(left)), key=lambda number: _gap(args[0], wanted[number]))
-        want = wanted[place]
-        del left[place]
+        place = min(range(len(not_fed)), key=lambda number: _gap(args[0], expected_inputs[number]))
+        want = expected_inputs[place]
+        del not_fed[place]
         pairs.append((f"the input of {path}", args[0], want))
         return (want, *args[1:])
 

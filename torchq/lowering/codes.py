@@ -43,10 +43,11 @@ def require_dtype(x: Tensor, dtype: torch.dtype | None, where: str) -> None:
         return
     if x.dtype in _AUTOCAST_DTYPES and torch.is_autocast_enabled(x.device.type):
         return
-    wanted = dtype or "a floating-point tensor"
-    text = f"{where}: got a tensor of {x.dtype}; expected {wanted}. Convert it with "
-    text += f"x.to({dtype or torch.float32})"
-    raise TypeError(text)
+    expected = dtype or "a floating-point tensor"
+    raise TypeError(
+        f"{where}: got a tensor of {x.dtype}; expected {expected}. Convert it with "
+        f"x.to({dtype or torch.float32})"
+    )
 
 
 def require_numbers(x: Tensor, dtype: torch.dtype | None, where: str) -> None:
@@ -57,9 +58,10 @@ def require_numbers(x: Tensor, dtype: torch.dtype | None, where: str) -> None:
     """
     require_dtype(x, dtype, where)
     if has_kernels(x) and x.numel() and math.isnan(float(x.detach().amin())):
-        text = f"{where}: got NaN; expected numbers, as no uint8 code stands for NaN. "
-        text += "Look for the operation that makes it"
-        raise QuantizationError(text)
+        raise QuantizationError(
+            f"{where}: got NaN; expected numbers, as no uint8 code stands for NaN. "
+            "Look for the operation that makes it"
+        )
 
 
 class CodesModule(nn.Module):
@@ -178,7 +180,8 @@ class CodesMaxPool2d(CodesModule):
             size, stride, padding, dilation, ceil_mode = self.window
             pooled = F.max_pool2d(codes.float(), size, stride, padding, dilation, ceil_mode)
             return pooled.to(torch.uint8)
-        channels, last = codes.shape[1], torch.channels_last
+        channels = codes.shape[1]
+        last = torch.channels_last
         missing = -channels % 32  # the channels that the kernel computes at once
         if not missing or not codes.is_contiguous(memory_format=last):
             return torch.ops.quantized.max_pool2d(codes, *self.window)
@@ -223,7 +226,8 @@ class CodesAvgPool2d(CodesModule):
         if window is None:
             return self._float
         size, stride, padding = window
-        before, channels = self.input_qparams, shape[1]
+        before = self.input_qparams
+        channels = shape[1]
         ones = torch.ones(channels, 1, *size, dtype=torch.int8, device="cpu")
         scale = torch.full((channels,), 1 / math.prod(size), dtype=torch.float32, device="cpu")
         weights = Int8Weights(ones, scale, None, before.scale, before.zero_point)
@@ -234,8 +238,8 @@ class CodesAvgPool2d(CodesModule):
         """Return size, stride and padding of windows that are all alike, or None."""
         pool = self.pool
         if isinstance(pool, nn.AdaptiveAvgPool2d):
-            wanted = zip(_pair(pool.output_size), sizes, strict=True)
-            out = [size if want is None else want for want, size in wanted]
+            pairs = zip(_pair(pool.output_size), sizes, strict=True)
+            out = [size if want is None else want for want, size in pairs]
             if any(not want or size % want for size, want in zip(sizes, out, strict=True)):
                 return None
             window = [size // want for size, want in zip(sizes, out, strict=True)]

@@ -42,8 +42,10 @@ def lower(module: QuantModule) -> nn.Module | str:
     if base is None:
         return f"no integer kernel for {type(module).__name__}"
     computes = ("forward", "_conv_forward")
-    own = any(getattr(type(module), n, None) is not getattr(base, n, None) for n in computes)
-    if own or "forward" in vars(module):
+    is_overridden = any(
+        getattr(type(module), n, None) is not getattr(base, n, None) for n in computes
+    )
+    if is_overridden or "forward" in vars(module):
         return f"{type(module).__name__} has a forward of its own"
     with torch.no_grad():
         return LOWERINGS[base](module)
@@ -96,7 +98,8 @@ def as_linear(
 
 def _arguments(module: QuantModule) -> tuple[Any, ...] | str:
     """Return the arguments of an :class:`Int8Layer`, or why there is none."""
-    x, w = active(module.input_quantizer), active(module.weight_quantizer)
+    x = active(module.input_quantizer)
+    w = active(module.weight_quantizer)
     if w is None:
         return "its weight is not quantized"
     if x is None:
@@ -150,7 +153,8 @@ def _with_output(layer: nn.Module, module: nn.Module) -> nn.Module:
 @LOWERINGS.register(QuantLinear)
 def _linear(module: QuantModule) -> nn.Module | str:
     layer: Any = module
-    x, w = active(module.input_quantizer), active(module.weight_quantizer)
+    x = active(module.input_quantizer)
+    w = active(module.weight_quantizer)
     if x is None or w is None or not x.descriptor.dynamic:
         arguments = _arguments(module)
         if isinstance(arguments, str):

@@ -79,7 +79,9 @@ class Fusion:
     """
 
     def __init__(self, trace: fx.GraphModule, dtype: torch.dtype) -> None:
-        self.trace, self.dtype, self.graph = trace, dtype, fx.Graph()
+        self.trace = trace
+        self.dtype = dtype
+        self.graph = fx.Graph()
         self.carried: dict[Node, ByteQParams] = {}
         self.values: set[Node] = set()
         self.wishes: dict[Node, dict[ByteQParams, Wish]] = defaultdict(dict)
@@ -93,11 +95,11 @@ class Fusion:
     def run(self) -> fx.Graph:
         """Return the new graph."""
         nodes: list[Node] = list(self.trace.graph.nodes)
-        kept = {node for node in nodes if _is_kept(node)} | self._writes_of_others()
+        required = {node for node in nodes if _is_kept(node)} | self._writes_of_others()
         for node in nodes:
             self._find_carried(node)
         for node in reversed(nodes):
-            if node in self.values or node in self.wishes or node in kept:
+            if node in self.values or node in self.wishes or node in required:
                 self._settle(node)
                 writes = (rule(self, node) for rule in RULES)
                 self._writes[node] = next(write for write in writes if write is not None)
@@ -111,7 +113,7 @@ class Fusion:
     def _writes_of_others(self) -> set[Node]:
         """Return the nodes that overwrite an argument of the model or a tensor that it holds."""
         memory = memory_of_nodes(self.trace.graph, self.trace)
-        found = set()
+        overwriting = set()
         for node in memory:
             path = str(node.target)
             called = self.trace.get_submodule(path) if node.op == "call_module" else None
@@ -119,23 +121,23 @@ class Fusion:
             if first is not None and writes(node, called):
                 roots = memory[first]
                 if any(root.op in ("placeholder", "get_attr") for root in roots):
-                    found.add(node)
-        return found
+                    overwriting.add(node)
+        return overwriting
 
     def _find_carried(self, node: Node) -> None:
         if node.target is rounded:
             self.carried[node] = node.args[1]
         tensors = self.moved(node)
-        found = {self.carried.get(tensor) for tensor in tensors}
-        if len(found) == 1 and None not in found:
-            (self.carried[node],) = found  # type: ignore[assignment]
+        grids = {self.carried.get(tensor) for tensor in tensors}
+        if len(grids) == 1 and None not in grids:
+            (self.carried[node],) = grids  # type: ignore[assignment]
 
     # --- what a trace says ------------------------------------------------------------------
 
     def layer(self, node: object) -> Int8Layer | None:
         """Return the integer layer that ``node`` calls."""
-        found = match.module_of(node, self.trace)
-        return found if isinstance(found, Int8Layer) else None
+        module = match.module_of(node, self.trace)
+        return module if isinstance(module, Int8Layer) else None
 
     def moved(self, node: Node) -> list[Node]:
         """Return the tensors of a node that commutes with rounding; an empty list for others."""
@@ -155,8 +157,8 @@ class Fusion:
         bounds = match.clamp_bounds(match.activation_of(node, self.trace))
         if bounds is not None:
             return bounds[0] >= 0
-        kept = bool(self.moved(node)) or match.preserves_nonnegative(node, self.trace)
-        return kept and all(map(self.is_nonnegative, node.all_input_nodes))
+        keeps_sign = bool(self.moved(node)) or match.preserves_nonnegative(node, self.trace)
+        return keeps_sign and all(map(self.is_nonnegative, node.all_input_nodes))
 
     # --- what readers want ------------------------------------------------------------------
 
@@ -176,7 +178,8 @@ class Fusion:
         Kernels without a zero point are faster, and the bias keeps the bits that the correction
         for a zero point costs.
         """
-        wishes, settled = self.wishes.pop(node, {}), self._settled.setdefault(node, {})
+        wishes = self.wishes.pop(node, {})
+        settled = self._settled.setdefault(node, {})
         nonnegative = bool(wishes) and self.is_nonnegative(node)
         for qparams, wish in wishes.items():
             settled[qparams] = qparams
@@ -208,17 +211,18 @@ class Fusion:
         """
         settled = self._settled[node][qparams]
         if (node, settled) not in self._written_codes:
-            made = self.values_of[node]
+            value = self.values_of[node]
             quantize = Quantize(settled, self.wishes[node][settled].dtype)
-            quantize.finite = self._is_finite(made, _LONGEST)
-            codes = self.call(node, "_input", quantize, made)
+            quantize.finite = self._is_finite(value, _LONGEST)
+            codes = self.call(node, "_input", quantize, value)
             self._written_codes[node, settled] = codes, settled
         return self._written_codes[node, settled]
 
     def call(self, node: Node, suffix: str, module: nn.Module, *args: Node) -> Node:
         """Write a call of a new module, which computes ``node`` or a part of it."""
         base = f"{node.target if node.op == 'call_module' else node.name}{suffix}"
-        name, count = base, 0
+        name = base
+        count = 0
         while name in self._parts or (suffix and name in self._taken):
             name, count = f"{base}{'' if suffix else '_again'}_{count}", count + 1
         self._parts[name] = module.eval()
@@ -228,9 +232,11 @@ class Fusion:
         """Note the codes that were written for a node, and write values where they are wanted."""
         for qparams, codes in written.items():
             self._written_codes[node, qparams] = codes
-        made, own = next(iter(written.values()))
+        written_node, grid = next(iter(written.values()))
         if node in self.values or not self.wishes[node].keys() <= written.keys():
-            self.values_of[node] = self.call(node, "_values", Dequantize(own, self.dtype), made)
+            self.values_of[node] = self.call(
+                node, "_values", Dequantize(grid, self.dtype), written_node
+            )
 
     def _is_finite(self, node: Node, longest: int) -> bool:
         """Return True if values are made from codes by few functions that keep them finite.
@@ -242,10 +248,10 @@ class Fusion:
             return True
         if isinstance(module, Int8Layer):  # the second operand is a residual
             return all(self._is_finite(x, longest - 1) for x in node.all_input_nodes[1:])
-        known = isinstance(module, _FINITE_MODULES) or node.target in _FINITE_FUNCTIONS
+        keeps_finite = isinstance(module, _FINITE_MODULES) or node.target in _FINITE_FUNCTIONS
         operands = node.all_input_nodes
-        known = known and longest > 0 and bool(operands)
-        return known and all(self._is_finite(operand, longest - 1) for operand in operands)
+        keeps_finite = keeps_finite and longest > 0 and bool(operands)
+        return keeps_finite and all(self._is_finite(operand, longest - 1) for operand in operands)
 
 
 def _is_kept(node: Node) -> bool:
@@ -277,7 +283,8 @@ def move_codes(fusion: Fusion, node: Node) -> Write | None:
     Before: ``cat([Dequantize(x), Dequantize(y)])``, or ``Quantize(cat([x, y]))``.
     After: ``Dequantize(cat([x, y]))``, or ``cat([Quantize(x), Quantize(y)])``.
     """
-    tensors, only = fusion.moved(node), fusion.only_wish(node)
+    tensors = fusion.moved(node)
+    only = fusion.only_wish(node)
     qparams = fusion.carried.get(node) or (only[0] if only else None)
     if not tensors or qparams is None:
         return None
@@ -289,15 +296,16 @@ def move_codes(fusion: Fusion, node: Node) -> Write | None:
     fusion.want(*(x for x in node.all_input_nodes if x not in tensors))
 
     def write() -> None:
-        found = {tensor: fusion.codes(tensor, qparams) for tensor in tensors}
-        pool, (first, own) = match.pool_of(node, fusion.trace, nn.MaxPool2d), found[tensors[0]]
+        codes_by_tensor = {tensor: fusion.codes(tensor, qparams) for tensor in tensors}
+        pool = match.pool_of(node, fusion.trace, nn.MaxPool2d)
+        first, grid = codes_by_tensor[tensors[0]]
         if pool is not None:
-            made = fusion.call(node, "_codes", CodesMaxPool2d(pool), first)
+            moved = fusion.call(node, "_codes", CodesMaxPool2d(pool), first)
         else:
-            made = fusion.graph.node_copy(
-                node, lambda x: found[x][0] if x in found else fusion.written(x)
+            moved = fusion.graph.node_copy(
+                node, lambda x: codes_by_tensor[x][0] if x in codes_by_tensor else fusion.written(x)
             )
-        fusion.deliver_codes(node, {qparams: (made, own)})
+        fusion.deliver_codes(node, {qparams: (moved, grid)})
 
     return write
 
@@ -311,13 +319,14 @@ def clamp_codes(fusion: Fusion, node: Node) -> Write | None:
     source = match.input_node(node)
     if bounds is None or source is None or node in fusion.values:
         return None
-    found = {}
+    clamped_by_grid = {}
     for qparams, wish in fusion.wishes[node].items():
-        found[qparams] = qparams.clamped(*bounds, keep_zero=wish.keeps_zero)
-        fusion.want_codes(source, found[qparams], wish)
+        clamped_by_grid[qparams] = qparams.clamped(*bounds, keep_zero=wish.keeps_zero)
+        fusion.want_codes(source, clamped_by_grid[qparams], wish)
 
     return lambda: fusion.deliver_codes(
-        node, {qparams: fusion.codes(source, clamped) for qparams, clamped in found.items()}
+        node,
+        {qparams: fusion.codes(source, clamped) for qparams, clamped in clamped_by_grid.items()},
     )
 
 
@@ -328,18 +337,19 @@ def average_codes(fusion: Fusion, node: Node) -> Write | None:
     After: ``codes -> CodesAvgPool2d(q, r)``.
     """
     pool = match.pool_of(node, fusion.trace, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
-    only, source = fusion.only_wish(node), match.input_node(node)
+    only = fusion.only_wish(node)
+    source = match.input_node(node)
     before = fusion.carried.get(source)
     if pool is None or only is None or before is None:
         return None
-    wanted = only[0]
+    target = only[0]
     fusion.want_codes(source, before)
 
     def write() -> None:
-        codes, own = fusion.codes(source, before)
-        average = CodesAvgPool2d(pool, own, wanted)
-        made = fusion.call(node, "_codes", average, codes)
-        fusion.deliver_codes(node, {wanted: (made, wanted)})
+        codes, grid = fusion.codes(source, before)
+        average = CodesAvgPool2d(pool, grid, target)
+        averaged = fusion.call(node, "_codes", average, codes)
+        fusion.deliver_codes(node, {target: (averaged, target)})
 
     return write
 
@@ -352,13 +362,14 @@ def fuse_layer(fusion: Fusion, node: Node) -> Write | None:
     """
     if fusion.layer(node) is not None:
         return _write_layer(fusion, node, node)
-    found, source = match.activation_of(node, fusion.trace), match.input_node(node)
+    activation = match.activation_of(node, fusion.trace)
+    source = match.input_node(node)
     layer = fusion.layer(source)
-    if found is None or layer is None or fusion.is_read_elsewhere(source):
+    if activation is None or layer is None or fusion.is_read_elsewhere(source):
         return None
-    if isinstance(layer, Int8Conv) and not ACTIVATIONS[found[0]].on_conv:
+    if isinstance(layer, Int8Conv) and not ACTIVATIONS[activation[0]].on_conv:
         return None
-    return _write_layer(fusion, node, source, found)
+    return _write_layer(fusion, node, source, activation)
 
 
 def fuse_add(fusion: Fusion, node: Node) -> Write | None:
@@ -388,35 +399,38 @@ def _write_layer(
     residual: Node = None,
 ) -> Write:
     """Return what writes the call of a layer, with all that is computed until ``node``."""
-    layer, only = fusion.layer(call), fusion.only_wish(node)
+    layer = fusion.layer(call)
+    only = fusion.only_wish(node)
     assert layer is not None
     source = match.input_node(call)
-    given = layer.input_qparams
+    input_grid = layer.input_qparams
     reads_codes = source is not None and not call.kwargs and layer.pre_quant_scale is None
     if reads_codes:
-        fusion.want_codes(source, given, Wish(dtype=layer.dtype))
+        fusion.want_codes(source, input_grid, Wish(dtype=layer.dtype))
     else:
         fusion.want(*call.all_input_nodes)
     if residual is not None:
         fusion.want_codes(residual, fusion.carried[residual])
 
     def write() -> None:
-        own = layer.variant()
-        own.activation, own.arguments = activation[0], list(activation[1])
+        variant = layer.variant()
+        variant.activation = activation[0]
+        variant.arguments = list(activation[1])
         args, kwargs = ((), {}) if reads_codes else fusion.written((call.args, call.kwargs))
         if reads_codes:
-            codes, own.input_qparams = fusion.codes(source, given)
-            args, own.reads_codes = (codes,), True
+            codes, variant.input_qparams = fusion.codes(source, input_grid)
+            args = (codes,)
+            variant.reads_codes = True
         if residual is not None:
-            codes, own.residual_qparams = fusion.codes(residual, fusion.carried[residual])
+            codes, variant.residual_qparams = fusion.codes(residual, fusion.carried[residual])
             args = (*args, codes)
-        made = fusion.call(call, "", own, *args)
-        made.kwargs = kwargs
+        written = fusion.call(call, "", variant, *args)
+        written.kwargs = kwargs
         if only is None:
-            fusion.values_of[node] = made
+            fusion.values_of[node] = written
         else:
-            out = _round_to(own, only[0], only[1].keeps_zero)
-            fusion.deliver_codes(node, {only[0]: (made, out)})
+            out = _round_to(variant, only[0], only[1].keeps_zero)
+            fusion.deliver_codes(node, {only[0]: (written, out)})
 
     return write
 
@@ -439,7 +453,8 @@ def keep(fusion: Fusion, node: Node) -> Write:
 
     Before: ``codes -> Dequantize -> x.size()``. After: ``codes -> codes.size()``.
     """
-    carried, kind = fusion.carried if reads_shape(node) else {}, node.target
+    carried = fusion.carried if reads_shape(node) else {}
+    kind = node.target
     for source in node.all_input_nodes:
         if source in carried:
             fusion.want_codes(source, carried[source])
@@ -453,11 +468,11 @@ def keep(fusion: Fusion, node: Node) -> Write:
 
     def write() -> None:
         if dataclasses.is_dataclass(kind) and node.args:  # a dictionary with fields
-            made = fusion.graph.call_function(node.target, (), fusion.written(node.args[0]))
+            copied = fusion.graph.call_function(node.target, (), fusion.written(node.args[0]))
         else:
-            made = fusion.graph.node_copy(node, of)
+            copied = fusion.graph.node_copy(node, of)
         if node.op != "output":
-            fusion.values_of[node] = made
+            fusion.values_of[node] = copied
 
     return write
 

@@ -126,7 +126,8 @@ def reference(
     residual: Tensor | None = None,
 ) -> Tensor:
     """Return the product of uint8 codes by torch's own operators; float64 adds exactly."""
-    dims, codes = len(params.stride), x.double() - weights.x_zero_point
+    dims = len(params.stride)
+    codes = x.double() - weights.x_zero_point
     multiply = _CONV[dims] if dims else F.linear
     sums = multiply(codes, weights.codes.double(), None, *(params if dims else ()))
     shape = (-1, *[1] * dims)
@@ -195,7 +196,8 @@ class Kernel:
         """Apply what ``module.to`` does to tensors; packed copies are dropped."""
         with self._lock:
             self.plain = fn(self.codes)
-            self.device, self._packed = self.plain.device, {}
+            self.device = self.plain.device
+            self._packed = {}
 
     def bind(
         self,
@@ -210,7 +212,8 @@ class Kernel:
         ``weights`` are those of this kernel. All but the codes is looked up and converted here, as
         that takes longer than computing in small layers.
         """
-        dims, result = len(params.stride), params.output_shape(shape, self.shape)
+        dims = len(params.stride)
+        result = params.output_shape(shape, self.shape)
         if dims and min(result) < 1:
             raise InputError(
                 f"Int8Conv: got an image of size {tuple(shape[2:])} with padding "
@@ -246,7 +249,9 @@ class Kernel:
         """
         if len(params.stride) == 1:
             # The 1-d operator knows fewer activations than the 2-d one, and calls the same kernels.
-            stride, padding, dilation = (1, *params.stride), (0, *params.padding), params.dilation
+            stride = (1, *params.stride)
+            padding = (0, *params.padding)
+            dilation = params.dilation
             wide = ConvParams(stride, padding, (1, *dilation), params.groups)
             flat = self._run((*shape[:2], 1, shape[2]), weights, wide, epilogue, adds)
             return lambda *tensors: flat(*(x.unsqueeze(2) for x in tensors)).squeeze(2)
@@ -313,7 +318,9 @@ def _bound(
     a kernel for each set of numbers in its post-ops. Bounds in codes are the same numbers in most
     layers, bounds of values in none.
     """
-    (scale, bias), x_scale, out = _scale_and_bias(weights), weights.x_scale, epilogue.out
+    scale, bias = _scale_and_bias(weights)
+    x_scale = weights.x_scale
+    out = epilogue.out
     grid = (1.0, 0, torch.float32) if out is None else (out.scale, out.zero_point, torch.uint8)
     activation, arguments = epilogue.activation, epilogue.arguments
     bounds = None if adds else epilogue.bounds_in_codes()
@@ -332,10 +339,10 @@ def _bound(
             3: torch.ops.onednn.qconv3d_pointwise.default,
         }[len(params.stride)]
         act = ACTIVATIONS[activation]
-        given = (*before, *behind, act.onednn, list(arguments), act.algorithm)
+        settings = (*before, *behind, act.onednn, list(arguments), act.algorithm)
 
         def run(x: Tensor) -> Tensor:
-            result: Tensor = operator(x, *given)
+            result: Tensor = operator(x, *settings)
             return result
 
     if bounds is not None or out is None or out.saturates_by_itself:
@@ -348,11 +355,11 @@ def _adding(before: Any, behind: Any, epilogue: Epilogue, dtype: torch.dtype) ->
     operator: Any = torch.ops.onednn.qconv2d_pointwise.binary
     of, last = epilogue.residual, torch.channels_last
     added = (1.0, 0) if of is None else (of.scale, of.zero_point)
-    given = (*behind, *added, "sum", 1.0, epilogue.activation, [], "")
+    settings = (*behind, *added, "sum", 1.0, epilogue.activation, [], "")
 
     def add(x: Tensor, residual: Tensor) -> Tensor:
         target = residual.to(dtype, memory_format=last, copy=True)
-        result: Tensor = operator(x, *before, target, *given)
+        result: Tensor = operator(x, *before, target, *settings)
         return result
 
     return add

@@ -109,10 +109,10 @@ def _returns_its_input(module: nn.Module) -> bool:
         return False
     if forward_hook_kind(module) or "forward" in vars(module) or module.state_dict():
         return False
-    found = trace_or_none(module, lambda part: False)
-    if found is None:
+    traced = trace_or_none(module, lambda part: False)
+    if traced is None:
         return False
-    first, *_, last = found.graph.nodes
+    first, *_, last = traced.graph.nodes
     value = match.input_node(last)
     while value is not None and match.is_inactive_dropout(value):
         value = match.input_node(value)
@@ -176,10 +176,14 @@ def open_quantized(trace: fx.GraphModule, node: Node) -> bool:
 
 def _static_qparams(quantizer: nn.Module) -> ByteQParams | None:
     """Return the qparams of a quantizer with a fixed range per tensor; None for other ones."""
-    found = active(quantizer)
-    if found is None or found.descriptor.dynamic or not found.descriptor.fake_quant:
+    switched_on = active(quantizer)
+    if (
+        switched_on is None
+        or switched_on.descriptor.dynamic
+        or not switched_on.descriptor.fake_quant
+    ):
         return None
-    qparams = None if found.pre_quant_scale is not None else ByteQParams.of(found)
+    qparams = None if switched_on.pre_quant_scale is not None else ByteQParams.of(switched_on)
     return qparams if isinstance(qparams, ByteQParams) else None
 
 
@@ -193,7 +197,8 @@ def replace_quantizer(trace: fx.GraphModule, node: Node) -> bool:
 
     Before: ``x -> TensorQuantizer``. After: ``rounded(x)``.
     """
-    module, source = _module(trace, node), match.input_node(node)
+    module = _module(trace, node)
+    source = match.input_node(node)
     if source is None or node.kwargs or not isinstance(module, TensorQuantizer):
         return False
     qparams = _static_qparams(module)
@@ -207,7 +212,8 @@ def expose_input_quantizer(trace: fx.GraphModule, node: Node) -> bool:
 
     Before: ``x -> QuantAvgPool2d``. After: ``rounded(x) -> AvgPool2d``.
     """
-    module, source = _module(trace, node), match.input_node(node)
+    module = _module(trace, node)
+    source = match.input_node(node)
     if source is None or node.kwargs or len(node.args) != 1:
         return False
     if not isinstance(module, InputQuantized):

@@ -47,7 +47,8 @@ class DeployedLayer(CodesModule):
         super().__init__()
         self.register_buffer("weight_scale", scale)
         self.register_buffer("bias", None if bias is None else bias.detach().to(torch.float32))
-        self.kernel, self.dtype = Kernel(codes), dtype
+        self.kernel = Kernel(codes)
+        self.dtype = dtype
 
     @property
     def weight_codes(self) -> Tensor:
@@ -84,10 +85,10 @@ class DeployedLayer(CodesModule):
     def _bind(self, x: Tensor, residual: Tensor | None = None) -> Run:
         """Return the product as a function of codes, and residuals, like these."""
         weights = Int8Weights(self.weight_codes, self.weight_scale, *self._grid())
-        rest = self.params, self.epilogue()
+        settings = self.params, self.epilogue()
         if x.numel() and has_kernels(x) and available():
-            return self.kernel.bind(x.shape, weights, *rest, residual)
-        return lambda x, residual=None: reference(x, weights, *rest, residual)
+            return self.kernel.bind(x.shape, weights, *settings, residual)
+        return lambda x, residual=None: reference(x, weights, *settings, residual)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[f"{prefix}weight_codes"] = self.weight_codes
@@ -158,10 +159,12 @@ class Int8Layer(DeployedLayer):
     ) -> None:
         super().__init__(codes, scale, bias, dtype)
         self.register_buffer("pre_quant_scale", pre_quant_scale)
-        self.input_qparams, self.reads_codes = input_qparams, False
+        self.input_qparams = input_qparams
+        self.reads_codes = False
         self.output_qparams: ByteQParams | None = None
         self.residual_qparams: ByteQParams | None = None
-        self.activation, self.arguments = "none", list[float]()
+        self.activation = "none"
+        self.arguments = list[float]()
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return ``activation(product + bias + residual)``; convolutions alone take a residual.
@@ -200,7 +203,8 @@ class Int8Layer(DeployedLayer):
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`get_extra_state` returned."""
         super().set_extra_state(state)
-        self.activation, self.arguments = state["activation"], list(state["arguments"])
+        self.activation = state["activation"]
+        self.arguments = list(state["arguments"])
 
     def summary_row(self) -> tuple[str, int, str]:
         """Return kernel, bytes, and what is fused, for :func:`torchq.summary`."""
@@ -299,9 +303,10 @@ class DynamicInt8Linear(DeployedLayer):
         """Return the range of each token of ``x``, (..., 1), or of all of it; float32."""
         amax = reduce_amax(x, self.descriptor.granularity).to(torch.float32)
         if amax.dim() and amax.shape[-1] != 1:
-            text = f"DynamicInt8Linear: got ranges along the features of {tuple(x.shape)}; "
-            text += "expected one per token or tensor"
-            raise ExportError(text)
+            raise ExportError(
+                f"DynamicInt8Linear: got ranges along the features of {tuple(x.shape)}; "
+                "expected one per token or tensor"
+            )
         factor = self.descriptor.scale_amax
         return amax if factor is None else amax * factor
 

@@ -80,18 +80,19 @@ def activation_of(node: fx.Node, trace: fx.GraphModule) -> ActivationCall | None
 
     An activation that works in place counts only where its input has no other reader.
     """
-    module, row = module_of(node, trace), row_of(node, trace)
+    module = module_of(node, trace)
+    row = row_of(node, trace)
     in_place = node.kwargs.get("inplace", False) or len(node.args) > 1 or _ends_in_place(node)
     if module is not None:
         in_place = getattr(module, "inplace", False)
-    found = None if row is None else _ACTIVATIONS.get(row.name)
+    activation = None if row is None else _ACTIVATIONS.get(row.name)
     if type(module) is nn.Hardtanh:
-        found = "clamp", (float(module.min_val), float(module.max_val))
+        activation = "clamp", (float(module.min_val), float(module.max_val))
     elif isinstance(module, nn.GELU) or node.target is F.gelu:
         tanh = getattr(module, "approximate", node.kwargs.get("approximate")) == "tanh"
-        found = "gelu_tanh" if tanh else "gelu", ()
+        activation = "gelu_tanh" if tanh else "gelu", ()
     source = input_node(node)
-    return None if in_place and source is not None and len(source.users) > 1 else found
+    return None if in_place and source is not None and len(source.users) > 1 else activation
 
 
 def _ends_in_place(node: fx.Node) -> bool:
@@ -145,10 +146,10 @@ def view_source(node: fx.Node, trace: fx.GraphModule) -> fx.Node | None:
     source = input_node(node)
     if node.target is operator.getitem:  # an item of a tuple or of a size rearranges nothing
         module = module_of(source, trace)
-        known = isinstance(module, (nn.Conv2d, nn.Linear, nn.ReLU)) or hasattr(
+        is_one_tensor = isinstance(module, (nn.Conv2d, nn.Linear, nn.ReLU)) or hasattr(
             module, "input_qparams"
         )
-        return source if known or (source and activation_of(source, trace)) else None
+        return source if is_one_tensor or (source and activation_of(source, trace)) else None
     if node.target is nth_chunk or _repeats(node, trace) or _rearranges(node, trace):
         return source
     return None
@@ -156,7 +157,8 @@ def view_source(node: fx.Node, trace: fx.GraphModule) -> fx.Node | None:
 
 def _rearranges(node: fx.Node, trace: fx.GraphModule) -> bool:
     if node.op == "call_module":
-        row, module = row_of(node, trace), module_of(node, trace)
+        row = row_of(node, trace)
+        module = module_of(node, trace)
         dropout = isinstance(module, nn.Dropout | nn.Identity)
         moves = row is not None and "move" in row.effects
         return (moves or dropout) and not getattr(module, "inplace", False)
@@ -184,13 +186,16 @@ def _repeats(node: fx.Node, trace: fx.GraphModule) -> bool:
 
 def pool_of(node: fx.Node, trace: fx.GraphModule, *kinds: type) -> Any:
     """Return the pooling of images of one of some kinds that ``node`` computes, or None."""
-    found, row = module_of(node, trace), row_of(node, trace)
+    pool = module_of(node, trace)
+    row = row_of(node, trace)
     kind = next((k for k in kinds if row is not None and k in row.classes), None)
     if kind is not None and node.op != "call_module":
-        given = {**dict(zip(_POOLS[kind], node.args[1:], strict=False)), **node.kwargs}
-        found = None if any(isinstance(v, fx.Node) for v in given.values()) else kind(**given)
-    fits = type(found) in kinds and not getattr(found, "return_indices", False)
-    return found if fits and input_node(node) is not None else None
+        arguments = {**dict(zip(_POOLS[kind], node.args[1:], strict=False)), **node.kwargs}
+        pool = (
+            None if any(isinstance(v, fx.Node) for v in arguments.values()) else kind(**arguments)
+        )
+    fits = type(pool) in kinds and not getattr(pool, "return_indices", False)
+    return pool if fits and input_node(node) is not None else None
 
 
 def preserves_nonnegative(node: fx.Node, trace: fx.GraphModule) -> bool:
@@ -201,5 +206,5 @@ def preserves_nonnegative(node: fx.Node, trace: fx.GraphModule) -> bool:
         return len(node.args) < 3 and node.kwargs.get("value") in (None, 0)
     numbers = [v for v in (*node.args, *node.kwargs.values()) if isinstance(v, (int, float))]
     row = row_of(node, trace)
-    kept = row is not None and row.nonnegative == "kept"
-    return kept and all(bool(number >= 0) for number in numbers)
+    row_keeps = row is not None and row.nonnegative == "kept"
+    return row_keeps and all(bool(number >= 0) for number in numbers)

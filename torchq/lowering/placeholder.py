@@ -19,10 +19,10 @@ PLACEHOLDER = "torchq_placeholder"
 
 def placeholder_for(model: nn.Module, example: Any) -> Tensor:
     """Return a tensor without elements, of the type and device of the inputs of a model."""
-    known = [*floats_in(example), *floats_in(list(model.parameters()))]
-    if not known:
+    floats = [*floats_in(example), *floats_in(list(model.parameters()))]
+    if not floats:
         return torch.empty(0, device="cpu", dtype=torch.float32)
-    return torch.empty(0, device=known[0].device, dtype=known[0].dtype)
+    return torch.empty(0, device=floats[0].device, dtype=floats[0].dtype)
 
 
 def add_placeholder_(model: nn.Module, like: Tensor) -> None:

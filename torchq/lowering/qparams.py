@@ -64,15 +64,16 @@ class ByteQParams:
             return "a quantizer has a delegate"
         if bool(quantizer.dead_ranges()):
             return cls(1.0, 0, 0, 0)
-        own = quantizer.qparams()
+        qparams = quantizer.qparams()
         shift = SIGNED_ZERO_POINT if d.format.signed else 0
-        codes = own.zero_point, own.quant_min, own.quant_max
-        return cls(float(own.scale), *(shift + int(code) for code in codes))
+        codes = qparams.zero_point, qparams.quant_min, qparams.quant_max
+        return cls(float(qparams.scale), *(shift + int(code) for code in codes))
 
     @property
     def bounds(self) -> tuple[float, float]:
         """The smallest and the largest real value."""
-        low, high = self.quant_min - self.zero_point, self.quant_max - self.zero_point
+        low = self.quant_min - self.zero_point
+        high = self.quant_max - self.zero_point
         return low * self.scale, high * self.scale
 
     @property
@@ -91,7 +92,8 @@ class ByteQParams:
             high: the largest value after clamping.
             keep_zero: keep the zero point.
         """
-        quant_min, quant_max = self._code(low), self._code(high)
+        quant_min = self._code(low)
+        quant_max = self._code(high)
         if quant_min < self.zero_point or keep_zero:
             return replace(self, quant_min=quant_min, quant_max=quant_max)
         return ByteQParams(self.scale, 0, quant_min - self.zero_point, quant_max - self.zero_point)
@@ -100,7 +102,8 @@ class ByteQParams:
         """Return the code of a value; infinities saturate."""
         if math.isnan(value):
             return self.quant_min
-        low, high = self.quant_min - self.zero_point, self.quant_max - self.zero_point
+        low = self.quant_min - self.zero_point
+        high = self.quant_max - self.zero_point
         return self.zero_point + round(min(max(value / self.scale, low), high))
 
     def quantize(self, x: Tensor) -> Tensor:

@@ -42,8 +42,8 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, module in model.named_modules():
         if isinstance(module, TensorQuantizer):
             continue
-        own = {name: value for name, value in vars(module).items() if name not in _COMMON}
-        for name, value in {**own, **module._buffers}.items():
+        attributes = {name: value for name, value in vars(module).items() if name not in _COMMON}
+        for name, value in {**attributes, **module._buffers}.items():
             full = f"{path}.{name}" if path else name
             if isinstance(value, Tensor):
                 yield full, value.detach().clone()

@@ -57,10 +57,11 @@ class _Name(str):
 
 
 def _rebuilt(name: str, root: nn.Module, rows: Sequence[Any]) -> TracedModel:
-    graph, nodes = fx.Graph(), dict[str, fx.Node]()
-    for op, own, target, given in rows:
-        args, kwargs = map_aggregate(given, lambda a: nodes[a] if isinstance(a, _Name) else a)
-        nodes[own] = graph.create_node(op, target, args, kwargs, own)
+    graph = fx.Graph()
+    nodes = dict[str, fx.Node]()
+    for op, name_of_node, target, arguments in rows:
+        args, kwargs = map_aggregate(arguments, lambda a: nodes[a] if isinstance(a, _Name) else a)
+        nodes[name_of_node] = graph.create_node(op, target, args, kwargs, name_of_node)
     model = TracedModel(root, graph, name, root)
     carry_placeholder_(root, model)
     return model
