@@ -94,7 +94,7 @@ class OutputScaling(nn.Module):
                 d.block_scale_format is not None and not isinstance(d.block_scale_format, ScaleType)
             ),
         }
-        reason = next((text for text, is_so in obstacles.items() if is_so), None)
+        reason = next((obstacle for obstacle, is_so in obstacles.items() if is_so), None)
         reason = reason or self._shared_ranges_obstacle()
         return None if reason is None else f"{reason}; fuse before quantizing"
 
@@ -186,7 +186,8 @@ class OutputScaling(nn.Module):
         if not (_has_range(before) and before.quantizing):
             return None
         with torch.no_grad():
-            weight, new = self.weight.detach(), folded.get_parameter("weight").detach()
+            weight = self.weight.detach()
+            new = folded.get_parameter("weight").detach()
             compared = GridComparison.of(before, weight, after, new, self.per_weight(scale))
             unlike = int(compared.unlike(outcome.changed, outcome.inexact).sum())
         if not unlike:

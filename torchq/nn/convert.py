@@ -136,13 +136,13 @@ class QuantModule(nn.Module):
 
         A key is missing where these tensors have no quantizer.
         """
-        found = {}
+        descriptors = {}
         kinds = {"input": self.input_slots, "weight": self.weight_slots, "output": ("output",)}
         for name, slots in kinds.items():
             quantizer = getattr(self, f"{slots[0]}_quantizer", None) if slots else None
             if isinstance(quantizer, TensorQuantizer):
-                found[name] = quantizer.given_descriptor
-        return found
+                descriptors[name] = quantizer.given_descriptor
+        return descriptors
 
     @property
     def quantizes_output(self) -> bool:
@@ -222,9 +222,9 @@ class QuantModule(nn.Module):
             for name, child in self._modules.items()
             if isinstance(child, TensorQuantizer)
         }
-        known = [child for key, child in ranges.items() if key in state_dict]
-        if known:
-            args[2].extend(key for key, child in ranges.items() if child not in known)
+        with_ranges = [child for key, child in ranges.items() if key in state_dict]
+        if with_ranges:
+            args[2].extend(key for key, child in ranges.items() if child not in with_ranges)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -263,9 +263,10 @@ def register(float_class: type[nn.Module]) -> Callable[[Q], Q]:
 
     def decorator(cls: Q) -> Q:
         if not (issubclass(cls, QuantModule) and issubclass(cls, float_class)):
-            text = f"register({qualified_name(float_class)}): got {qualified_name(cls)}; "
-            text += "expected a subclass of QuantModule and of it"
-            raise ConfigError(text)
+            raise ConfigError(
+                f"register({qualified_name(float_class)}): got {qualified_name(cls)}; "
+                "expected a subclass of QuantModule and of it"
+            )
         cls.float_class = float_class
         QUANTIZED.add(float_class, cls)
         return cls
@@ -327,8 +328,9 @@ def _derived_twin(cls: type[Any], twin: type[Any]) -> type[QuantModule]:
 def _blank_twin(cls: type[nn.Module]) -> QuantModule:
     twin = quantized_class(cls)
     if twin is None:
-        text = f"{qualified_name(cls)}: has no quantized twin; expected the code that was pickled"
-        raise QuantizationError(text)
+        raise QuantizationError(
+            f"{qualified_name(cls)}: has no quantized twin; expected the code that was pickled"
+        )
     return twin.__new__(twin)
 
 
@@ -366,15 +368,19 @@ def convert_(
     name = qualified_name(type(module))
     twin = quantized_class(type(module))
     if twin is None:
-        text = f"{name}: has no quantized twin; expected one of the registered classes. "
-        text += "See torchq.nn.register"
-        raise QuantizationError(text)
+        raise QuantizationError(
+            f"{name}: has no quantized twin; expected one of the registered classes. "
+            "See torchq.nn.register"
+        )
     if "forward" in vars(module):
-        text = f"{name}: forward was replaced on the instance; expected the class's own"
-        raise QuantizationError(text)
-    taken = [f"{slot}_quantizer" for slot in twin.slots() if hasattr(module, f"{slot}_quantizer")]
-    if taken:
-        raise QuantizationError(f"{name}: has {taken[0]} already; expected a float module")
+        raise QuantizationError(
+            f"{name}: forward was replaced on the instance; expected the class's own"
+        )
+    occupied = [
+        f"{slot}_quantizer" for slot in twin.slots() if hasattr(module, f"{slot}_quantizer")
+    ]
+    if occupied:
+        raise QuantizationError(f"{name}: has {occupied[0]} already; expected a float module")
     with unchanged_on_error(module):
         change_class(module, twin)
         module.attach_quantizers(**twin.slot_descriptors(input, weight))  # type: ignore[operator]
@@ -403,8 +409,9 @@ def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
     if not isinstance(module, fx.GraphModule) or "<locals>" in cls.__qualname__:
         module.__class__ = cls
         return
-    own: Any = type(cls.__new__(cls))
-    own.__name__, module.__class__ = type(module).__name__, own
+    own_class: Any = type(cls.__new__(cls))
+    own_class.__name__ = type(module).__name__
+    module.__class__ = own_class
     module.recompile()
 
 

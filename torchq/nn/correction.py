@@ -59,8 +59,8 @@ class Corrected(nn.Module):
 
     @property
     def _corrects(self) -> bool:
-        known: Any = (self.weight_quantizer, self.input_quantizer)
-        return self.is_corrected and any(getattr(q, "quantizing", False) for q in known)
+        quantizers: Any = (self.weight_quantizer, self.input_quantizer)
+        return self.is_corrected and any(getattr(q, "quantizing", False) for q in quantizers)
 
     def correct_output_(self, gain: Tensor | None, shift: Tensor) -> None:
         """Set the correction of results; see the attributes."""
@@ -99,7 +99,9 @@ class Corrected(nn.Module):
         if not self._corrects:
             return
         layer = cast(Any, self)
-        weight, bias, gain = layer.weight, layer.bias, self.output_gain
+        weight = layer.weight
+        bias = layer.bias
+        gain = self.output_gain
         with torch.no_grad():
             layer.bias = nn.Parameter(bias + self.output_shift, bias.requires_grad)
             if _holds(gain):
@@ -120,10 +122,10 @@ class Corrected(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         has_ranges = f"{prefix}weight_quantizer.amax" in state_dict
-        given = [state_dict.get(prefix + buffer.name) for buffer in CORRECTION]
-        describes = has_ranges or any(value is not None for value in given)
+        stored = [state_dict.get(prefix + buffer.name) for buffer in CORRECTION]
+        describes = has_ranges or any(value is not None for value in stored)
         if CORRECTION[1].name in self._buffers:
-            fits = all(getattr(v, "shape", (0,)) in ((0,), self._channels()) for v in given)
+            fits = all(getattr(v, "shape", (0,)) in ((0,), self._channels()) for v in stored)
             if describes and fits:  # A wrong shape stays an error of torch.
                 follow_keys(self, CORRECTION, state_dict, prefix, cast(Any, self).weight)
             elif self.is_corrected and self._has_other_weights(state_dict, prefix):

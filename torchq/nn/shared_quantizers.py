@@ -37,36 +37,39 @@ def share_quantizers_(model: nn.Module, paths: Sequence[str]) -> TensorQuantizer
         >>> model[1].input_quantizer is model[0].input_quantizer is shared
         True
     """
-    found = dict(model.named_modules(remove_duplicate=False))
-    chosen = [found.get(path) for path in paths]
+    modules = dict(model.named_modules(remove_duplicate=False))
+    chosen = [modules.get(path) for path in paths]
     for path, quantizer in zip(paths, chosen, strict=True):
         if not isinstance(quantizer, TensorQuantizer):
-            text = f"share: {path} is {type(quantizer).__name__}; expected the path of a quantizer"
-            raise QuantizationError(text)
+            raise QuantizationError(
+                f"share: {path} is {type(quantizer).__name__}; expected the path of a quantizer"
+            )
     quantizers = [q for q in chosen if isinstance(q, TensorQuantizer)]
     first = quantizers[0]
     if all(quantizer is first for quantizer in quantizers):
         return first
     for path, quantizer in zip(paths, quantizers, strict=True):
         if quantizer.descriptor.replace(name=None) != first.descriptor.replace(name=None):
-            text = f"share: {path} is {quantizer.descriptor}; expected {first.descriptor}, "
-            text += f"as {paths[0]}"
-            raise ConfigError(text)
+            raise ConfigError(
+                f"share: {path} is {quantizer.descriptor}; expected {first.descriptor}, "
+                f"as {paths[0]}"
+            )
         if quantizer.descriptor.granularity != PerTensor():
-            text = f"share: {path} is {quantizer.descriptor}; expected a range per tensor, "
-            text += "tensors differ in their axes"
-            raise ConfigError(text)
-    known = [q for q in quantizers if q.calibrated and not q.amax.is_meta]
-    if known:
-        widest = reduce(Range.joined, (q.range.map(torch.Tensor.detach) for q in known))
+            raise ConfigError(
+                f"share: {path} is {quantizer.descriptor}; expected a range per tensor, "
+                "tensors differ in their axes"
+            )
+    calibrated = [q for q in quantizers if q.calibrated and not q.amax.is_meta]
+    if calibrated:
+        widest = reduce(Range.joined, (q.range.map(torch.Tensor.detach) for q in calibrated))
         pairs = zip(first.range.ends(), widest.ends(), strict=True)
         # A scale that the first one holds as it is stays, if it is the widest.
-        if not all(torch.equal(own, wide) for (_, own), (_, wide) in pairs):
+        if not all(torch.equal(end, wide) for (_, end), (_, wide) in pairs):
             first.range = widest
     first.shared = True
     for path in paths[1:]:
         parent, _, leaf = path.rpartition(".")
-        setattr(found[parent], leaf, first)
+        setattr(modules[parent], leaf, first)
     return first
 
 

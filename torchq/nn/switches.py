@@ -15,10 +15,10 @@ def quantizing_only(
     At the end all do what they did before. Without ``chosen`` it turns all of them off.
     """
     before = [(quantizer, quantizer.mode) for quantizer in known]
-    wanted = {id(quantizer) for quantizer in chosen}
+    chosen_ids = {id(quantizer) for quantizer in chosen}
     try:
         for quantizer, _ in before:
-            quantizer.mode = "quantize" if id(quantizer) in wanted else "off"
+            quantizer.mode = "quantize" if id(quantizer) in chosen_ids else "off"
         yield
     finally:
         for quantizer, mode in before:

@@ -135,8 +135,8 @@ class TensorQuantizer(nn.Module):
         """Add the buffers or parameters of the range, as the descriptor fixes them or empty."""
         self.register_buffer("amin", None)
         for end in self._ends:
-            given = getattr(self.descriptor, end)
-            values = [] if given is None else given
+            fixed = getattr(self.descriptor, end)
+            values = [] if fixed is None else fixed
             initial = torch.tensor(values, dtype=torch.float32, device=device)
             if self.descriptor.learn_amax:
                 self._buffers.pop(end, None)
@@ -157,11 +157,13 @@ class TensorQuantizer(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a switch or an end of the range is checked, as by :meth:`set_amax`."""
         if name in ("observing", "quantizing") and not isinstance(value, bool):
-            text = f"{self._label}: got {name}={short_repr(value)}; expected True or False"
-            raise ConfigError(text)
+            raise ConfigError(
+                f"{self._label}: got {name}={short_repr(value)}; expected True or False"
+            )
         if name in ("amax", "amin") and name in self._buffers and isinstance(value, (int, float)):
-            text = f"{self._label}: got {name}={value}; expected a tensor. Call set_amax(number)"
-            raise ConfigError(text)
+            raise ConfigError(
+                f"{self._label}: got {name}={value}; expected a tensor. Call set_amax(number)"
+            )
         if name in ("amax", "amin") and self._takes_numbers(name, value):
             if value.numel():
                 checked_numbers(self._label, name, value, self.amax.device)
@@ -281,22 +283,24 @@ class TensorQuantizer(nn.Module):
     @delegate.setter
     def delegate(self, function: Delegate | None) -> None:
         if function is not None and not callable(function):
-            text = f"{self._label}: got the delegate {function!r}; expected a function of a tensor "
-            text += "and the quantizer, or None"
-            raise ConfigError(text)
+            raise ConfigError(
+                f"{self._label}: got the delegate {function!r}; expected a function of a tensor "
+                "and the quantizer, or None"
+            )
         self._delegate = function
 
     @property
     def mode(self) -> str:
         """``"off"``, ``"observe"``, ``"quantize"`` or ``"observe+quantize"``; assignable."""
         switches = (self.observing, self.quantizing)
-        return next(name for name, known in _MODES.items() if known == switches)
+        return next(name for name, states in _MODES.items() if states == switches)
 
     @mode.setter
     def mode(self, mode: str) -> None:
         if not isinstance(mode, str) or mode not in _MODES:
-            text = f"{self._label}: got mode {mode!r}; expected one of {', '.join(_MODES)}"
-            raise ConfigError(text)
+            raise ConfigError(
+                f"{self._label}: got mode {mode!r}; expected one of {', '.join(_MODES)}"
+            )
         self.observing, self.quantizing = _MODES[mode]
 
     @property
@@ -321,15 +325,16 @@ class TensorQuantizer(nn.Module):
         """
         d = self.descriptor
         if self.calibrated and not d.dynamic:
-            found = self.range.map(lambda end: self._with_scaled_gradient(end, x))
+            current = self.range.map(lambda end: self._with_scaled_gradient(end, x))
         elif torch.onnx.is_in_onnx_export():
-            text = f"{self._label}: has no calibrated range to export; expected a fixed amax. "
-            text += f"{_CALIBRATE}"
-            raise ExportError(text)
+            raise ExportError(
+                f"{self._label}: has no calibrated range to export; expected a fixed amax. "
+                f"{_CALIBRATE}"
+            )
         else:
-            found = Range.of(x, d.granularity, symmetric=d.symmetric)
+            current = Range.of(x, d.granularity, symmetric=d.symmetric)
         factor = d.scale_amax
-        return found if factor is None else found.map(lambda end: end * factor)
+        return current if factor is None else current.map(lambda end: end * factor)
 
     def _with_scaled_gradient(self, end: Tensor, x: Tensor) -> Tensor:
         """Return an end of the range, whose gradient is scaled in training if that is wanted."""
@@ -361,8 +366,8 @@ class TensorQuantizer(nn.Module):
         Raises:
             CalibrationError: amax is not known yet.
         """
-        found = self.qparams()
-        return found.scale, found.zero_point
+        parameters = self.qparams()
+        return parameters.scale, parameters.zero_point
 
     def qparams(self, x: Tensor | None = None) -> QParams:
         """Return the quantization parameters that calls quantize with, without gradient.
@@ -378,17 +383,17 @@ class TensorQuantizer(nn.Module):
         if "held_scale" in self._buffers:
             scale, point = self._held()
             zeros = torch.zeros_like(scale, dtype=torch.int32)
-            found = QParams(scale.to(dtype), zeros if point is None else point, d.format)
+            parameters = QParams(scale.to(dtype), zeros if point is None else point, d.format)
         elif x is not None:
-            known = self.range_for(x).map(lambda end: end.detach().to(dtype))
-            found = known.qparams(d.format, d.block_scale_format)
+            ends = self.range_for(x).map(lambda end: end.detach().to(dtype))
+            parameters = ends.qparams(d.format, d.block_scale_format)
         elif self.calibrated:
-            found = self._scaled_range().qparams(d.format, d.block_scale_format)
+            parameters = self._scaled_range().qparams(d.format, d.block_scale_format)
         else:
             raise CalibrationError(
                 f"{self._label}: the scale is not known; expected a calibrated amax. {_CALIBRATE}"
             )
-        return self._placed(found)
+        return self._placed(parameters)
 
     def _placed(self, found: QParams) -> QParams:
         """Return quantization parameters with the axis and the blocks that they belong to."""
@@ -420,9 +425,10 @@ class TensorQuantizer(nn.Module):
                 asymmetric. The range stays as it was.
         """
         if not self.descriptor.symmetric:
-            text = f"{self._label}: got set_amax for {self.descriptor}; expected both ends. "
-            text += "Use set_range(amin, amax)"
-            raise ConfigError(text)
+            raise ConfigError(
+                f"{self._label}: got set_amax for {self.descriptor}; expected both ends. "
+                "Use set_range(amin, amax)"
+            )
         self._set_checked(amax=value)
 
     def set_range(self, amin: Any, amax: Any) -> None:
@@ -448,23 +454,26 @@ class TensorQuantizer(nn.Module):
             device = self.amax.device
             numbers = [checked_numbers(self._label, *pair, device) for pair in ends.items()]
             if numbers[0].shape != numbers[-1].shape:
-                text = f"{self._label}: got amin of shape {tuple(numbers[-1].shape)} and amax of "
-                text += f"shape {tuple(numbers[0].shape)}; expected equal shapes"
-                raise ConfigError(text)
-            found = Range(*numbers)
-            length = found.high if found.low is None else found.high - found.low
+                raise ConfigError(
+                    f"{self._label}: got amin of shape {tuple(numbers[-1].shape)} and amax of "
+                    f"shape {tuple(numbers[0].shape)}; expected equal shapes"
+                )
+            new = Range(*numbers)
+            length = new.high if new.low is None else new.high - new.low
             if not length.is_meta and bool(length.isinf().any()):
                 raise ConfigError(
                     f"{self._label}: got a range from {float(numbers[-1].min()):.3g} to "
                     f"{float(numbers[0].max()):.3g}; expected ends whose distance fits float32"
                 )
-            dead = found.dead(self.descriptor.format) & (length > 0)
+            dead = new.dead(self.descriptor.format) & (length > 0)
             lost = 0 if length.is_meta else int(dead.sum())
             if lost:
-                text = f"{self._label}: got {lost} ranges as small as {float(length.min()):.3g}; "
-                text += "their scales are no normal float32 numbers, so their values become 0"
-                warnings.warn(text, stacklevel=3)
-            self.range = found
+                warnings.warn(
+                    f"{self._label}: got {lost} ranges as small as {float(length.min()):.3g}; "
+                    "their scales are no normal float32 numbers, so their values become 0",
+                    stacklevel=3,
+                )
+            self.range = new
 
     def set_qparams(self, scale: Any, zero_point: Any = None) -> None:
         """Hold a scale and a zero point as they are, such as those of a checkpoint of others.
@@ -489,11 +498,12 @@ class TensorQuantizer(nn.Module):
             >>> q(torch.tensor([-9.0, 0.3, 200.0]))
             tensor([ -1.0000,   0.5000, 126.5000])
         """
-        d, point = self.descriptor, 0 if zero_point is None else zero_point
+        d = self.descriptor
+        point = 0 if zero_point is None else zero_point
         with torch.inference_mode(False), torch.no_grad():
-            found = checked_qparams(self._label, d, scale, point, self.amax.device)
-            self.range = Range.of_qparams(found, symmetric=d.symmetric)
-            values = (found.scale,) if d.symmetric else (found.scale, found.zero_point)
+            checked = checked_qparams(self._label, d, scale, point, self.amax.device)
+            self.range = Range.of_qparams(checked, symmetric=d.symmetric)
+            values = (checked.scale,) if d.symmetric else (checked.scale, checked.zero_point)
             for buffer, value in zip(HELD, values, strict=False):
                 self.register_buffer(buffer.name, value)
 
@@ -506,10 +516,10 @@ class TensorQuantizer(nn.Module):
         if new.is_inference():  # Nothing could be trained through an inference tensor.
             with torch.inference_mode(False):
                 new = new.clone()
-        known = getattr(self, end)
-        if isinstance(known, nn.Parameter):
+        current = getattr(self, end)
+        if isinstance(current, nn.Parameter):
             # The parameter object stays, so an optimizer that holds it keeps training it.
-            known.data = new
+            current.data = new
         else:
             nn.Module.__setattr__(self, end, new)  # A check would wait for the device.
 
@@ -578,10 +588,10 @@ class TensorQuantizer(nn.Module):
         if self._chooses_sign:
             calibrator.format = self.given_descriptor.replace(unsigned=unsigned).format
         try:
-            found = calibrator.range(**options)
+            calibrated = calibrator.range(**options)
         except CalibrationError as error:
             raise CalibrationError(f"{where}: {error}") from None
-        self._take(found)
+        self._take(calibrated)
         if self._chooses_sign:
             self.set_unsigned(unsigned)
         elif self.descriptor.symmetric:
@@ -596,11 +606,14 @@ class TensorQuantizer(nn.Module):
             self.set_range(found.low, found.high)
 
     def _warn_of_negatives(self, calibrator: Calibrator) -> None:
-        if seen := calibrator.negative_batches:
-            text = f"{self._label}: got negative values in {seen} of {calibrator.batches} batches; "
-            text += f"{self.descriptor.format} makes them 0. "
-            text += "Use unsigned=False or 'auto', or leave it if that is meant"
-            warnings.warn(text, stacklevel=3)
+        if negative_batches := calibrator.negative_batches:
+            warnings.warn(
+                f"{self._label}: got negative values in {negative_batches} of {calibrator.batches} "
+                "batches; "
+                f"{self.descriptor.format} makes them 0. "
+                "Use unsigned=False or 'auto', or leave it if that is meant",
+                stacklevel=3,
+            )
 
     def calibrate_on(self, x: Tensor, method: str | None = None) -> None:
         """Set the range from one tensor, such as a weight, which a method may search.
@@ -617,10 +630,10 @@ class TensorQuantizer(nn.Module):
         if search is not None:
             options = {"symmetric": d.symmetric, "scale_format": d.block_scale_format}
             try:
-                found = search(x, d.format, d.granularity, **options)
+                searched = search(x, d.format, d.granularity, **options)
             except CalibrationError as error:
                 raise CalibrationError(f"{self._label}: {error}") from None
-            self._take(found)
+            self._take(searched)
             return
         observing, pending = self.observing, self.calibrator
         self.start_calibration(method)
@@ -633,7 +646,8 @@ class TensorQuantizer(nn.Module):
     @property
     def given_descriptor(self) -> QuantDescriptor:
         """The descriptor that the quantizer was made with, whatever its codes are now."""
-        d, is_symmetric = self.descriptor, self.descriptor.symmetric and not self.keeps_sign
+        d = self.descriptor
+        is_symmetric = self.descriptor.symmetric and not self.keeps_sign
         has_choice = "unsigned" in self._buffers
         return d.replace(unsigned="auto") if has_choice else d.replace(symmetric=is_symmetric)
 
@@ -656,9 +670,10 @@ class TensorQuantizer(nn.Module):
             ConfigError: the descriptor fixes the sign.
         """
         if not self._chooses_sign:
-            text = f"{self._label}: got set_unsigned for {self.descriptor}; "
-            text += "expected a descriptor with unsigned='auto'"
-            raise ConfigError(text)
+            raise ConfigError(
+                f"{self._label}: got set_unsigned for {self.descriptor}; "
+                "expected a descriptor with unsigned='auto'"
+            )
         value = _UNDECIDED if unsigned == "auto" else int(unsigned)
         with torch.inference_mode(False), torch.no_grad():
             buffer = torch.full_like(self.get_buffer("unsigned"), value)
@@ -719,9 +734,9 @@ class TensorQuantizer(nn.Module):
             missing += optional_buffers.lacking_keys(held, state_dict, prefix)
         else:
             optional = [buffer.name for buffer in (*FACTORS, *HELD)]
-            known = {prefix + name for name in ("amax", "amin", "unsigned", *optional)}
+            optional_keys = {prefix + name for name in ("amax", "amin", "unsigned", *optional)}
             added = missing[len(before) :]
-            missing[:] = before + [name for name in added if name not in known]
+            missing[:] = before + [name for name in added if name not in optional_keys]
         if prefix + "unsigned" in state_dict and "unsigned" in self._buffers:
             self._adopt_loaded_sign(prefix, args[4])
 
@@ -759,8 +774,8 @@ class TensorQuantizer(nn.Module):
     def extra_repr(self) -> str:
         """Return the descriptor, the range and the mode."""
         end = "amax" if self.descriptor.symmetric else "range"
-        text = f"{self.descriptor}, {end}={self.range_text()}, {self.mode}"
-        return text if self._delegate is None else f"{text}, delegated"
+        description = f"{self.descriptor}, {end}={self.range_text()}, {self.mode}"
+        return description if self._delegate is None else f"{description}, delegated"
 
 
 def _stands_elsewhere(tensor: Tensor, key: str, name: str, state: Mapping[str, Tensor]) -> bool:

@@ -181,21 +181,21 @@ class _Recorder(TorchFunctionMode):
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         owner = self._stack[-1]
         function = product_of(func, args)
-        found = self.found[id(owner)]
+        calls = self.found[id(owner)]
         if func is F.multi_head_attention_forward:
-            found.obstacle = WHOLE_ATTENTION
+            calls.obstacle = WHOLE_ATTENTION
         site, ndim = (None, 0) if function is None else self._site(owner, function, args, kwargs)
         if site is None:
-            found.unreached |= self._unreached(func, function, args, kwargs)
+            calls.unreached |= self._unreached(func, function, args, kwargs)
             return
         place = self._routes[id(owner)].current if id(owner) in self._routes else ""
         if isinstance(owner, fx.GraphModule):  # Its nodes have names, and none is routed.
-            place = f"node {len(found.sites)}"
+            place = f"node {len(calls.sites)}"
         if not place:
-            text = f"calls {site.kind} with a weight in code whose source does not show it"
-            found.unreached[site.kind] = text
+            use = f"calls {site.kind} with a weight in code whose source does not show it"
+            calls.unreached[site.kind] = use
             return
-        found.add(replace(site, site=place), ndim)
+        calls.add(replace(site, site=place), ndim)
 
     def _unreached(
         self, func: Any, function: Operator | None, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -232,9 +232,9 @@ class _Recorder(TorchFunctionMode):
     ) -> tuple[CallSite | None, int]:
         if function.word == "attention":
             return CallSite("attention"), 0
-        for left in (False, True) if function.symmetric else (False,):
-            weight = operand(args, kwargs, function.left if left else function.right)
-            data = operand(args, kwargs, function.right if left else function.left)
+        for is_left in (False, True) if function.symmetric else (False,):
+            weight = operand(args, kwargs, function.left if is_left else function.right)
+            data = operand(args, kwargs, function.right if is_left else function.left)
             if not isinstance(weight, Tensor) or id(data) not in self._data:
                 continue
             if weight.is_complex() or data.is_complex():
@@ -242,10 +242,10 @@ class _Recorder(TorchFunctionMode):
             if id(weight) in self._parameters:
                 path = next((n for n, p in owner.named_parameters() if p is weight), "")
                 if path:
-                    return CallSite(function.word, path, weight_is_left=left), weight.dim()
+                    return CallSite(function.word, path, weight_is_left=is_left), weight.dim()
             if origins := self._origins(id(weight)):
                 self.found[id(owner)].sources |= origins
-                return CallSite(function.word, weight_is_left=left), weight.dim()
+                return CallSite(function.word, weight_is_left=is_left), weight.dim()
         return None, 0
 
 
@@ -259,13 +259,13 @@ def find_calls(model: nn.Module, example: Any) -> Seen:
         with recorder.watching(model), recorder:
             call()
     for module in modules:
-        found = recorder.found.get(id(module))
-        if found is not None and id(module) in routes:
-            found.note_unseen(module, routes[id(module)].places)
-        if found is not None and _hides_weight(module, recorder.read):
-            found.unreached["weight"] = "hands its weight to an operator that is none of torch's"
-    visits = {key: found.visits for key, found in routes.items() if found.visits}
-    owners = {id(found): key for key, found in routes.items()}
+        calls = recorder.found.get(id(module))
+        if calls is not None and id(module) in routes:
+            calls.note_unseen(module, routes[id(module)].places)
+        if calls is not None and _hides_weight(module, recorder.read):
+            calls.unreached["weight"] = "hands its weight to an operator that is none of torch's"
+    visits = {key: route.visits for key, route in routes.items() if route.visits}
+    owners = {id(route): key for key, route in routes.items()}
     overwritten = {(owners.get(key, key), name) for key, name in overwrites.read_again}
     return Seen(recorder.found, visits, recorder.returned, overwritten, recorder.written)
 

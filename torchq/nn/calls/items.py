@@ -12,8 +12,8 @@ from torch import nn
 
 
 def _children(container: Any) -> dict[str, nn.Module]:
-    found: dict[str, nn.Module] = container.torchq_routes.children(container)
-    return found
+    children: dict[str, nn.Module] = container.torchq_routes.children(container)
+    return children
 
 
 def _length(self: Any) -> int:
@@ -49,8 +49,8 @@ def _of_key(self: Any, key: str) -> nn.Module:
 
 
 def _of_list(self: Any, index: Any) -> Any:
-    items = list(_children(self).values())
-    return self.float_class(items[index]) if isinstance(index, slice) else items[_whole(index)]
+    members = list(_children(self).values())
+    return self.float_class(members[index]) if isinstance(index, slice) else members[_whole(index)]
 
 
 def _of_sequence(self: Any, index: Any) -> Any:
@@ -82,6 +82,6 @@ _METHODS: dict[type[nn.Module], dict[str, Callable[..., Any]]] = {
 
 def items_of_authors(cls: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     """Return the methods that a routed class below ``cls`` needs; those of the user's own stay."""
-    base = next((known for known in _METHODS if issubclass(cls, known)), None)
+    base = next((container for container in _METHODS if issubclass(cls, container)), None)
     methods = {} if base is None else _METHODS[base]
     return {name: m for name, m in methods.items() if getattr(cls, name) is getattr(base, name)}

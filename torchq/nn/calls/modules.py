@@ -85,11 +85,14 @@ class ComputedCall(nn.Module):
 
 def _last_visits(calls: Sequence[CallSite]) -> dict[str, tuple[int, ...] | None]:
     """Return place -> the last visit of it that is planned; None for one that no run has shown."""
-    found: dict[str, tuple[int, ...] | None] = {}
+    last_by_place: dict[str, tuple[int, ...] | None] = {}
     for call in calls:
-        place, visits = place_of(call.site), visits_of(call.site)
-        found[place] = None if call.is_unseen else max(found.get(place) or visits, visits)
-    return found
+        place = place_of(call.site)
+        visits = visits_of(call.site)
+        last_by_place[place] = (
+            None if call.is_unseen else max(last_by_place.get(place) or visits, visits)
+        )
+    return last_by_place
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,8 @@ class Routes:
 
     def _check_unplanned(self, owner: Any, name: str, function: Any, args: tuple[Any, ...]) -> None:
         """Raise QuantizationError for a call with a weight that nothing was planned for."""
-        place, row = place_of(name), product_of(function, args)
+        place = place_of(name)
+        row = product_of(function, args)
         if row is None or row.word == "attention" or place not in self._last:
             return
         last = self._last[place]
@@ -164,8 +168,8 @@ class Routes:
     def added(self, owner: nn.Module) -> list[str]:
         """Return the names of the children that the author of the module did not give it."""
         holders = [call.holder for call in self.calls if call.holder and not call.is_unseen]
-        made = (Call, ComputedCall, ScaledDotProductAttention)
-        new = [name for name in holders if isinstance(owner.get_submodule(name), made)]
+        stand_ins = (Call, ComputedCall, ScaledDotProductAttention)
+        new = [name for name in holders if isinstance(owner.get_submodule(name), stand_ins)]
         return list(dict.fromkeys((*self.replacements.values(), *new)))
 
 
@@ -179,15 +183,16 @@ def _run_call(
     if call.kind == "attention":
         return holder(*args, **kwargs)
     if isinstance(holder, ComputedCall):
-        given = holder.arguments(function, args, kwargs)
-        if given is not None:
-            return holder(*given)
+        operands = holder.arguments(function, args, kwargs)
+        if operands is not None:
+            return holder(*operands)
         holder = holder.simulated
     row = product_of(function, args)
     if row is None or not isinstance(holder, QuantModule):  # It was left float, or is again.
         return carry_out(function, args, kwargs)
-    left, right = row.left, row.right
-    input, weight = (right, left) if call.weight_is_left else (left, right)
+    input, weight = row.left, row.right
+    if call.weight_is_left:
+        input, weight = weight, input
     changed = {
         input: holder.input_quantizer(operand(args, kwargs, input)),
         weight: holder.weight_quantizer(operand(args, kwargs, weight)),
@@ -279,19 +284,19 @@ def _readings(cls: type[Any]) -> list[Rewritten]:
 
 def rewritten(cls: type[Any]) -> Rewritten:
     """Return the forward of a class with routes, as its code is now."""
-    known = _readings(cls)  # type: ignore[arg-type]
-    found = next((reading for reading in known if reading.is_current), None)
-    if found is None:
-        found = rewrite_forward(cls, Route)
-        known.append(found)
-    return found
+    readings = _readings(cls)  # type: ignore[arg-type]
+    current = next((reading for reading in readings if reading.is_current), None)
+    if current is None:
+        current = rewrite_forward(cls, Route)
+        readings.append(current)
+    return current
 
 
 def forward_digest(module: nn.Module) -> str:
     """Return a hash of the code that operators of a module have their places in; "" for none."""
     if isinstance(module, RewrittenGraph):
-        found: str = module.meta[_META_DIGEST]
-        return found
+        digest: str = module.meta[_META_DIGEST]
+        return digest
     if isinstance(module, fx.GraphModule):
         return graph_digest(module.graph)
     return (module.reading if isinstance(module, RoutedModule) else rewritten(type(module))).digest
@@ -321,10 +326,10 @@ def _routed_class(cls: type[Any], found: Rewritten, is_container: bool) -> type[
 
 
 def _blank(cls: type[nn.Module], is_container: bool, digest: str) -> RoutedModule:
-    found = next((r for r in _readings(cls) if r.digest == digest), rewritten(cls))  # type: ignore[arg-type]
-    if found.digest != digest:
+    reading = next((r for r in _readings(cls) if r.digest == digest), rewritten(cls))  # type: ignore[arg-type]
+    if reading.digest != digest:
         raise QuantizationError(f"{qualified_name(cls)}: {CHANGED}")
-    twin: type[RoutedModule] = _routed_class(cls, found, is_container)  # type: ignore[arg-type]
+    twin: type[RoutedModule] = _routed_class(cls, reading, is_container)  # type: ignore[arg-type]
     return twin.__new__(twin)
 
 
@@ -340,7 +345,7 @@ def recording_operators(
     modules: Iterable[nn.Module], overwrites: Overwrites | None = None
 ) -> Iterator[dict[int, Recorder]]:
     """Let those of the modules note their operators in the block whose source allows it, by id."""
-    found: dict[int, Recorder] = {}
+    recorder_by_id: dict[int, Recorder] = {}
     changed = []
     try:
         for module in modules:
@@ -352,9 +357,9 @@ def recording_operators(
                 continue
             change_class(module, _routed_class(cls, reading, True))  # type: ignore[arg-type]
             changed.append((module, cls))
-            found[id(module)] = Recorder(overwrites)
-            vars(module)["torchq_routes"] = Routes(recorder=found[id(module)])
-        yield found
+            recorder_by_id[id(module)] = Recorder(overwrites)
+            vars(module)["torchq_routes"] = Routes(recorder=recorder_by_id[id(module)])
+        yield recorder_by_id
     finally:
         for module, cls in changed:
             vars(module).pop("torchq_routes", None)
@@ -408,10 +413,10 @@ def route_(
     _check_routable(module, operators, planned, has_own)
     if isinstance(module, fx.GraphModule):
         return replace_nodes_(module, operators)
-    found = rewritten(cls)
-    twin = _routed_class(cls, found, not has_own)  # type: ignore[arg-type]
+    reading = rewritten(cls)
+    twin = _routed_class(cls, reading, not has_own)  # type: ignore[arg-type]
     for name, word in ({call.site: call.kind for call in calls} | dict.fromkeys(operators)).items():
-        _check_site(cls, name, word, found.sites)
+        _check_site(cls, name, word, reading.sites)
     routed: Any = module
     with unchanged_on_error(module):
         _add_holders(module, planned)
@@ -427,8 +432,9 @@ def _check_routable(
     """Raise QuantizationError if :func:`route_` cannot convert the module."""
     where = qualified_name(type(module))
     if "forward" in vars(module):
-        text = f"{where}: forward was replaced on the instance; expected the class's own"
-        raise QuantizationError(text)
+        raise QuantizationError(
+            f"{where}: forward was replaced on the instance; expected the class's own"
+        )
     if calls and isinstance(module, fx.GraphModule):
         raise QuantizationError(
             f"{where}: is a graph of torch.fx, whose copies would lose the quantizers; expected a "
@@ -443,8 +449,9 @@ def _check_routable(
         raise QuantizationError(f"{where}: has quantizers already; expected a float module")
     for child in operators.values():
         if not child.isidentifier():
-            text = f"{where}: got {child!r} as the name of a child; expected a Python identifier"
-            raise QuantizationError(text)
+            raise QuantizationError(
+                f"{where}: got {child!r} as the name of a child; expected a Python identifier"
+            )
     for call in calls:
         _check_paths(module, call)
 
@@ -477,11 +484,13 @@ def _check_site(
     cls: type[nn.Module], name: str, word: str | None, sites: Sequence[SourceSite]
 ) -> None:
     """Raise QuantizationError if the code has no such operator, or no call of such a function."""
-    known = {MARK + s.name: OPERATORS[s.operator].word for s in sites}
-    if place_of(name) not in known or word not in (None, known[place_of(name)]):
+    word_by_place = {MARK + s.name: OPERATORS[s.operator].word for s in sites}
+    if place_of(name) not in word_by_place or word not in (None, word_by_place[place_of(name)]):
         what = "operator" if word is None else f"call of {word} at"
-        text = f"{qualified_name(cls)}: its forward has no {what} {name}; "
-        raise QuantizationError(f"{text}expected the code that was quantized")
+        raise QuantizationError(
+            f"{qualified_name(cls)}: its forward has no {what} {name}; "
+            "expected the code that was quantized"
+        )
 
 
 class RewrittenGraph(OperatorOwner):
@@ -494,8 +503,8 @@ class RewrittenGraph(OperatorOwner):
     def replacements(self) -> Mapping[str, str]:  # type: ignore[override]
         """Name of a node of the float graph -> name of the child that it calls now."""
         # Copies of a graph module keep ``meta``, and no other attributes.
-        found: Mapping[str, str] = self.meta.get(_META, {})
-        return found
+        child_by_node: Mapping[str, str] = self.meta.get(_META, {})
+        return child_by_node
 
     def on_revert(self) -> None:
         """Let the nodes call functions again, and remove the children."""
@@ -509,7 +518,8 @@ class RewrittenGraph(OperatorOwner):
                 node.replace_all_uses_with(node.args[0])
                 graph.erase_node(node)
             else:
-                node.op, node.target = "call_function", function_of(module)
+                node.op = "call_function"
+                node.target = function_of(module)
         self.graph = graph
         for child in children:
             delattr(self, child)
@@ -519,8 +529,8 @@ class RewrittenGraph(OperatorOwner):
     def __reduce__(self) -> Any:
         reduced: Any = super().__reduce__()
         function, arguments = reduced
-        kept = {name: self.meta[name] for name in (_META, _META_DIGEST)}
-        return _unpickled, (type(self).float_class, kept, function, arguments)
+        meta = {name: self.meta[name] for name in (_META, _META_DIGEST)}
+        return _unpickled, (type(self).float_class, meta, function, arguments)
 
 
 @cache
@@ -548,18 +558,21 @@ def replace_nodes_(module: fx.GraphModule, replacements: Mapping[str, str]) -> f
     cls: Any = type(type(module).__new__(type(module))).__bases__[0]
     for name, child in replacements.items():
         if name not in nodes:
-            text = f"{qualified_name(cls)}: its forward has no operator {name}; expected the code "
-            text += "that was quantized"
-            raise QuantizationError(text)
+            raise QuantizationError(
+                f"{qualified_name(cls)}: its forward has no operator {name}; expected the code "
+                "that was quantized"
+            )
         node = nodes[name]
         if isinstance(module.get_submodule(child), Tap):  # It gets the first operand of the node.
             with graph.inserting_before(node):
                 first = graph.call_module(child, (node.args[0],))
             node.args = (first, *node.args[1:])
         else:
-            node.op, node.target = "call_module", child
+            node.op = "call_module"
+            node.target = child
     # The class that the module had keeps the code of the graph that it had.
     change_class(module, _graph_class(cls))
     module.graph = graph
-    module.meta[_META], module.meta[_META_DIGEST] = dict(replacements), digest
+    module.meta[_META] = dict(replacements)
+    module.meta[_META_DIGEST] = digest
     return module

@@ -93,7 +93,8 @@ class Route:
     __slots__ = ("_owner", "_path", "_place", "_routes", "_visits")
 
     def __init__(self, owner: Any, path: str = MARK, place: str = MARK) -> None:
-        self._owner, self._routes = owner, owner.torchq_routes
+        self._owner = owner
+        self._routes = owner.torchq_routes
         self._path, self._place = path, place
         self._visits: dict[str, int] = {}
 
@@ -133,8 +134,8 @@ class Route:
 
     def own(self, how: str) -> Any:
         """Return the children of the module without those that stand for operators."""
-        found = self._routes.children(self._owner)
-        return list(found.items() if how == "named_children" else found.values())
+        children = self._routes.children(self._owner)
+        return list(children.items() if how == "named_children" else children.values())
 
     def _run(self, site: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         routes = self._routes
@@ -206,8 +207,8 @@ def product_of(func: Callable[..., Any], args: tuple[Any, ...]) -> Operator | No
 def equivalent_class(kind: str) -> type[nn.Module]:
     """Return the float class whose rules apply to calls of ``kind``."""
     name = _PRODUCTS[kind].layer
-    found: type[nn.Module] = STAND_INS[name] if name in STAND_INS else getattr(nn, name)
-    return found
+    layer: type[nn.Module] = STAND_INS[name] if name in STAND_INS else getattr(nn, name)
+    return layer
 
 
 def operand(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: tuple[int, str]) -> Any:
@@ -253,6 +254,6 @@ def site_descriptors(
     if weight is not None and weight.block_size is not None and weight.block_axis == -1:
         weight = weight.replace(block_axis=-2)
     elif weight is not None and weight.axis == (0,):
-        kept = (*range(weight_ndim - 2), weight_ndim - 1)
-        weight = weight.replace(axis=kept)
+        axes = (*range(weight_ndim - 2), weight_ndim - 1)
+        weight = weight.replace(axis=axes)
     return input, weight

@@ -130,11 +130,13 @@ class ProjectedAttention(nn.Module):
         """Refuse the arguments that torch's fast path alone accepts."""
         name = type(self).__name__
         if query.is_nested:
-            text = f"{name}: got a nested tensor; expected a padded one. Pass a key_padding_mask"
-            raise QuantizationError(text)
+            raise QuantizationError(
+                f"{name}: got a nested tensor; expected a padded one. Pass a key_padding_mask"
+            )
         if is_causal and attn_mask is None:
-            text = f"{name}: got is_causal without attn_mask; expected both, the hint and the mask"
-            raise QuantizationError(text)
+            raise QuantizationError(
+                f"{name}: got is_causal without attn_mask; expected both, the hint and the mask"
+            )
 
     def _quantizers(self, slots: tuple[str, ...]) -> tuple[nn.Module, ...]:
         return tuple(getattr(self, f"{slot}_quantizer") for slot in slots)
@@ -238,7 +240,8 @@ class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention):
             key = key.repeat_interleave(heads // key.shape[-3], dim=-3)
             value = value.repeat_interleave(heads // value.shape[-3], dim=-3)
         if is_causal:
-            shape, device = (query.shape[-2], key.shape[-2]), query.device
+            shape = (query.shape[-2], key.shape[-2])
+            device = query.device
             attn_mask = torch.ones(shape, dtype=torch.bool, device=device).tril()
         if attn_mask is not None:
             excluded = ~attn_mask if attn_mask.dtype is torch.bool else None
@@ -323,7 +326,8 @@ class QuantMultiheadAttention(QuantModule, ProjectedAttention, nn.MultiheadAtten
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
         biases = (None,) * 3 if self.in_proj_bias is None else _thirds(self.in_proj_bias)
-        inputs, weights = self._quantizers(self.projections), self._quantizers(self.weight_slots)
+        inputs = self._quantizers(self.projections)
+        weights = self._quantizers(self.weight_slots)
         # zip ends after three: the output projection comes later.
         rows = zip(
             (query, key, value), self.projection_weights(), biases, inputs, weights, strict=False

@@ -61,7 +61,8 @@ class _QuantConvTranspose(Corrected, OutputScaling, QuantModule):
         sizes = (self.stride, self.padding, self.kernel_size, dims, self.dilation)
         with constant_while_tracing():
             padding = self._output_padding(input, output_size, *sizes)  # type: ignore[operator]
-        x, weight = self.input_quantizer(input), self.weight_quantizer(self.weight)
+        x = self.input_quantizer(input)
+        weight = self.weight_quantizer(self.weight)
         bias = self.corrected_bias(cast(Tensor | None, self.bias))
         options = (self.stride, self.padding, padding, self.groups, self.dilation)
         return _CONVOLVE[dims](x, weight, bias, *options)  # type: ignore[arg-type]

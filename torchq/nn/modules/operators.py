@@ -111,8 +111,8 @@ def function_of(module: nn.Module) -> Callable[..., Any]:
     """Return the function of torch that a module of this file computes, quantized or not."""
     cls = type(module).float_class if isinstance(module, QuantModule) else type(module)
     row = next(row for row in map(ROWS.__getitem__, ROWS) if row.module == cls.__name__)
-    found = (f for f in row.functions if getattr(f, "__module__", None) != operator.__name__)
-    return cast("Callable[..., Any]", next(found))
+    functions = (f for f in row.functions if getattr(f, "__module__", None) != operator.__name__)
+    return cast("Callable[..., Any]", next(functions))
 
 
 def stand_in(cls: type[nn.Module]) -> nn.Module:
@@ -144,9 +144,10 @@ class Call(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raise QuantizationError: the parent makes the call."""
-        text = "torchq.nn.Call: was called; expected its parent to make the call. "
-        text += "It only holds the quantizers of a function call"
-        raise QuantizationError(text)
+        raise QuantizationError(
+            "torchq.nn.Call: was called; expected its parent to make the call. "
+            "It only holds the quantizers of a function call"
+        )
 
 
 @register(Call)

@@ -80,16 +80,16 @@ class QuantRecurrent(QuantModule, nn.RNNBase):
 
     def all_slots(self) -> dict[str, str]:
         """Return every slot of this layer with the slot of level 0 whose descriptor it has."""
-        found = {}
+        like_by_slot = {}
         for level in range(self.num_layers):
-            found[f"input_l{level}"] = "input_l0"
+            like_by_slot[f"input_l{level}"] = "input_l0"
             for end in self.suffixes(level):
-                own = {"hidden": "hidden_l0", "weight_ih": "weight_ih_l0"}
-                own["weight_hh"] = "weight_hh_l0"
+                of_end = {"hidden": "hidden_l0", "weight_ih": "weight_ih_l0"}
+                of_end["weight_hh"] = "weight_hh_l0"
                 if self.proj_size:
-                    own |= {"projected": "hidden_l0", "weight_hr": "weight_hh_l0"}
-                found.update({f"{kind}{end}": like for kind, like in own.items()})
-        return found
+                    of_end |= {"projected": "hidden_l0", "weight_hr": "weight_hh_l0"}
+                like_by_slot.update({f"{kind}{end}": like for kind, like in of_end.items()})
+        return like_by_slot
 
     def attach_quantizers(self, **descriptors: QuantDescriptor | None) -> None:
         """Add the quantizers of all levels and directions, like those of level 0."""
@@ -148,13 +148,13 @@ class QuantRecurrent(QuantModule, nn.RNNBase):
         count = self.num_layers * (2 if self.bidirectional else 1)
         if hx is None:
             widths = (self.proj_size or self.hidden_size, self.hidden_size)[: self.state_parts]
-            given: State = tuple(input.new_zeros(count, rows, width) for width in widths)
+            initial: State = tuple(input.new_zeros(count, rows, width) for width in widths)
         else:
-            given = hx if isinstance(hx, tuple) else (hx,)
-            given = given if is_batched else tuple(part.unsqueeze(1) for part in given)
+            initial = hx if isinstance(hx, tuple) else (hx,)
+            initial = initial if is_batched else tuple(part.unsqueeze(1) for part in initial)
         if not torch.jit.is_tracing():  # There the check would compare sizes that are tensors.
-            self.check_forward_args(input, self._as_torch(given), batch_sizes)
-        return given
+            self.check_forward_args(input, self._as_torch(initial), batch_sizes)
+        return initial
 
     def _as_torch(self, state: State) -> Any:
         """Return a state as torch's layer takes and returns it."""
@@ -177,16 +177,16 @@ class QuantRecurrent(QuantModule, nn.RNNBase):
         """Run one level, by torch's own kernel where its hidden states stay float."""
         directions = self.suffixes(level)
         first = level * len(directions)
-        own = tuple(part[first : first + len(directions)] for part in state)
+        level_state = tuple(part[first : first + len(directions)] for part in state)
         if all(is_passive(q) for end in directions for q in self._step_quantizers(end)):
-            return self._run_fused(x, sizes, own, directions)
-        found = [
-            self._run_direction(x, sizes, tuple(part[number] for part in own), end)
+            return self._run_fused(x, sizes, level_state, directions)
+        runs = [
+            self._run_direction(x, sizes, tuple(part[number] for part in level_state), end)
             for number, end in enumerate(directions)
         ]
-        outputs = [y for y, _ in found]
+        outputs = [y for y, _ in runs]
         y = torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
-        return y, [last for _, last in found]
+        return y, [last for _, last in runs]
 
     def _step_quantizers(self, end: str) -> list[nn.Module]:
         """Return the quantizers that run at each step of a direction."""
@@ -216,18 +216,20 @@ class QuantRecurrent(QuantModule, nn.RNNBase):
         self, x: Tensor, sizes: list[int], state: State, directions: tuple[str, ...]
     ) -> tuple[Tensor, list[State]]:
         """Run one level by torch's own kernel."""
-        given: list[Tensor] = []
+        kernel_weights: list[Tensor] = []
         for weights, biases in map(self._weights, directions):
-            given += [*weights[:2], *biases, *weights[2:]]
+            kernel_weights += [*weights[:2], *biases, *weights[2:]]
         options = (self.bias, 1, 0.0, self.training, len(directions) > 1)
         hx: Any = self._as_torch(state)
         # In a padded sequence all sizes are one object, which may stand for an open dimension.
         if all(size is sizes[0] for size in sizes):
             steps = x.view(len(sizes), sizes[0], x.shape[-1])
-            y, *last = self._call_kernel(steps, hx, given, *options, False)
+            y, *last = self._call_kernel(steps, hx, kernel_weights, *options, False)
             y = y.flatten(0, 1)
         else:
-            y, *last = self._call_kernel(x, torch.tensor(sizes, device="cpu"), hx, given, *options)
+            y, *last = self._call_kernel(
+                x, torch.tensor(sizes, device="cpu"), hx, kernel_weights, *options
+            )
         ends = [tuple(part[number] for part in last) for number in range(len(directions))]
         return y, ends
 
@@ -248,10 +250,10 @@ class QuantRecurrent(QuantModule, nn.RNNBase):
         product = step_product(gates, weights[1], sizes)
 
         def cell(step: int, state: State) -> State:
-            output, *rest = self._after_gates(product(step, quantizers[0](state[0])), state)
+            output, *memory = self._after_gates(product(step, quantizers[0](state[0])), state)
             if self.proj_size:
                 output = F.linear(quantizers[1](output), weights[2])
-            return output, *rest
+            return output, *memory
 
         return cell
 
