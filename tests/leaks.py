@@ -112,7 +112,9 @@ def command_of(number: str) -> str:
 def files_of_the_sources() -> set[str]:
     """Return the files in the repository's root, where tests run; folders there are caches."""
     with os.scandir(ROOT) as entries:
-        return {f"file {entry.path}" for entry in entries if entry.is_file()}
+        files = [entry for entry in entries if entry.is_file()]
+    # coverage.py writes its own while tests run.
+    return {f"file {file.path}" for file in files if not file.name.startswith(".coverage")}
 
 
 def temporary_entries() -> set[str]:
