@@ -24,6 +24,7 @@ DOCUMENTS = [
     "RELEASE.md",
     "SECURITY.md",
     "benchmarks/README.md",
+    "changes/README.md",
     *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))),
 ]
 NAMED_FILE = re.compile(r"(?<![\w/.-])(?:tests|benchmarks|torchq|docs)/[\w./-]*\w(?:\.py|\.md|/)")
@@ -89,6 +90,12 @@ def test_changelog_describes_this_version() -> None:
     assert re.search(
         rf"^## {re.escape(torchq.__version__)} - \d{{4}}-\d\d-\d\d$", read("CHANGELOG.md"), re.M
     )
+
+
+def test_changes_are_named_so_that_a_release_collects_them() -> None:
+    names = [path.name for path in (ROOT / "changes").iterdir() if path.name != "README.md"]
+    kinds = "removed|added|changed|fixed"
+    assert [name for name in names if not re.fullmatch(rf"\+[\w-]+\.({kinds})\.md", name)] == []
 
 
 def test_what_replaces_a_name_that_is_gone_is_there() -> None:
