@@ -215,7 +215,7 @@ def test_scale_types_round_as_torch_does(name: str, dtype: torch.dtype) -> None:
     assert torch.equal(kind.snap_(x.clone()), torch.where(x > kind.qmax, x, near))
     odd = kind.snap_(torch.tensor([float("nan"), float("inf")], dtype=dtype))
     assert odd[0].isnan() and odd[1].isinf()
-    assert kind.qmax == torch.finfo(kind.dtype).max
+    assert kind.qmax == torch.finfo(kind.dtype).max and not kind.signed
     assert kind.smallest_normal == torch.finfo(kind.dtype).tiny <= kind.least
 
 

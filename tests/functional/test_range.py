@@ -1,0 +1,40 @@
+"""Ranges of tensors: their ends, several of them together, and where code is traced."""
+
+import torch
+from torch import Tensor, nn
+
+from torchq.functional import Range
+
+
+def test_a_range_with_two_ends_holds_zero() -> None:
+    x = torch.tensor([[0.5, 2.0], [-3.0, -1.0]])
+    whole = Range.of(x, symmetric=False)
+    assert (whole.low, whole.high) == (-3.0, 2.0)
+    for one_sided, ends in ((x[0], (0.0, 2.0)), (x[1], (-3.0, 0.0))):
+        one = Range.of(one_sided, symmetric=False)
+        assert (one.low, one.high) == ends
+    assert Range.of(x[1]) == Range(torch.tensor(3.0))
+
+
+def test_ranges_of_one_kind_are_joined() -> None:
+    a, b = torch.tensor([-1.0, 3.0]), torch.tensor([-2.0, 1.0])
+    both = Range.of(a, symmetric=False).joined(Range.of(b, symmetric=False))
+    assert (both.low, both.high) == (-2.0, 3.0)
+    magnitudes = Range.of(a).joined(Range.of(b))
+    assert magnitudes.low is None and magnitudes.high == 3.0
+
+
+class Ranges(nn.Module):
+    """Returns the ranges of its input."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return Range.of(x).high, Range.of(x, symmetric=False).low
+
+
+def test_ranges_are_one_step_of_a_traced_graph() -> None:
+    """What they look at, such as the device, is no value of the trace."""
+    traced = torch.fx.symbolic_trace(Ranges())
+    functions = [node.target.__name__ for node in traced.graph.nodes if node.op == "call_function"]
+    assert {"reduce_amax", "_both_ends"} < set(functions)
+    x = torch.tensor([0.5, -4.0])
+    assert traced(x) == Ranges()(x) == (4.0, -4.0)
