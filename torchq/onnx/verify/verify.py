@@ -280,6 +280,7 @@ class _File:
     def __init__(self, model: nn.Module, path: Path, graph: Model, *, optimized: bool) -> None:
         record = read_record(graph)
         self._path = path
+        self._optimized = optimized
         self._runtime = RUNTIMES.get(str(record.get("target")))
         self._typed = SCALE_TYPES.get(str(record.get("precision")))
         # What a target added to layers is taken away: the rest must be the model's own.
@@ -356,7 +357,8 @@ class _File:
         few = min(widths, default=8) <= _FEW_BITS
         if self.is_for_another:
             return OTHER_SHARE_OF_FEW_BITS if few else OTHER_SHARE
-        return APPROXIMATE_SHARE if few else SHARE
+        # A file as it is written has float kernels, in the reference too.
+        return APPROXIMATE_SHARE if few or not self._optimized else SHARE
 
     def compare(self, model: nn.Module, batch: Any, feeds: Mapping[str, Tensor]) -> None:
         """Compare the codes of one batch, and the outputs behind the last of them."""
