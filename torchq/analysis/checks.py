@@ -114,7 +114,7 @@ class Observation:
 def observe(
     model: nn.Module,
     known: dict[str, TensorQuantizer],
-    batches: Iterable[Any],
+    batches: Iterable[object],
     run: Callable[[Any], Any],
 ) -> Observation | None:
     """Run ``model`` in float on batches and return what was seen; None without any batch.

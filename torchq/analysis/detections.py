@@ -148,7 +148,7 @@ class Detections:
             )
         self.layout, self.threshold, self.slack, self.iou = layout, threshold, slack, iou
 
-    def sums(self, output: Any, reference: Any, batch: Any = None) -> list[float]:
+    def sums(self, output: object, reference: object, batch: object = None) -> list[float]:
         """Return the counts and sums of one batch, which add up over batches."""
         read = self.layout or detections_in
         detected, expected = read(output), read(reference)
@@ -218,7 +218,7 @@ class Detections:
                 stacklevel=3,
             )
 
-    def check_layout(self, reference: Any) -> None:
+    def check_layout(self, reference: object) -> None:
         """Try the metric on an output and itself, and on one that shows the background alone.
 
         Args:
@@ -244,7 +244,7 @@ class Detections:
                 f"layout is read in a wrong way. {_OWN_LAYOUT}"
             )
 
-    def against(self, model: nn.Module, batches: Sequence[Any]) -> Callable[[nn.Module], float]:
+    def against(self, model: nn.Module, batches: Sequence[object]) -> Callable[[nn.Module], float]:
         """Return a metric of quantized models: how far they detect what ``model`` does.
 
         Args:
@@ -267,12 +267,12 @@ class Detections:
 
         return detections
 
-    def agreement(self, output: Any, reference: Any) -> DetectionAgreement:
+    def agreement(self, output: object, reference: object) -> DetectionAgreement:
         """Compare two outputs for one batch, of a quantized model and of the float one."""
         return self.of_sums(self.sums(output, reference))
 
 
-def _outputs(model: nn.Module, batches: Sequence[Any]) -> list[Any]:
+def _outputs(model: nn.Module, batches: Sequence[object]) -> list[Any]:
     with untouched(model):
         return [call_model(model, batch, device=device_of(model)) for batch in batches]
 
@@ -312,7 +312,7 @@ def _mask_iou(a: Tensor, b: Tensor) -> float:
     return float((one & other).sum()) / union if union else 1.0
 
 
-def detections_in(output: Any) -> list[Detected]:
+def detections_in(output: object) -> list[Detected]:
     """Return what an output of a usual layout detects; see :class:`Detections`."""
     if isinstance(output, Sequence) and output and all(map(_is_image, output)):
         return [_of_dict(image) for image in output]
@@ -367,7 +367,7 @@ def without_background(scores: Tensor) -> Tensor:
     return scores.index_fill(-1, torch.tensor([background]), 0.0)
 
 
-def background_of(output: Any) -> Any:
+def background_of(output: object) -> Any:
     """Return an output whose places all have what most of them have; lists of boxes as they are."""
     if isinstance(output, Sequence) and output and all(map(_is_image, output)):
         return output
@@ -386,7 +386,7 @@ def background_of(output: Any) -> Any:
     return output if all(one is other for one, other in pairs) else changed
 
 
-def _is_image(value: Any) -> bool:
+def _is_image(value: object) -> bool:
     return isinstance(value, Mapping) and {"boxes", "scores", "labels"} <= set(value)
 
 

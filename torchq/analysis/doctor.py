@@ -115,7 +115,7 @@ def doctor(
     model: nn.Module,
     batches: Iterable[Any] | None = None,
     *,
-    metric: Any = None,
+    metric: object = None,
     forward: Forward | None = None,
     num_batches: int | None = 4,
     strict: bool = False,

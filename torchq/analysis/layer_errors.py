@@ -246,7 +246,7 @@ class LayerErrors:
 @utils.uncompiled()
 def layer_errors(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     *,
     forward: Forward | None = None,
     num_batches: int | None = None,
@@ -326,7 +326,7 @@ class _Record:
         for value, reference in zip(floats_in(alone), expected, strict=False):
             self.local.add(value[: len(reference)] if value.dim() else value, reference)
 
-    def after_quantized(self, args: Any, kwargs: Any, output: Any) -> None:
+    def after_quantized(self, args: object, kwargs: object, output: object) -> None:
         """Compare the output with that of the float model."""
         if self.expected:
             for value, reference in zip(_compared(output), self.expected.pop(0), strict=False):
@@ -399,7 +399,7 @@ class _Measurement:
         return LayerErrors(rows, output, self.batches, unseen)
 
 
-def _compared(value: Any) -> list[Tensor]:
+def _compared(value: object) -> list[Tensor]:
     """Return the part of each floating-point tensor that is compared."""
     return [tensor[: _leading(tensor)] if tensor.dim() else tensor for tensor in floats_in(value)]
 
@@ -413,7 +413,7 @@ def _leading(tensor: Tensor) -> int:
     return min(length, max(_IMAGES, -(-_SAMPLE // each)))
 
 
-def _part_of_call(layer: QuantizedLayer, args: Sequence[Any], output: Any) -> Sequence[Any]:
+def _part_of_call(layer: QuantizedLayer, args: Sequence[object], output: object) -> Sequence[Any]:
     """Return the first images where a layer treats each by itself, else all arguments."""
     if not args or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
         return args

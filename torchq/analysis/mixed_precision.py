@@ -129,7 +129,7 @@ def _listed(figures: Mapping[str, float]) -> str:
 @utils.uncompiled()
 def mixed_precision(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     *,
     budget: Mapping[str, float],
     formats: Sequence[FormatChoice] = ("w8a8", "w4a8", "w4a4"),
@@ -280,7 +280,7 @@ def gather_facts(
             facts[name].reads.add((x.data_ptr(), tuple(x.shape), x.stride(), version))
             alive.append(x)
 
-    def leave(name: str, args: Any, kwargs: Any, output: Any) -> None:
+    def leave(name: str, args: object, kwargs: object, output: object) -> None:
         flops = counter.get_total_flops() - started.pop()
         facts[name].multiplications += flops / 2 / max(size, 1)
 
@@ -330,7 +330,7 @@ class _Candidate:
 def _candidate(
     model: nn.Module,
     config: QuantConfig | None,
-    batches: Sequence[Any],
+    batches: Sequence[object],
     exclude: Sequence[utils.Pattern] | utils.Pattern | None,
     forward: Forward | None,
 ) -> _Candidate:
@@ -379,7 +379,7 @@ def _run_alone(module: nn.Module, args: Any, kwargs: Any) -> Any:
 def _estimated(
     model: nn.Module,
     candidates: dict[str, _Candidate],
-    batches: Sequence[Any],
+    batches: Sequence[object],
     forward: Forward | None,
     progress: bool,
 ) -> Damages:

@@ -96,7 +96,7 @@ class Noise:
         return min(1.0, max(-1.0, cosine))
 
 
-def scores_in(output: Any) -> list[Tensor]:
+def scores_in(output: object) -> list[Tensor]:
     """Return the scores of classes in an output.
 
     Where a field has the name that other libraries use for scores, it is the only one: encoders
@@ -106,13 +106,13 @@ def scores_in(output: Any) -> list[Tensor]:
     return [t for t in _named(output) or results_in(output) if _has_classes(t)]
 
 
-def only_scores(output: Any) -> Tensor | None:
+def only_scores(output: object) -> Tensor | None:
     """Return the scores where it is plain which tensor holds them: by its name, or alone."""
     candidates = _named(output) or results_in(output)
     return candidates[0] if len(candidates) == 1 and _has_classes(candidates[0]) else None
 
 
-def _named(output: Any) -> list[Tensor]:
+def _named(output: object) -> list[Tensor]:
     fields = [value for name, value in _fields(output) if name.split("_")[0] in _NAMES]
     return results_in(fields[0]) if fields else []
 
@@ -121,7 +121,7 @@ def _has_classes(tensor: Tensor) -> bool:
     return tensor.dim() >= 2 and tensor.shape[class_axis(tensor)] > 1
 
 
-def _fields(output: Any) -> Iterator[tuple[str, Any]]:
+def _fields(output: object) -> Iterator[tuple[str, Any]]:
     if isinstance(output, Mapping):
         yield from ((str(name), value) for name, value in output.items())
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
@@ -133,7 +133,7 @@ def class_axis(output: Tensor) -> int:
     return 1 if output.dim() >= 4 else -1
 
 
-def batch_size(batch: Any) -> int:
+def batch_size(batch: object) -> int:
     """Return how many images or sequences a batch holds: the length of its first tensor."""
     return next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()), 1)
 
@@ -142,7 +142,7 @@ def batch_size(batch: Any) -> int:
 Sums = dict[Any, list[float]]
 
 
-def add_sums(known: Sums, key: Any, new: list[float]) -> None:
+def add_sums(known: Sums, key: object, new: list[float]) -> None:
     """Add the sums of one batch, which may hold more images, to those of the batches before."""
     pairs = zip_longest(known.get(key, []), new, fillvalue=0.0)
     known[key] = [a + b for a, b in pairs]
@@ -153,7 +153,7 @@ class Sqnr:
 
     name, unit = "sqnr", "dB"
 
-    def sums(self, output: Any, reference: Any, batch: Any) -> list[float]:
+    def sums(self, output: object, reference: object, batch: object) -> list[float]:
         """Return signal and noise of each output of one batch, one after the other."""
         sums: list[float] = []
         for value, expected in zip(results_in(output), results_in(reference), strict=False):
@@ -182,7 +182,7 @@ class Score(_OfUser):
 
     unit = ""
 
-    def sums(self, output: Any, reference: Any, batch: Any) -> list[float]:
+    def sums(self, output: object, reference: object, batch: object) -> list[float]:
         """Return the score of one batch times its size, and the size."""
         score = self.function(output, batch)
         size = batch_size(batch)
@@ -252,7 +252,7 @@ def percent_text(share: float) -> str:
     return f"{share:.2%}" if share >= 0.0001 else f"{share:.1e}"
 
 
-def plain(value: Any, digits: int | None = None) -> Any:
+def plain(value: object, digits: int | None = None) -> Any:
     """Return JSON data of so many significant digits; None stands for what is not finite."""
     if isinstance(value, dict):
         return {key: plain(entry, digits) for key, entry in value.items()}
@@ -332,8 +332,8 @@ def _below(value: float, bounds: tuple[float, float]) -> int:
 
 def compare_outputs(
     model: nn.Module,
-    batches: Iterable[Any],
-    metric: Any = None,
+    batches: Iterable[object],
+    metric: object = None,
     *,
     forward: Forward | None = None,
     progress: bool = True,
@@ -386,7 +386,9 @@ def compare_outputs(
     )
 
 
-def _add_figures(sums: Sums, metric: Any, found: Any, expected: Any, batch: Any) -> None:
+def _add_figures(
+    sums: Sums, metric: object, found: object, expected: object, batch: object
+) -> None:
     """Add what one batch gives to the sums of all figures."""
     if isinstance(metric, Detections) and not sums:
         metric.check_layout(expected)
@@ -413,7 +415,7 @@ def user_metric(where: str, metric: Any) -> Score | Evaluation | Detections | No
     return chosen
 
 
-def _agreement(found: Any, expected: Any) -> list[float]:
+def _agreement(found: object, expected: object) -> list[float]:
     """Return for one batch: equal predictions, all predictions, 1 where shapes differ."""
     shapes = [[tensor.shape for tensor in results_in(output)] for output in (found, expected)]
     differ = float(shapes[0] != shapes[1])

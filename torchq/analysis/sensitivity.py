@@ -240,7 +240,7 @@ class Disturbance:
 
 
 def fisher_costs(
-    call: Callable[[Any], Any], batches: Iterable[Any], disturbances: Collection[Disturbance]
+    call: Callable[[Any], Any], batches: Iterable[object], disturbances: Collection[Disturbance]
 ) -> dict[Any, float]:
     """Return the estimate of each key, for one prediction; those of one key happen together.
 
@@ -276,7 +276,7 @@ def _drawn_gradients(
     return gradients
 
 
-def _class_scores(output: Any) -> Tensor:
+def _class_scores(output: object) -> Tensor:
     """Return the first output with classes that a gradient leads to; an error names what to do."""
     candidates = [scores for scores in scores_in(output) if scores.requires_grad]
     if not candidates:
@@ -385,7 +385,7 @@ class _Run:
     progress: bool
 
     def compare(
-        self, metric: Sqnr | Score | Detections, batches: Iterable[Any], most: int | None
+        self, metric: Sqnr | Score | Detections, batches: Iterable[object], most: int | None
     ) -> dict[str, float]:
         """Measure the outputs for each layer, batch by batch."""
         active = active_quantizers(self.model)
@@ -440,7 +440,7 @@ class _Run:
                 values[name] = metric.of(self.model)
         return values
 
-    def estimate(self, batches: Iterable[Any], most: int | None) -> dict[str, float]:
+    def estimate(self, batches: Iterable[object], most: int | None) -> dict[str, float]:
         """Estimate the cost of each layer from gradients."""
         everything = {p: q for a in self.layers for p, q in a.quantizers.items()}
         chosen = self.groups | {_EVERYTHING: everything}
@@ -474,7 +474,10 @@ def _required(found: dict[str, T]) -> dict[str, T]:
 
 
 def _run_with(
-    module: nn.Module, chosen: list[TensorQuantizer], args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module,
+    chosen: list[TensorQuantizer],
+    args: tuple[object, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """Call a module by itself with some quantizers on."""
     with quantizing_only(chosen, chosen):

@@ -75,7 +75,7 @@ class Trial:
                 self.edits.append(result)
         return len(self.edits) - before
 
-    def bar(self, items: Sequence[Any], description: str) -> Any:
+    def bar(self, items: Sequence[object], description: str) -> Any:
         """Iterate over ``items`` behind a progress bar that appears after a second."""
         return progress_bar(items, description=description, enabled=self.progress, unit="module")
 
@@ -144,7 +144,7 @@ def run_passes(trial: Trial, passes: Sequence[Pass] = PASSES) -> None:
 
 def fuse_(
     model: nn.Module,
-    example: Any = None,
+    example: object = None,
     *,
     verify: bool = True,
     dry_run: bool = False,
@@ -241,7 +241,7 @@ def _innermost_uncopyable(model: nn.Module) -> tuple[str, nn.Module]:
     return "", model
 
 
-def _check_model(model: Any) -> None:
+def _check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise FuseError(
             f"fuse_: got a {type(model).__name__}; expected a torch.nn.Module. It is changed in"
@@ -260,7 +260,7 @@ def _check_model(model: Any) -> None:
         )
 
 
-def _compare(model: nn.Module, fused: nn.Module, example: Any, report: FuseReport) -> FuseReport:
+def _compare(model: nn.Module, fused: nn.Module, example: object, report: FuseReport) -> FuseReport:
     """Compare both models on the example, within the limit of the lowest precision in use.
 
     There is no limit for a quantized model, in which a tie between two codes falls to either side
@@ -287,7 +287,7 @@ def _compare(model: nn.Module, fused: nn.Module, example: Any, report: FuseRepor
     return replace(report, error=error, tolerance=limit, notes=notes)
 
 
-def _outputs(model: nn.Module, example: Any) -> list[Tensor]:
+def _outputs(model: nn.Module, example: object) -> list[Tensor]:
     """Return the floating-point outputs on a copy of the example, float64 on the CPU."""
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices):

@@ -29,7 +29,7 @@ from torchq.fusion.report import Fusion, Refusal
 from torchq.utils import Registry, copy_module, set_submodule
 
 
-def geometry_of(layer: Any) -> Geometry | None:
+def geometry_of(layer: object) -> Geometry | None:
     """Return the geometry of a layer's dense kernel; None without padding by numbers of zeros."""
     if isinstance(layer, nn.Linear):
         return Geometry(layer.in_features, layer.out_features, 1, (), (), (), ())
@@ -150,7 +150,7 @@ class BlockRule:
     finish: Callable[[Any], None] | None = None
     loose: bool = False
 
-    def matches(self, block: Any) -> bool:
+    def matches(self, block: object) -> bool:
         """Return True if ``block`` is this family's training form."""
         if not all(hasattr(block, name) for name in self.has):
             return False
@@ -292,7 +292,7 @@ def remove(block: nn.Module, names: list[str]) -> None:
             delattr(block, name)
 
 
-def _write(block: Any, name: str, layer: MergedLayer) -> None:
+def _write(block: object, name: str, layer: MergedLayer) -> None:
     """Put the merged layer at ``name``: into a layer of its geometry there, else as a new one."""
     old = getattr(block, name, None)
     if is_layer(old) and geometry_of(old) == layer.geometry:

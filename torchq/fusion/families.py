@@ -122,11 +122,11 @@ def _use_forward_fuse(block: Any) -> None:
     block.forward = block.forward_fuse  # as Ultralytics' own fuse does
 
 
-def _is_module(block: Any, *names: str) -> bool:
+def _is_module(block: object, *names: str) -> bool:
     return all(isinstance(getattr(block, name, None), nn.Module) for name in names)
 
 
-def _wraps_layer(block: Any, name: str) -> bool:
+def _wraps_layer(block: object, name: str) -> bool:
     return is_layer(getattr(getattr(block, name, None), "conv", None))
 
 

@@ -108,7 +108,11 @@ class Affine:
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: object,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         return _operator_named(getattr(func, "__name__", str(func)))(*args, **(kwargs or {}))
 
@@ -295,7 +299,7 @@ def _add(a: Any, b: Any, *, alpha: float = 1.0) -> Affine:
 
 
 @_operator("sub sub_ __sub__ __isub__")
-def _sub(a: Any, b: Any, *, alpha: float = 1.0) -> Affine:
+def _sub(a: object, b: object, *, alpha: float = 1.0) -> Affine:
     return _add(a, b, alpha=-alpha)
 
 
@@ -396,9 +400,9 @@ def _linear(a: Affine, weight: Tensor, bias: Tensor | None = None) -> Affine:
 @_operator("avg_pool1d avg_pool2d avg_pool3d")
 def _avg_pool(
     a: Affine,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
+    kernel_size: object,
+    stride: object = None,
+    padding: object = 0,
     ceil_mode: bool = False,
     count_include_pad: bool = True,
     divisor_override: int | None = None,
@@ -427,7 +431,7 @@ def _pad(
 
 
 @_operator("__getitem__ getitem")
-def _crop(a: Affine, index: Any) -> Affine:
+def _crop(a: Affine, index: object) -> Affine:
     slices = index if isinstance(index, tuple) else (index,)
     plain = all(isinstance(part, slice) and part.step in (None, 1) for part in slices)
     everything = slice(None)

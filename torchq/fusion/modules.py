@@ -120,7 +120,7 @@ def weight_slot(layer: nn.Module) -> str | None:
     return next((name for name in names if name in children), None)
 
 
-def holders_of(model: nn.Module, part: Any, other_than: nn.Module) -> list[str]:
+def holders_of(model: nn.Module, part: object, other_than: nn.Module) -> list[str]:
     """Return the paths of the modules with ``part`` as a child or parameter, but for one module."""
     return [
         path
@@ -181,7 +181,7 @@ def output_channels(layer: nn.Module) -> int:
     return channels
 
 
-def spatial_dims_of(module: Any) -> int:
+def spatial_dims_of(module: object) -> int:
     """Return the number of spatial dimensions of a layer or BatchNorm; 0 for a linear layer."""
     dims_by_class = {nn.Linear: 0, nn.Conv1d: 1, nn.BatchNorm1d: 1, nn.Conv3d: 3, nn.BatchNorm3d: 3}
     return next((dims for cls, dims in dims_by_class.items() if isinstance(module, cls)), 2)

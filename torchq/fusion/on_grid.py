@@ -97,7 +97,7 @@ class Trial:
 
 
 def plan_on_grid(
-    model: nn.Module, pairs: Sequence[Pair], example: Any, *, verify: bool
+    model: nn.Module, pairs: Sequence[Pair], example: object, *, verify: bool
 ) -> list[FoldEdit | Refusal]:
     """Return what folds each pair of a quantized layer and the BatchNorm behind it, or why not.
 
@@ -169,7 +169,7 @@ def _sharing(model: nn.Module, layer: nn.Module) -> list[str]:
     return remarks
 
 
-def _compare_in_model(model: nn.Module, trials: Sequence[Trial], example: Any) -> None:
+def _compare_in_model(model: nn.Module, trials: Sequence[Trial], example: object) -> None:
     """Run the model once, and every folded copy on what its layer gets there."""
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     watched = [(t.layer, partial(_see, t)) for t in trials if t.outcome.has_range]
@@ -243,6 +243,6 @@ def _dims_behind_channels(layer: Any) -> int:
     return 0 if isinstance(layer, nn.Linear) else len(layer.kernel_size)
 
 
-def _channels_first(layer: Any, result: Tensor) -> Tensor:
+def _channels_first(layer: object, result: Tensor) -> Tensor:
     """Return a result with its output channels on axis 0."""
     return result.movedim(-1 - _dims_behind_channels(layer), 0)

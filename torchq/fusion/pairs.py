@@ -24,7 +24,7 @@ from torchq.fusion.report import Refusal
 from torchq.graph import Call, Flow, flow_of_graph, forward_hook_kind, record, trace_modules
 
 
-def find_flow(model: nn.Module, example: Any) -> tuple[Flow, tuple[str, ...]]:
+def find_flow(model: nn.Module, example: object) -> tuple[Flow, tuple[str, ...]]:
     """Return how data flows in ``model``, by a trace, a run or traced parts, and remarks."""
     recorded = None if example is None else record(model, copy.deepcopy(example), is_fuse_leaf)
     try:

@@ -174,7 +174,7 @@ def _common_parent(paths: Sequence[str]) -> str:
 # -- checked reading: an entry may come from a file that anybody wrote -------------------------
 
 
-def _damaged(record: Any, key: str | None, expected: str) -> ConfigError:
+def _damaged(record: object, key: str | None, expected: str) -> ConfigError:
     """Return the error for the value of ``key``, or with None for the whole entry."""
     got = record if key is None or not isinstance(record, Mapping) else record.get(key)
     where = "" if key is None else f" for {key!r}"
@@ -189,7 +189,7 @@ def _misplaced(path: str, found: nn.Module | None, expected: str) -> FuseError:
     )
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: object) -> bool:
     return isinstance(value, (list, tuple))
 
 
@@ -197,7 +197,7 @@ def _is_texts(value: Any) -> bool:
     return _is_list(value) and bool(value) and all(isinstance(entry, str) for entry in value)
 
 
-def _is_count(value: Any, least: int = 1) -> bool:
+def _is_count(value: object, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _LARGEST
 
 
@@ -234,7 +234,7 @@ def _convolution(dims: int) -> dict[str, _Field]:
     return fields | {"groups": _COUNT}
 
 
-def _checked(record: Any, fields: Mapping[str, _Field]) -> list[Any]:
+def _checked(record: object, fields: Mapping[str, _Field]) -> list[Any]:
     """Return the values of an entry that has exactly these fields, without the first."""
     if not isinstance(record, Mapping) or set(record) != set(fields):
         raise _damaged(record, None, f"an entry with the keys {', '.join(fields)}")
@@ -293,7 +293,7 @@ def _layers_asked_for(
     return len(layers) - len(list(unused))
 
 
-def _layer_from(record: Any, block: nn.Module) -> MergedLayer:
+def _layer_from(record: object, block: nn.Module) -> MergedLayer:
     """Return a layer of zeros for ``block``, with the geometry that an entry describes."""
     geometry = _geometry_from(record)
     weights = sum(parameter.numel() for parameter in block.parameters())
@@ -308,7 +308,7 @@ def _layer_from(record: Any, block: nn.Module) -> MergedLayer:
     return MergedLayer.of(geometry, value, block)
 
 
-def _geometry_from(record: Any) -> Geometry:
+def _geometry_from(record: object) -> Geometry:
     """Return the geometry that :meth:`MergedLayer.record` describes."""
     kind = record.get("class") if isinstance(record, Mapping) else None
     if kind == "Linear":

@@ -26,7 +26,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 def call_model(
     model: nn.Module,
-    example: Any,
+    example: object,
     *,
     forward: Forward | None = None,
     device: torch.device | None = None,
@@ -56,7 +56,7 @@ def call_model(
 
 def prepared_call(
     model: nn.Module,
-    example: Any,
+    example: object,
     *,
     forward: Forward | None = None,
     device: torch.device | None = None,
@@ -73,7 +73,7 @@ def prepared_call(
     return partial(_called, model, args, kwargs)
 
 
-def _called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _called(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
     try:
         return model(*args, **kwargs)
     except (AttributeError, TypeError) as error:
@@ -93,7 +93,7 @@ def _no_tensor_text(model: nn.Module, values: list[Any]) -> str:
     )
 
 
-def call_arguments(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def call_arguments(model: nn.Module, example: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the positional and the keyword arguments that ``example`` holds for ``model``.
 
     Let ``forward`` require ``r`` positional arguments and accept at most ``m``. Then a tuple or
@@ -135,7 +135,7 @@ def call_arguments(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dic
     return (example,), {}
 
 
-def _without_labels(model: nn.Module, values: tuple[Any, ...]) -> tuple[Any, ...]:
+def _without_labels(model: nn.Module, values: tuple[object, ...]) -> tuple[Any, ...]:
     parameters = _parameters(model)
     positional = [p for p in parameters if p.kind in _POSITIONAL]
     required = sum(p.default is p.empty for p in positional)
@@ -206,7 +206,7 @@ def move_to(value: Any, device: torch.device) -> Any:
     return value
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: object) -> Iterator[Tensor]:
     """Yield every tensor in nested tuples, lists, mappings and dataclasses, in order."""
     if isinstance(value, Tensor):
         yield value
@@ -221,12 +221,12 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, field.name))
 
 
-def floats_in(value: Any) -> list[Tensor]:
+def floats_in(value: object) -> list[Tensor]:
     """Return the floating-point tensors in a value."""
     return [tensor for tensor in tensors_in(value) if tensor.is_floating_point()]
 
 
-def results_in(output: Any) -> list[Tensor]:
+def results_in(output: object) -> list[Tensor]:
     """Return the floating-point tensors of an output.
 
     A number among tensors is left out: it is the loss of a model that was given labels.
@@ -240,7 +240,7 @@ def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def with_copies(value: Any) -> Any:
+def with_copies(value: object) -> Any:
     """Return a value with copies of its tensors, which a forward may overwrite.
 
     Those in tuples, lists, mappings and dataclasses are copied, each once. Objects of other classes
@@ -248,7 +248,7 @@ def with_copies(value: Any) -> Any:
     """
     copies: dict[int, Tensor] = {}
 
-    def copied(item: Any) -> Any:
+    def copied(item: object) -> Any:
         if isinstance(item, Tensor):
             if id(item) not in copies:
                 copies[id(item)] = item.clone()
@@ -267,7 +267,7 @@ def with_copies(value: Any) -> Any:
 _PLAIN_NEW = (tuple.__new__, list.__new__)
 
 
-def _copied_fields(item: Any, copied: Callable[[Any], Any]) -> Any:
+def _copied_fields(item: object, copied: Callable[[Any], Any]) -> Any:
     """Return a dictionary, or an object of a dataclass, with copies of what it holds."""
     if isinstance(item, type) or not any(True for _ in tensors_in(item)):
         return item
@@ -289,7 +289,7 @@ def map_tensors(
     ``other`` replaces what holds no tensors.
     """
 
-    def inside(item: Any) -> Any:
+    def inside(item: object) -> Any:
         return map_tensors(item, change, other)
 
     if isinstance(value, Tensor):

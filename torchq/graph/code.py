@@ -53,7 +53,7 @@ class Lookup:
         return value is self.value and getattr(value, "__code__", None) is self.code
 
 
-def source_text(node: Any) -> str:
+def source_text(node: object) -> str:
     """Return the structure of code as text that is equal in every version of Python.
 
     ``ast.unparse`` spells the same tree in ways that differ by version, and ``ast.dump`` shows the
@@ -96,7 +96,7 @@ def _said(node: ast.AST, name: str, value: Any) -> Any:
     return value
 
 
-def is_function(value: Any) -> bool:
+def is_function(value: object) -> bool:
     """Return True for a function that is written in Python."""
     return isinstance(value, types.FunctionType)
 
@@ -126,7 +126,7 @@ def rewrapped(
 _SIMPLE = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType)
 
 
-def _keeps_no_function(value: Any) -> bool:
+def _keeps_no_function(value: object) -> bool:
     """Return True for what a decorator holds that cannot call the function or keep its results."""
     if isinstance(value, (tuple, frozenset)):
         return all(map(_keeps_no_function, value))

@@ -51,7 +51,7 @@ class Graph:
     """
 
     def __init__(
-        self, model: nn.Module, example: Any = None, attributes: Mapping[str, Any] | None = None
+        self, model: nn.Module, example: object = None, attributes: Mapping[str, Any] | None = None
     ) -> None:
         if not isinstance(model, fx.GraphModule):
             if example is None:
@@ -74,7 +74,7 @@ class Graph:
         """Facts about the graph, by name."""
         return self._attributes
 
-    def with_attributes(self, **attributes: Any) -> Graph:
+    def with_attributes(self, **attributes: object) -> Graph:
         """Return the same graph with more attributes, or others."""
         return Graph(self._module, attributes={**self._attributes, **attributes})
 
@@ -231,7 +231,7 @@ def _label(node: fx.Node) -> str:
     return operator_name(node) if node.op == "call_function" else str(node.target)
 
 
-def _argument(value: Any, names: Mapping[fx.Node, str]) -> str:
+def _argument(value: object, names: Mapping[fx.Node, str]) -> str:
     if isinstance(value, fx.Node):
         return names[value]
     if isinstance(value, (list, tuple)):
@@ -239,7 +239,7 @@ def _argument(value: Any, names: Mapping[fx.Node, str]) -> str:
     return repr(value)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Return an attribute as JSON has it."""
     if isinstance(value, Mapping):
         return {str(key): _plain(element) for key, element in value.items()}

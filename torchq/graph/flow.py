@@ -22,7 +22,7 @@ from torchq.graph.tracing import is_torch_leaf
 from torchq.utils import untouched
 
 
-def _is_layer(function: Any) -> bool:
+def _is_layer(function: object) -> bool:
     """Return True for ``F.linear`` and its like, which with a layer's weight are its call."""
     row = operator_of(function)
     return row is not None and bool(row.layer) and row.right == (1, "weight") and not row.module
@@ -206,41 +206,46 @@ class _Recorder(TorchFunctionMode):
         self._producer: dict[int, int] = {}
         self._alive: list[Tensor] = []  # an id is only unique while its tensor lives
 
-    def sources(self, *values: Any) -> tuple[int, ...]:
+    def sources(self, *values: object) -> tuple[int, ...]:
         return tuple(self._producer[id(t)] for t in tensors_in(values) if id(t) in self._producer)
 
-    def flow(self, out: Any) -> Flow:
+    def flow(self, out: object) -> Flow:
         """Return the calls of a run that returned ``out``."""
         outputs = frozenset(self.sources(out))
         return Flow(tuple(self.calls), outputs, "recorder", frozenset(self.read))
 
-    def begin_leaf(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def begin_leaf(self, module: nn.Module, args: object, kwargs: object) -> None:
         if self.depth == 0:
             self.pending.append(self.sources(args, kwargs))
             self.note_parameters(module, args, kwargs)
         self.depth += 1
 
-    def end_leaf(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+    def end_leaf(self, module: nn.Module, args: object, kwargs: object, out: object) -> None:
         self.depth -= 1
         if self.depth == 0:
             name = self.names[id(module)]
             self.note(out, name=name, module=module, inputs=self.pending.pop())
 
-    def enter(self, module: nn.Module, *_: Any) -> None:
+    def enter(self, module: nn.Module, *_: object) -> None:
         self.entered.append(self.names[id(module)])
 
-    def leave(self, *_: Any) -> None:
+    def leave(self, *_: object) -> None:
         self.entered.pop()
 
     def show(
-        self, see: Callable[..., None], module: nn.Module, args: Any, kwargs: Any, out: Any = None
+        self,
+        see: Callable[..., None],
+        module: nn.Module,
+        args: object,
+        kwargs: object,
+        out: object = None,
     ) -> None:
         """Let a function see a call, and record nothing of what it computes."""
         self.depth += 1
         see(args, kwargs, out)
         self.depth -= 1
 
-    def note_parameters(self, module: nn.Module | None, *values: Any) -> None:
+    def note_parameters(self, module: nn.Module | None, *values: object) -> None:
         """Note the modules whose parameters a call reads, other than the called ``module``."""
         for tensor in tensors_in(values):
             holders = self.holders.get(id(tensor), set())

@@ -25,37 +25,37 @@ Place: TypeAlias = tuple[int, str]
 Operands: TypeAlias = Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[Any, ...] | None]
 
 
-def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+def _first(args: tuple[object, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
     return args[:1] or None
 
 
-def _resized(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+def _resized(args: tuple[object, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """Return the operand of a resizing whose weights are not negative."""
     mode = args[3] if len(args) > 3 else kwargs.get("mode", "nearest")
     return args[:1] if mode != "bicubic" else None
 
 
-def _two(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+def _two(args: tuple[object, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
     return args if len(args) == 2 and not kwargs else None
 
 
-def _three(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+def _three(args: tuple[object, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
     return args[:3] if len(args) > 2 else None
 
 
-def _listed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+def _listed(args: tuple[object, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
     if not args or kwargs.keys() - {"dim"}:
         return None
     return tuple(args[0]) if isinstance(args[0], (list, tuple)) else args[:1]
 
 
-def _pooled(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+def _pooled(args: tuple[object, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """Return the operand of a mean over several dimensions, which is global pooling."""
     dims = args[1] if len(args) > 1 else kwargs.get("dim")
     return args[:1] if isinstance(dims, (tuple, list)) and len(dims) > 1 else None
 
 
-def _padded(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+def _padded(args: tuple[object, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """Return the operand of a padding, and the constant that it adds."""
     value = args[3] if len(args) > 3 else kwargs.get("value")
     return (*args[:1], 0.0 if value is None else value)
@@ -265,12 +265,12 @@ def _reads() -> Iterator[Operator]:
     yield _row("type", "type", effects="metadata view")
 
 
-def operator_name(target: Any) -> str:
+def operator_name(target: object) -> str:
     """Return the name of what a node calls: of a method (a string) or of a function."""
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 
-def function_name(function: Any) -> str:
+def function_name(function: object) -> str:
     """Return the name of a function that a run calls, or of a property such as ``shape``."""
     name = getattr(function, "__name__", str(function))
     if name == "__get__":
@@ -310,7 +310,7 @@ for _group in _GROUPS:
         add_operator(_found)
 
 
-def operator_of(target: Any) -> Operator | None:
+def operator_of(target: object) -> Operator | None:
     """Return the row of a function, of a method (a string) or of a module; None without a row."""
     if isinstance(target, nn.Module):
         rows = (_CLASSES.get(cls) for cls in type(target).__mro__)
@@ -337,7 +337,7 @@ _BOUNDED = {"clamp": (1, "min"), "clip": (1, "min"), "hardtanh": (1, "min_val")}
 
 
 def never_negative(
-    name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_known: Callable[[Any], bool]
+    name: str, args: tuple[object, ...], kwargs: Mapping[str, Any], is_known: Callable[[Any], bool]
 ) -> bool:
     """Return True if a call of function ``name`` gives no negative value, whatever it reads.
 
@@ -357,11 +357,11 @@ def never_negative(
     return row.nonnegative == "always" or (bool(operands) and all(is_fine))
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, (int, float)) and value >= 0
 
 
-def operator_kind(target: Any) -> str | None:
+def operator_kind(target: object) -> str | None:
     """Return the kind of a function or method that a module can stand for, or None."""
     row = operator_of(target)
     return row.word if row is not None and row.module else None
@@ -407,7 +407,7 @@ def writes(node: fx.Node, module: nn.Module | None) -> bool:
     return is_marked or overwrites(node.target, node.kwargs)
 
 
-def overwrites(function: Any, kwargs: Mapping[str, Any]) -> bool:
+def overwrites(function: object, kwargs: Mapping[str, Any]) -> bool:
     """Return True if a call of a function or method (a string) overwrites its first argument."""
     name = operator_name(function).split(".")[0]
     ends = name.endswith("_") and not name.endswith("__")

@@ -35,7 +35,7 @@ class NodeBackend(Protocol):
         graph_module: fx.GraphModule,
         node: fx.Node,
         default: Callable[..., Any],
-        args: tuple[Any, ...],
+        args: tuple[object, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         """Return the value of a node that calls something.
@@ -109,7 +109,7 @@ class GraphRunner:
 
     def run(
         self,
-        inputs: Any,
+        inputs: object,
         outputs: str | Sequence[str] | None = None,
         hooks: Mapping[str, Hook] | None = None,
         grad: bool = False,
@@ -159,7 +159,7 @@ class GraphRunner:
         self,
         first: str,
         last: str,
-        feed: Any,
+        feed: object,
         hooks: Mapping[str, Hook] | None = None,
         grad: bool = False,
     ) -> Any:
@@ -200,7 +200,7 @@ class GraphRunner:
         """
         return tuple(n.name for n in self._boundary("GraphRunner.range_inputs", first, last))
 
-    def trace_meta(self, example: Any) -> dict[str, NodeMeta]:
+    def trace_meta(self, example: object) -> dict[str, NodeMeta]:
         """Run the whole graph on ``example`` and return the figures of each node that ran.
 
         Args:
@@ -216,11 +216,11 @@ class GraphRunner:
         with FlopCounterMode(display=False) as counter:
             before = 0
 
-            def pre(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            def pre(args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
                 nonlocal before
                 before = counter.get_total_flops()
 
-            def post(node: fx.Node, value: Any) -> None:
+            def post(node: fx.Node, value: object) -> None:
                 tensors = list(tensors_in(value))
                 meta_by_name[node.name] = NodeMeta(
                     path=_module_path(node),
@@ -233,7 +233,7 @@ class GraphRunner:
             self.run(example, hooks={n.name: (pre, partial(post, n)) for n in self._nodes})
         return meta_by_name
 
-    def _fed(self, where: str, inputs: Any, expected: Sequence[fx.Node]) -> dict[fx.Node, Any]:
+    def _fed(self, where: str, inputs: object, expected: Sequence[fx.Node]) -> dict[fx.Node, Any]:
         """Return the given values by node."""
         if isinstance(inputs, Mapping):
             named: dict[fx.Node, Any] = {}
@@ -385,7 +385,7 @@ def _lies_in(node: fx.Node, roots: Mapping[fx.Node, set[fx.Node]]) -> set[fx.Nod
     return set().union(*(roots[value] for value in node.all_input_nodes))
 
 
-def _pair(where: str, name: str, hook: Any) -> _Pair:
+def _pair(where: str, name: str, hook: object) -> _Pair:
     pair = hook if isinstance(hook, tuple) else (None, hook)
     if len(pair) != 2 or not all(part is None or callable(part) for part in pair):
         raise ConfigError(
@@ -454,7 +454,7 @@ class _Run:
         )
         return args, _filled(node.kwargs, values) if node.kwargs else {}
 
-    def _computed(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _computed(self, node: fx.Node, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
         if node.op == "output":
             return args[0]
         if node.op == "get_attr":
@@ -503,7 +503,7 @@ def _last_uses(running: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _before(
-    hook: PreHook | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    hook: PreHook | None, args: tuple[object, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     replaced = None if hook is None else hook(args, kwargs)
     if replaced is None:
@@ -517,7 +517,7 @@ def _before(
     return replaced
 
 
-def _after(value: Any, hook: PostHook | None) -> Any:
+def _after(value: object, hook: PostHook | None) -> Any:
     replaced = None if hook is None else hook(value)
     return value if replaced is None else replaced
 

@@ -335,7 +335,7 @@ class _Sites(ast.NodeTransformer):
             raise _Opaque
         return node
 
-    def _follow(self, node: ast.Call, target: Any) -> ast.AST:
+    def _follow(self, node: ast.Call, target: object) -> ast.AST:
         """Call the rewritten form of a function of the user's, with a router of its own."""
         is_method = False
         if target is None and isinstance(node.func, ast.Attribute):
@@ -360,7 +360,7 @@ class _Sites(ast.NodeTransformer):
         arguments = (callee[0], expected, new, *callee[1:], *node.args)
         return _routed(node, "follow", site, *arguments, keywords=node.keywords)
 
-    def _rewritten(self, target: Any, node: ast.Call, is_method: bool) -> _Function | None:
+    def _rewritten(self, target: object, node: ast.Call, is_method: bool) -> _Function | None:
         if not isinstance(target, types.FunctionType) or target in self.callers:
             return None
         library = (target.__module__ or "").split(".")[0]
@@ -466,7 +466,7 @@ def _routed(
     return ast.copy_location(call, node)
 
 
-def _routed_row(target: Any) -> Operator | None:
+def _routed_row(target: object) -> Operator | None:
     """Return the row of a function or method that a router carries out."""
     row = None if target is None or isinstance(target, nn.Module) else operator_of(target)
     return row if row is not None and (row.module or row.layer) else None

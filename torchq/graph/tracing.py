@@ -63,7 +63,7 @@ class ForwardTracer(fx.Tracer):
         self,
         m: nn.Module,
         forward: Callable[..., Any],
-        args: tuple[Any, ...],
+        args: tuple[object, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         """Trace a call of a module; an error in a graph module goes to :func:`trace_call`."""
@@ -85,7 +85,7 @@ class _GraphFailed(BaseException):
 def _assigning(name: str) -> Callable[[fx.Proxy, Any], Any]:
     function = getattr(operator, name)
 
-    def assign(self: fx.Proxy, other: Any) -> Any:
+    def assign(self: fx.Proxy, other: object) -> Any:
         result = function(self, other)
         result.node.meta[OVERWRITES] = True
         return result
@@ -140,7 +140,7 @@ class ModuleTracer(ForwardTracer):
         """Return True for modules that stay single calls."""
         return self._leaf(m)
 
-    def create_arg(self, a: Any) -> Any:
+    def create_arg(self, a: object) -> Any:
         """Turn a value into part of the graph; dictionaries of other classes keep their type."""
         plain = (dict, fx.immutable_collections.immutable_dict)
         if not isinstance(a, dict) or type(a) in plain:
@@ -189,7 +189,7 @@ def _stored_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
         yield from (value for value in vars(part).values() if isinstance(value, torch.Tensor))
 
 
-def _holds_proxy(value: Any) -> bool:
+def _holds_proxy(value: object) -> bool:
     if isinstance(value, Mapping):
         value = list(value.values())
     parts = value if isinstance(value, (list, tuple, set)) else [value]
@@ -298,7 +298,7 @@ class Trace:
     lost: tuple[str, ...]
 
 
-def trace(model: nn.Module, example: Any) -> Trace:
+def trace(model: nn.Module, example: object) -> Trace:
     """Trace ``model`` in eval mode, with torch.fx if possible and with torch.export otherwise.
 
     A trace of torch.fx counts only if it gives the results of the model on ``example``, bit for
@@ -340,7 +340,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _with_fx(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+def _with_fx(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> Trace:
     bound = inspect.signature(type(model).forward).bind(model, *args, **kwargs)
     arguments = dict(list(bound.arguments.items())[1:])
     traced = trace_modules(model, given=arguments, record_lines=True)
@@ -362,7 +362,7 @@ def _with_fx(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _with_export(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str
+    model: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], reason: str
 ) -> Trace:
     with untouched(model), opaque_calls(model):
         program = torch.export.export(model, with_copies(args), with_copies(kwargs), strict=False)
@@ -382,7 +382,7 @@ def _with_export(
     return Trace(exported, "aten", lost)
 
 
-def _equal(got: Any, expected: Any) -> bool:
+def _equal(got: object, expected: object) -> bool:
     ours = list(tensors_in(got))
     theirs = list(tensors_in(expected))
     return len(ours) == len(theirs) and all(

@@ -14,7 +14,6 @@ import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -74,7 +73,7 @@ def _scale(digits: str) -> float:
 
 
 def apply_calibration_cache(
-    model: nn.Module, cache: Mapping[str, float] | str | os.PathLike[str], example: Any
+    model: nn.Module, cache: Mapping[str, float] | str | os.PathLike[str], example: object
 ) -> dict[str, str]:
     """Give a quantized model the ranges of a calibration cache, in place of calibrating it.
 

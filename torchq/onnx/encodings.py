@@ -90,7 +90,7 @@ class EncodingsReport:
 
 def export_encodings(
     model: nn.Module,
-    example: Any,
+    example: object,
     path: str | os.PathLike[str],
     *,
     target: str | Runtime | None = None,
@@ -282,7 +282,7 @@ def read_encodings(path: str | os.PathLike[str]) -> dict[str, QParams]:
 
 
 def apply_encodings(
-    model: nn.Module, encodings: Mapping[str, QParams] | str | os.PathLike[str], example: Any
+    model: nn.Module, encodings: Mapping[str, QParams] | str | os.PathLike[str], example: object
 ) -> dict[str, tuple[str, ...]]:
     """Give a quantized model the grids of a file of encodings, in place of calibrating it.
 

@@ -124,7 +124,7 @@ def _megabytes(size: int) -> str:
 
 def export_onnx(
     model: nn.Module,
-    example: Any,
+    example: object,
     path: str | os.PathLike[str],
     *,
     target: str | Runtime | None = None,
@@ -351,7 +351,7 @@ def _without_unknown_outputs(model: nn.Module) -> Iterator[None]:
     """
     dropped: set[str] = set()
 
-    def known(value: Any) -> Any:
+    def known(value: object) -> Any:
         if value is None or isinstance(value, (Tensor, bool, int, float, str)):
             return value
         if isinstance(value, MutableMapping):

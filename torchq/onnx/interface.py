@@ -64,7 +64,7 @@ def _stored_names(model: nn.Module, attribute: str) -> list[str]:
     return list(stored) if isinstance(stored, list) else []
 
 
-def _is_name(value: Any) -> bool:
+def _is_name(value: object) -> bool:
     return isinstance(value, str) and bool(value)
 
 
@@ -83,7 +83,7 @@ def checked_names(option: str, names: Any, most: int | None = None) -> list[str]
 
 
 def checked_shapes(
-    asked: Any, tensors: Mapping[str, Tensor], arguments: Mapping[str, str]
+    asked: object, tensors: Mapping[str, Tensor], arguments: Mapping[str, str]
 ) -> dict[str, dict[int, str]]:
     """Return the open dimensions of each tensor argument."""
     open_dims: dict[str, dict[int, str]] = {name: {} for name in tensors}
@@ -112,7 +112,7 @@ def checked_shapes(
     return open_dims
 
 
-def _shapes_text(asked: Any) -> str:
+def _shapes_text(asked: object) -> str:
     return (
         f"export_onnx: got dynamic_shapes={asked!r}; expected a mapping from the name of an input "
         "to {dimension: name}, such as {'x': {2: 'height'}}"
@@ -128,7 +128,7 @@ class ExampleCall:
     def __init__(
         self,
         model: nn.Module,
-        example: Any,
+        example: object,
         dynamic_batch: bool,
         dynamic_shapes: Mapping[str, Mapping[int, str]] | None,
         input_names: Sequence[str] | None,
@@ -186,12 +186,12 @@ class ExampleCall:
         return {self._in_file[name]: dims for name, dims in self.open.items() if dims}
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def named_tensors(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    model: nn.Module, args: Sequence[object], kwargs: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """Return the tensors among the arguments of a call, by the names that they have in a file."""
     named = zip(argument_names(model, len(args)), args, strict=True)
@@ -199,7 +199,7 @@ def named_tensors(
 
 
 def nested_tensors(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    model: nn.Module, args: Sequence[object], kwargs: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """Return the tensors of a call with those inside its containers, in the order of a file.
 

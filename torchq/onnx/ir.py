@@ -214,13 +214,13 @@ def stored_proto(value: Value) -> Any:
     return proto
 
 
-def attribute(node: Node, name: str, default: Any = None) -> Any:
+def attribute(node: Node, name: str, default: object = None) -> Any:
     """Return the value of an attribute of ``node``, or ``default`` where it has none."""
     stored = node.attributes.get(name)
     return default if stored is None else stored.value
 
 
-def set_attribute(node: Node, name: str, value: Any) -> None:
+def set_attribute(node: Node, name: str, value: object) -> None:
     """Give a node an attribute: an integer, or a list of integers."""
     node.attributes[name] = onnx_ir.convenience.convert_attribute(name, value)
 

@@ -16,7 +16,12 @@ from torchq.workflow import quantizers, weight_quantizers
 
 
 def named_tensors(
-    where: str, model: nn.Module, example: Any, known: Mapping[str, bool], *, weights: bool = False
+    where: str,
+    model: nn.Module,
+    example: object,
+    known: Mapping[str, bool],
+    *,
+    weights: bool = False,
 ) -> dict[str, list[str]]:
     """Return the names of the tensors that each quantizer of an activation reads, one for a call.
 
@@ -85,7 +90,7 @@ def _stored(model: fx.GraphModule) -> dict[str, list[list[str]]]:
     }
 
 
-def _read(model: fx.GraphModule, example: Any) -> dict[str, list[list[str]]]:
+def _read(model: fx.GraphModule, example: object) -> dict[str, list[list[str]]]:
     """Return the names of the tensor that each call of a quantizer of an activation reads.
 
     One tensor has several where layers in between became nothing, as folded norms do.

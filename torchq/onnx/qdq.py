@@ -164,7 +164,7 @@ def stored_weight(value: Value) -> Node | None:
     return node if node is not None and is_constant(node.inputs[0]) else None
 
 
-def write_record(model: Model, **entries: Any) -> None:
+def write_record(model: Model, **entries: object) -> None:
     """Note facts about the file in its metadata; entries with other keys stay."""
     model.metadata_props[_RECORD] = json.dumps({**read_record(model), **entries})
 

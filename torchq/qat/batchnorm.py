@@ -1,7 +1,6 @@
 """BatchNorm during quantization-aware training: freeze its statistics, or estimate them again."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import nn
@@ -62,7 +61,7 @@ def freeze_bn_from_(model: nn.Module, step: int, start: int) -> tuple[str, ...]:
 
 def reestimate_bn_(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     *,
     forward: Forward | None = None,
     num_batches: int | None = None,

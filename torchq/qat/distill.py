@@ -71,7 +71,7 @@ def _check_temperature(temperature: float) -> None:
         raise ConfigError(f"distillation: got temperature={temperature!r}; expected a number > 0")
 
 
-def first_logits(output: Any) -> Tensor:
+def first_logits(output: object) -> Tensor:
     """Return the attribute ``logits`` of ``output`` if it has one, else its first tensor."""
     logits = getattr(output, "logits", None)
     return logits if isinstance(logits, Tensor) else next(tensors_in(output))
@@ -133,7 +133,7 @@ class Distillation:
         self._call = None
 
     def _note_call(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object
     ) -> None:
         self._call = args, kwargs, output
 

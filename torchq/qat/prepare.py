@@ -194,7 +194,7 @@ def prepare(
     return Preparation(model, quantized, calibrated, groups, norms)
 
 
-def _with_narrow_weights(model: nn.Module, plan: Plan, example: Any) -> Plan:
+def _with_narrow_weights(model: nn.Module, plan: Plan, example: object) -> Plan:
     """Let weights that a BatchNorm follows have codes of both signs alike; return the plan."""
     narrow = narrow_weights_(model, example)
     rows = (replace(d, weight=narrow.get(d.name, d.weight)) for d in plan.decisions)
@@ -203,7 +203,7 @@ def _with_narrow_weights(model: nn.Module, plan: Plan, example: Any) -> Plan:
     return plan
 
 
-def _with_first(loader: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
+def _with_first(loader: Iterable[object]) -> tuple[Any, Iterable[Any]]:
     """Return the first batch, and all batches including it, whatever kind of iterable."""
     batches = iter(loader)
     try:

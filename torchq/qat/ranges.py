@@ -198,7 +198,7 @@ def observing(
     patterns: Sequence[Pattern] | Pattern = "*.input_quantizer",
     *,
     method: str | None = None,
-    **options: Any,
+    **options: object,
 ) -> Iterator[tuple[str, ...]]:
     """Let the selected quantizers follow the data while they quantize, inside a ``with`` block.
 

@@ -27,7 +27,9 @@ def check_batches(where: str, batches: Any, num_batches: Any = None) -> None:
         )
 
 
-def kept_batches(where: str, batches: Iterable[Any], num_batches: int | None = None) -> list[Any]:
+def kept_batches(
+    where: str, batches: Iterable[object], num_batches: int | None = None
+) -> list[Any]:
     """Return the batches as a list; no batch is an error. ``where`` is the function called."""
     check_batches(where, batches, num_batches)
     batch_list = list(islice(batches, num_batches))

@@ -52,7 +52,7 @@ def parse_json(text: str, where: str) -> Any:
 
 
 def check_fields(
-    data: Any, where: str, *, known: Iterable[str], required: Iterable[str] = ()
+    data: object, where: str, *, known: Iterable[str], required: Iterable[str] = ()
 ) -> Mapping[str, Any]:
     """Return ``data`` after checking that it is a mapping with the right keys."""
     allowed = sorted(known)

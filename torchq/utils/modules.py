@@ -105,7 +105,7 @@ def deployed_part(model: nn.Module) -> tuple[str, nn.Module] | None:
 M = TypeVar("M", bound=nn.Module)
 
 
-def copy_module(module: M, *, sharing: Iterable[Any] = ()) -> M:
+def copy_module(module: M, *, sharing: Iterable[object] = ()) -> M:
     """Return a deep copy of ``module`` that shares Python modules, locks, computed tensors."""
     memo = {id(shared): shared for shared in sharing}
     try:
@@ -125,7 +125,7 @@ def _what_cannot_be_copied(module: nn.Module) -> dict[int, Any]:
     return shared
 
 
-def _collect(value: Any, tree: dict[int, Any], shared: dict[int, Any], seen: set[int]) -> None:
+def _collect(value: object, tree: dict[int, Any], shared: dict[int, Any], seen: set[int]) -> None:
     """Add to ``shared`` the smallest parts of ``value`` that cannot be copied."""
     if id(value) in tree or id(value) in seen:
         return
@@ -140,7 +140,7 @@ def _collect(value: Any, tree: dict[int, Any], shared: dict[int, Any], seen: set
             shared[id(value)] = value
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _parts(value: object) -> Iterator[Any]:
     """Yield what ``value`` refers to, where ``copy.deepcopy`` would follow it."""
     if isinstance(value, (list, tuple, set, frozenset)):
         yield from value
@@ -184,7 +184,7 @@ class _Held:
                 else:
                     self._note(value)
 
-    def _note(self, value: Any) -> None:
+    def _note(self, value: object) -> None:
         """Enter a value, if it is a container or a tensor, and what is in it."""
         if type(value) in _NO_STATE:
             return

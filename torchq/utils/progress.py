@@ -32,7 +32,7 @@ def progress_bar(
     yield from _bar(enabled, islice(items, most), desc=description, total=total, unit=unit)
 
 
-def item_count(items: Iterable[Any], most: int | None = None) -> int | None:
+def item_count(items: Iterable[object], most: int | None = None) -> int | None:
     """Return how many of the items are read, ``most`` of them; None where that is not known."""
     length = len(items) if isinstance(items, Sized) else None
     return min((n for n in (length, most) if n is not None), default=None)

@@ -57,8 +57,8 @@ _EFFECTS = {
 
 def collect(
     model: nn.Module,
-    batches: Sequence[Any],
-    metric: Any,
+    batches: Sequence[object],
+    metric: object,
     plan: MixedPrecision | bool,
     forward: Forward | None,
     progress: bool,
@@ -100,7 +100,7 @@ def collect(
 
 
 def _facts(
-    model: nn.Module, layers: list[QuantizedLayer], batch: Any, run: Callable[[Any], Any]
+    model: nn.Module, layers: list[QuantizedLayer], batch: object, run: Callable[[Any], Any]
 ) -> dict[str, LayerFacts]:
     """Return sizes and multiplications of layers; the model runs in float on one batch."""
     with untouched(model), quantizing_only(active_quantizers(model)):
@@ -109,7 +109,10 @@ def _facts(
 
 
 def _plan(
-    model: nn.Module, batches: Sequence[Any], plan: MixedPrecision | bool, options: dict[str, Any]
+    model: nn.Module,
+    batches: Sequence[object],
+    plan: MixedPrecision | bool,
+    options: dict[str, Any],
 ) -> tuple[MixedPrecision | None, str]:
     if isinstance(plan, MixedPrecision):
         return plan, ""

@@ -135,9 +135,9 @@ def _ratio(value: float | None) -> str:
 @uncompiled()
 def report(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     path: str | os.PathLike[str] | None = None,
-    metric: Any = None,
+    metric: object = None,
     *,
     plan: MixedPrecision | bool = True,
     forward: Forward | None = None,
@@ -188,9 +188,9 @@ def report(
 def compare(
     a: nn.Module,
     b: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     path: str | os.PathLike[str] | None = None,
-    metric: Any = None,
+    metric: object = None,
     *,
     labels: tuple[str, str] = ("A", "B"),
     forward: Forward | None = None,

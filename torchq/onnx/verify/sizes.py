@@ -31,7 +31,9 @@ def open_dimensions(graph: Model) -> dict[str, list[tuple[str, int]]]:
     return dims_by_length
 
 
-def resized(model: nn.Module, batch: Any, inputs: list[str], places: list[tuple[str, int]]) -> Any:
+def resized(
+    model: nn.Module, batch: object, inputs: list[str], places: list[tuple[str, int]]
+) -> Any:
     """Return a batch with another length in some dimensions, by repeating what is there.
 
     Args:
@@ -78,7 +80,7 @@ class Sizes:
         self._open = open_dimensions(graph)
         self.verdicts: list[Verdict] = []
 
-    def run(self, batch: Any, compare: Callable[[Any], str]) -> None:
+    def run(self, batch: object, compare: Callable[[Any], str]) -> None:
         """Add a verdict for each open length; ``compare`` says what is wrong with a batch."""
         for name, places in self._open.items():
             lengths = ", ".join(f"dimension {dim} of {input_name}" for input_name, dim in places)
@@ -88,7 +90,7 @@ class Sizes:
     def _verdict(
         self,
         what: str,
-        batch: Any,
+        batch: object,
         places: list[tuple[str, int]],
         compare: Callable[[Any], str],
     ) -> Verdict:

@@ -64,7 +64,7 @@ _NARROW = 7
 def verify_onnx(
     model: nn.Module,
     path: str | os.PathLike[str],
-    batches: Iterable[Any],
+    batches: Iterable[object],
     *,
     num_batches: int | None = None,
     progress: bool = True,
@@ -170,14 +170,14 @@ class _Comparison:
         self.outputs = [Output(name) for name in self._session.outputs]
         self._session_problem = ""
 
-    def add(self, batch: Any) -> None:
+    def add(self, batch: object) -> None:
         """Compare one batch."""
         feeds = self._session.feeds(_file_inputs(self._model, batch))
         results = self._run(feeds)
         add_outputs(self.outputs, _results(self._model, batch), results)
         self._compare(batch, feeds, results)
 
-    def _compare(self, batch: Any, feeds: Mapping[str, Tensor], found: list[Tensor]) -> None:
+    def _compare(self, batch: object, feeds: Mapping[str, Tensor], found: list[Tensor]) -> None:
         if self._written is not None and not self._session_problem:
             most = EQUAL if self.files[0].is_for_reference else EQUAL_BUT_FOR_BIASES
             self._session_problem = unlike_written(self._written.run, feeds, found, most)
@@ -185,7 +185,7 @@ class _Comparison:
             for file in self.files:
                 file.compare(self._model, batch, feeds)
 
-    def problem_with(self, batch: Any) -> str:
+    def problem_with(self, batch: object) -> str:
         """Return what is wrong with the results for another batch; "" where nothing new is."""
         if any(verdict.ok is False for verdict in self.verdicts()):
             return ""
@@ -255,7 +255,7 @@ def _default_session(path: Path, typed: bool) -> tuple[Any, bool]:
         return session, False
 
 
-def _results(model: nn.Module, batch: Any) -> list[Tensor]:
+def _results(model: nn.Module, batch: object) -> list[Tensor]:
     """Return the outputs of a model on a batch that fits its file."""
     try:
         return [t.cpu() for t in tensors_in(call_model(model, batch))]
@@ -268,7 +268,7 @@ def _results(model: nn.Module, batch: Any) -> list[Tensor]:
         ) from error
 
 
-def _file_inputs(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+def _file_inputs(model: nn.Module, batch: object) -> dict[str, Tensor]:
     """Return the tensors of a batch by the names that a file has for them by default."""
     tensors = nested_tensors(model, *call_arguments(model, batch))
     return dict(zip(input_names_of(model, tensors), tensors.values(), strict=True))
@@ -360,7 +360,7 @@ class _File:
         # A file as it is written has float kernels, in the reference too.
         return APPROXIMATE_SHARE if few or not self._optimized else SHARE
 
-    def compare(self, model: nn.Module, batch: Any, feeds: Mapping[str, Tensor]) -> None:
+    def compare(self, model: nn.Module, batch: object, feeds: Mapping[str, Tensor]) -> None:
         """Compare the codes of one batch, and the outputs behind the last of them."""
         if not self._named:
             return
