@@ -43,8 +43,6 @@ class Placement:
         quantized_results: Quantize the results of convolutions that no operator behind them
             quantizes; needs an example.
         linear_results: As well those of linear layers.
-        float_stem: The first layers stay float, unless max pooling reads their result; needs an
-            example.
         narrow_depthwise: Depthwise convolutions with fewer channels stay float.
         most_unequal: The largest ratio of the ranges of concatenated tensors that share one range.
             Each has its own where the example shows a larger ratio and another quantizer reads
@@ -59,7 +57,6 @@ class Placement:
     per_tensor_weights: tuple[str, ...] = ()
     quantized_results: bool = False
     linear_results: bool = False
-    float_stem: bool = False
     narrow_depthwise: int = 0
     most_unequal: float | None = None
 

@@ -21,7 +21,7 @@ from torchq.swap.apply import quantizer_slots
 
 
 class Stem(nn.Module):
-    """First layers that some targets leave float, results read in float, and both kinds of ranges.
+    """Results that are read in float, and both kinds of ranges.
 
     One activation stands in two places, one layer has two names.
     """
@@ -159,9 +159,11 @@ def test_the_networks_show_every_kind_of_decision() -> None:
     """Otherwise the plans above could agree on nothing."""
     model, x = made("stem")
     plan = torchq.plan(model, target="onnxruntime", example=x)
-    assert plan.decision("first").by == "float start" and plan.decision("last").output is not None
+    assert plan.decision("last").output is not None
     assert plan.decision("quant_cat").unsigned == ("input",)  # the one behind a ReLU
-    assert {d.name for d in plan.replaced if d.bias} == {"left", "inner.0", "last"}
+    assert {d.name for d in plan.replaced if d.bias} == {
+        *("first", "wise", "left", "inner.0", "last")
+    }
     assert plan.decision("quant_cat").ranges == 2 and plan.shared
     assert plan.decision("again").names == ("right", "again") and plan.operators[""].sites
     assert {d.name for d in plan.replaced} >= {"inner.1"} and "act" not in plan.modes
@@ -209,8 +211,9 @@ def test_parts_that_were_quantized_one_by_one_keep_their_reasons() -> None:
 def test_explain_says_who_decided_what_and_why() -> None:
     model, x = made("stem")
     plan = torchq.plan(model, target="onnxruntime", example=x, exclude="last")
-    assert "faster in float; decided by float start" in plan.explain("first")
     assert "excluded; decided by last" in plan.explain("last")
+    assert plan.verdict().endswith("; evaluation computes the codes of onnxruntime")
+    assert "evaluation" not in torchq.plan(model, target="openvino", example=x).verdict()
     assert "one range with" in plan.explain(plan.shared[0][0])
     assert plan.explain("nobody") == "nobody: nothing is decided about it"
 

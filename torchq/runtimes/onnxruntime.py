@@ -253,9 +253,6 @@ _PLACEMENT = Placement(
     modules=(MAX_POOLS, AVG_POOLS, *ACTIVATIONS),
     float_inputs=("type:torch.nn.modules.conv.ConvTranspose[123]d",),
     quantized_results=True,
-    # Integers save time on products and lose it on results: a stem has 27 products for each. But
-    # MaxPool behind a float stem gets its quantizer in front of it, where it is slow.
-    float_stem=True,
     narrow_depthwise=16,
     most_unequal=1.5,
 )

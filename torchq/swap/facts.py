@@ -77,7 +77,6 @@ class Facts:
         flow: the calls of the run; None without an example. Its modules are float.
         values: what quantizers would read, in the order of the run.
         results: path of a convolution -> the roots of its results; see :attr:`Value.root`.
-        sizes: path of a convolution -> the number of its results in one call, for one sample.
         reached: paths of the modules with quantizers that a tensor reached.
         norms: path of a layer -> the BatchNorm behind it that will be folded into it. The flow is
             that of the folded model, and results are those of the BatchNorm.
@@ -94,7 +93,6 @@ class Facts:
     flow: Flow | None = None
     values: Sequence[Value] = ()
     results: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    sizes: Mapping[str, int] = field(default_factory=dict)
     reached: Set[str] = frozenset()
     norms: Mapping[str, FoldingNorm] = field(default_factory=dict)
 
@@ -158,7 +156,6 @@ class _Seen:
         self._roots = _Roots()
         self.values: list[Value] = []
         self.results: dict[str, list[int]] = {}
-        self.sizes: dict[str, int] = {}
         self.reached: set[str] = set()
 
     def run(self, example: Any) -> dict[str, Any]:
@@ -172,7 +169,7 @@ class _Seen:
             stack.enter_context(self._roots)
             flow = record(self._model, example, is_leaf, watch=watched)
         self._roots.forget()
-        names = ("values", "results", "sizes", "reached")
+        names = ("values", "results", "reached")
         return {"flow": flow, **{name: getattr(self, name) for name in names}}
 
     def _watched(self) -> Iterator[tuple[nn.Module, Callable[..., None]]]:
@@ -196,11 +193,11 @@ class _Seen:
             if isinstance(module, QuantCat) and module.ranges == 1 and args:
                 self._concatenated(f"{path}.input_quantizer", module, args[0])
         elif isinstance(module, _CONVOLUTIONS) and isinstance(result, Tensor):
-            # A plan is for any number of samples.
-            samples = result.shape[0] if result.dim() == module.weight.dim() else 1
-            self.sizes[path] = result.numel() // max(samples, 1)
-            if path not in self._norms:
-                self.results.setdefault(path, []).append(self._roots.of(result))
+            self._add_result(path, result)
+
+    def _add_result(self, path: str, result: Tensor) -> None:
+        if path not in self._norms:
+            self.results.setdefault(path, []).append(self._roots.of(result))
 
     def _normalised(self, layer: str, args: Any, kwargs: Any, result: Any) -> None:
         """Note the result of a BatchNorm as that of the layer that it will be folded into."""

@@ -14,7 +14,7 @@ from torch import nn
 from torchq.descriptor import QuantDescriptor
 from torchq.formats import PerTensor
 from torchq.graph import OPERATORS, Call, Flow, effects_of, operator_named
-from torchq.nn import Add, InputQuantized, QuantModule, TensorQuantizer, quantized_class
+from torchq.nn import Add
 from torchq.swap.facts import Facts, Value, adds_zeros
 from torchq.swap.grids import has_choice, in_codes, in_file
 from torchq.swap.heads import behind_last_layers, heads_in_float
@@ -26,19 +26,11 @@ _MOVING_MODULES = (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten)
 _PADDING_MODULES = (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LAYERS = (*_CONVOLUTIONS, nn.Linear)
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
-_ACTIVATIONS = frozenset(["silu", "hardswish", "leaky_relu", "elu", "mish"])
 #: Products with, and sums of, stored numbers: exporters fold them into the convolution.
 _AFFINE = frozenset(["mul", "add"])
 _BYTE = 8
 _UP_TO_A_BYTE = range(1, _BYTE + 1)
 _QUANTIZING = frozenset(["quantize", "observe+quantize"])
-_IMAGE_CHANNELS = 4
-#: Results of a stem below which there is no time to save.
-_FEW_RESULTS = 50_000
-#: Float kernels are slow for depthwise convolutions whose channels are no multiple of this.
-_ALIGNMENT = 4
 #: Class of an operator that is a module -> the function that its forward calls in float.
 _ROWS = map(OPERATORS.__getitem__, OPERATORS)
 _FUNCTIONS = {row.module: row.name for row in _ROWS if row.module not in (None, "", "Tap")}
@@ -156,68 +148,6 @@ def switches(plan: Plan, facts: Facts) -> Plan:
 
 
 # --- what stays float ---------------------------------------------------------------------------
-
-
-def float_start(plan: Plan, facts: Facts) -> Plan:
-    """Leave the first layers in float, where a target runs them faster so.
-
-    They are the convolution that reads the image, its activation, and depthwise convolutions that
-    read this: they have many results, and few products for each. Nothing stays float where
-    max pooling reads a result, as it is fast between integers alone. A module whose rule is its
-    path is left alone.
-    """
-    if not facts.placement.float_stem:
-        return plan
-    view = View(plan, facts)
-    stem = next((call for call in view.flow.calls if isinstance(call.module, nn.Conv2d)), None)
-    if stem is None or not view.is_quantized(stem) or facts.sizes.get(stem.name, 0) < _FEW_RESULTS:
-        return plan
-    parts = [stem, *_behind(view, stem)]
-    reads_image = isinstance(stem.module, nn.Conv2d) and stem.module.in_channels <= _IMAGE_CHANNELS
-    if not reads_image or any(map(_is_max_pooling, parts)):
-        return plan
-    movable = {d.name for d in plan.replaced if d.by not in d.names}
-    paths = (view.path(part) for part in parts)
-    reason = f"{plan.target} runs the first layers faster in float"
-    return plan.in_float({p: reason for p in paths if p in movable}, "float start")
-
-
-def _behind(view: View, call: Call) -> Iterator[Call]:
-    """Yield what reads the result of a stem: activations, depthwise convolutions, max pooling."""
-    for reader in view.flow.consumers(call):
-        module = reader.module
-        if _is_max_pooling(reader):
-            yield reader
-        elif _is_pointwise(view, reader) or (
-            isinstance(module, nn.Conv2d)
-            and view.is_quantized(reader)
-            and is_depthwise(module)
-            and module.groups % _ALIGNMENT == 0
-        ):
-            yield reader
-            yield from _behind(view, reader)
-
-
-def _is_max_pooling(call: Call) -> bool:
-    return isinstance(call.module, _MAX_POOLS) or _has(call, "max")
-
-
-def _is_pointwise(view: View, call: Call) -> bool:
-    """Return True for norms, activations and quantizers."""
-    module = call.module
-    if isinstance(module, (*_NORMS, TensorQuantizer)):
-        return True
-    if view.is_quantized(call) and _quantizes_input_alone(module):
-        return "Pool" not in type(module).__name__
-    is_activation = module is None and call.name in _ACTIVATIONS
-    return is_activation or clips(call) or view.moves_elements(call)
-
-
-def _quantizes_input_alone(module: nn.Module | None) -> bool:
-    if module is None or isinstance(module, QuantModule):
-        return isinstance(module, InputQuantized)
-    twin = quantized_class(type(module))
-    return twin is not None and issubclass(twin, InputQuantized)
 
 
 _NO_TENSOR = "its operands are no tensors in the run on the example, or it does not run"
@@ -681,7 +611,6 @@ def results_behind_norms(plan: Plan, facts: Facts) -> Plan:
 #: Without an example only the first one and `choose_grids` have something to read.
 PASSES: tuple[Pass, ...] = (
     switches,
-    float_start,
     drop_unreached,
     heads_in_float,
     separate_ranges,

@@ -12,6 +12,7 @@ from typing import Any
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError, InputError
 from torchq.nn.calls.routes import CallSite
+from torchq.runtime import runtime_with
 from torchq.swap import schema
 from torchq.swap.share import Share, Work
 from torchq.utils import table
@@ -375,7 +376,16 @@ class Plan:
         counts.append(f"{len(self.skipped)} skipped")
         recipe = f", recipe {self.recipe}" if self.recipe else ""
         share = f"; {self.share}" if self.share else ""
-        return f"{', '.join(counts)}{recipe}{share}{self._doubt()}"
+        return f"{', '.join(counts)}{recipe}{share}{self._evaluation()}{self._doubt()}"
+
+    def _evaluation(self) -> str:
+        """Return whether a forward without gradients computes what the target does."""
+        runtime = runtime_with(self.target, self.settings)
+        if runtime is None or runtime.arithmetic is None:
+            return ""
+        on_integers = any(d.rounded_by for d in self.replaced)
+        does = f"computes the codes of {runtime.name}" if on_integers else "simulates"
+        return f"; evaluation {does}"
 
     def _doubt(self) -> str:
         """Return what is not proved about the conversion."""
