@@ -4,8 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo test test-fast test-oldest test-targets style types imports doctests docs \
-	package figures check ci bench-env clean
+.PHONY: install demo test test-fast test-oldest test-targets test-roads style types imports \
+	doctests docs package figures check ci bench-env clean
 
 install:
 	$(PYTHON) -m venv .venv
@@ -60,6 +60,13 @@ test-targets:
 	.venv-makers/bin/python -m pytest tests/frontends/test_checkpoints.py \
 		tests/onnx/test_encodings.py
 
+# Whole jobs with the trainers of others, in an environment of its own; -s shows their table.
+test-roads:
+	$(PYTHON) -m venv .venv-roads
+	.venv-roads/bin/pip install -e ".[all,integration]"
+	.venv-roads/bin/python -m pytest -s tests/roads tests/qat/test_trainers.py \
+		tests/qat/test_vision_trainers.py tests/workflow/test_other_trainers.py
+
 # The tools that benchmarks compare with, in an environment of its own.
 bench-env:
 	$(PYTHON) -m venv .venv-bench
@@ -67,5 +74,5 @@ bench-env:
 		huggingface_hub "setuptools<81"
 
 clean:
-	rm -rf .venv .venv-oldest .venv-executorch .venv-makers .venv-bench build dist torchq.egg-info docs/_build
+	rm -rf .venv .venv-oldest .venv-executorch .venv-makers .venv-roads .venv-bench build dist torchq.egg-info docs/_build
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

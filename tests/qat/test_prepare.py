@@ -45,6 +45,9 @@ def test_str_says_what_was_done() -> None:
     assert "8 ranges from 4 batches" in text
     assert "ranges (lr 0.01, decay 0)" in text
     assert "BatchNorm: 3 layers train along" in text
+    assert "no target: a file will lack the quantizers between layers" in text
+    told = prepare(ConvNet().eval(), labelled(), target="onnxruntime", progress=False)
+    assert "no target" not in str(told)
 
 
 def test_a_forward_of_the_users_own_reads_the_batches() -> None:

@@ -18,6 +18,7 @@ from torchq.errors import ExportError
 from torchq.nn import TensorQuantizer
 from torchq.nn.correction import folded_corrections
 from torchq.nn.integer_bias import rounded_biases
+from torchq.onnx.coverage import Coverage
 from torchq.onnx.interface import ExampleCall, fixes_batch
 from torchq.onnx.ir import (
     Model,
@@ -68,6 +69,8 @@ from torchq.utils.optional import import_optional
 
 #: What the progress bar shows.
 _STAGES = ("trace", "rewrite", "write")
+#: Below this share of its multiply-adds on integers, a file of a quantized model is worth a word.
+_FEW = 1 / 3
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ class ExportReport:
             input and range: name -> name of the provider.
         warnings: Rules of the target that the model does not follow; each names a layer and a fix.
         notes: What the target has to say of the file, such as how to run it.
+        coverage: How much of the file reads integers.
     """
 
     path: Path
@@ -100,14 +104,16 @@ class ExportReport:
     merged: dict[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    coverage: Coverage | None = None
 
     def __str__(self) -> str:
         share = ""
         if self.float_size:
             percent = f"{self.size / self.float_size:.0%}"
             share = f" ({percent} of {_megabytes(self.float_size)} in float32)"
+        coverage = "" if self.coverage is None else f", {self.coverage}"
         lines = [
-            f"{self.path}: {_megabytes(self.size)}{share}",
+            f"{self.path}: {_megabytes(self.size)}{share}{coverage}",
             f"opset {self.opset}, {self.exporter} exporter, target {self.target or 'any'}",
             f"{len(self.weights)} weights stored quantized, "
             f"{len(self.activations)} activations quantized, {len(self.merged)} merged",
@@ -203,7 +209,29 @@ def export_onnx(
         write_record(graph, target=None if runtime is None else runtime.name)
         size = save_model(graph, path)
     exporter = "dynamo" if modern else "torchscript"
-    return _report_on(graph, path, runtime, exporter=exporter, size=size, warnings=broken_rules)
+    coverage = Coverage.of(graph)
+    has_weights_alone = bool(weight_nodes(graph)) and not quantizer_nodes(graph)
+    if active and not has_weights_alone:
+        _warn_of_float(coverage, path)
+    return _report_on(
+        graph,
+        path,
+        runtime,
+        exporter=exporter,
+        size=size,
+        warnings=broken_rules,
+        coverage=coverage,
+    )
+
+
+def _warn_of_float(coverage: Coverage, path: Path) -> None:
+    """Warn that a file of a quantized model computes in float for the most part, and why."""
+    if coverage.share is not None and coverage.share < _FEW:
+        warnings.warn(
+            f"export_onnx: {coverage.reason}, so {path.name} computes in float: {coverage}. "
+            "print(report) of quantize_, and torchq.summary(model), say what is quantized",
+            stacklevel=3,
+        )
 
 
 def _report_on(graph: Model, path: Path, runtime: Runtime | None, **fields: Any) -> ExportReport:

@@ -69,7 +69,7 @@ def load_model(path: str | os.PathLike[str], *, check: bool = True) -> Model:
         if check:
             onnx.checker.check_model(str(path))
         model = onnx_ir.load(path)
-        if _initializer_bytes(model) < _EXTERNAL_ABOVE:
+        if stored_size(model) < _EXTERNAL_ABOVE:
             model = onnx_ir.external_data.load_to_model(model)
     return model
 
@@ -104,7 +104,7 @@ def save_model(model: Model, path: str | os.PathLike[str], *, check: bool = True
     path = Path(os.path.realpath(path))
     data = path.with_name(f"{path.name}.data")
     with replacing(data, path) as (new_data, new_path):
-        if _initializer_bytes(model) < _EXTERNAL_ABOVE:
+        if stored_size(model) < _EXTERNAL_ABOVE:
             proto = onnx_ir.to_proto(model)
             if check:
                 _check(checker, proto, path)
@@ -330,7 +330,8 @@ def remove_unused(model: Model) -> None:
     _passes.RemoveUnusedNodesPass()(model)
 
 
-def _initializer_bytes(model: Model) -> int:
+def stored_size(model: Model) -> int:
+    """Return the number of bytes of the initializers."""
     return sum(v.const_value.nbytes for v in model.graph.initializers.values())
 
 

@@ -75,6 +75,13 @@ def param_groups(
     return [{"name": name, "params": params, **groups[name]} for name, params in nonempty.items()]
 
 
+#: What a model that was trained for no runtime lacks.
+NO_TARGET = (
+    "no target: a file will lack the quantizers between layers that its runtime needs, so parts "
+    "stay float there; pass target=, one of torchq.targets()"
+)
+
+
 @dataclass(frozen=True)
 class Preparation:
     """What :func:`prepare` did; ``str()`` tells it.
@@ -107,6 +114,8 @@ class Preparation:
         if self.batchnorms:
             count = len(self.batchnorms)
             lines.append(f"BatchNorm: {count} layers train along; fuse_ folds them afterwards")
+        if self.quantized.target is None:
+            lines.append(NO_TARGET)
         return "\n".join(lines)
 
 
@@ -138,7 +147,9 @@ def prepare(
         recipe: the rules; default INT8. Let few bits learn their ranges: ``recipes.w4a4()``, or
             ``recipes.integer(4, 8, learn_ranges=True)``.
         exclude: as for :func:`torchq.quantize_`.
-        target: as for :func:`torchq.quantize_`; the first batch is the example.
+        target: the runtime that the model is trained for, as for :func:`torchq.quantize_`; the
+            first batch is the example. Without one the file lacks the quantizers between layers
+            that its runtime needs, and the result says so.
         lr: of weights, biases and norms. A network that was fused before needs a hundredth of it,
             in float too.
         range_lr: of learned ranges; default ``lr``.
@@ -157,12 +168,11 @@ def prepare(
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
         >>> loader = [(torch.randn(4, 3, 8, 8), torch.zeros(4))]
-        >>> prepared = prepare(model, loader, torchq.recipes.w4a4(first_last=None), progress=False)
-        >>> print(prepared)
-        quantized: 1 quantized, 0 skipped, recipe w4a4; 100.0% of the weights of layers quantized
-        calibrated: 2 ranges from 1 batch
-        parameters: 1 weights (lr 0.01, decay 0.0001), 3 biases_and_norms (lr 0.01, decay 0),
-            2 ranges (lr 0.01, decay 0)
+        >>> prepared = prepare(model, loader, target="onnxruntime", progress=False)
+        >>> print(prepared)  # doctest: +ELLIPSIS
+        quantized: ...
+        calibrated: ...
+        parameters: 1 weights (lr 0.01, decay 0.0001), 3 biases_and_norms (lr 0.01, decay 0)
         BatchNorm: 1 layers train along; fuse_ folds them afterwards
         >>> optimizer = torch.optim.SGD(prepared.param_groups, momentum=0.9)
     """

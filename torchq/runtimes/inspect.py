@@ -8,12 +8,14 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchq.onnx.coverage import Coverage
 from torchq.onnx.ir import (
     Model,
     Node,
     Value,
     computed_by,
     data_type,
+    float_size,
     is_constant,
     is_output,
     load_model,
@@ -21,6 +23,7 @@ from torchq.onnx.ir import (
     names,
     nodes_of,
     readers,
+    stored_size,
     value_of,
 )
 from torchq.onnx.qdq import starts_at_zero
@@ -58,6 +61,7 @@ _FUSED = {"FusedConv": "Conv", "FusedGemm": "Gemm", "FusedMatMul": "MatMul"}
 _WEIGHTS = {"QLinearConv": 3, "QGemm": 3, "QLinearMatMul": 3, "MatMulIntegerToFloat": 1}
 #: QGemm returns codes if it has the parameters of its output, inputs 7 and 8.
 _QGEMM_INPUTS = 8
+_FLOAT = "quantize the model and export it again, or the file itself: torchq quantize"
 _PLACE = "quantize_(..., target='onnxruntime', example=...)"
 
 
@@ -90,6 +94,8 @@ class InspectReport:
             and a uint8 code overflow the 16 bits in which x86 CPUs without VNNI or AMX add them;
             with 7 bits (``recipes.int8(reduce_range=True)``) they do not.
         norms: Names of quantized layers in float, as a BatchNorm behind them is not folded.
+        coverage: How much of the file as it is written reads integers.
+        size: Bytes of the file's tensors, and those of the same tensors in float32.
     """
 
     path: str
@@ -97,6 +103,8 @@ class InspectReport:
     counts: dict[str, int]
     wide: tuple[str, ...] = ()
     norms: tuple[str, ...] = ()
+    coverage: Coverage | None = None
+    size: tuple[int, int] = (0, 0)
 
     @property
     def integer(self) -> tuple[NodePlacement, ...]:
@@ -115,6 +123,14 @@ class InspectReport:
             f"{self.path}: {len(self.integer)} of {len(self.nodes)} computing nodes run on "
             f"integers: {done}"
         ]
+        stored, as_float = self.size
+        if self.coverage is not None and as_float:
+            lines.append(
+                f"as written, {self.coverage}; tensors have {stored / as_float:.0%} of their size "
+                "in float32"
+            )
+            if not self.coverage.on_integers and not self.integer:
+                lines.append(f"this file computes in float: {self.coverage.reason or _FLOAT}")
         if self.norms:
             lines.append(norms_text(self.norms, IN_FLOAT))
         if self.wide:
@@ -124,10 +140,28 @@ class InspectReport:
                 "use torchq.recipes.int8(reduce_range=True)"
             )
         paragraphs = [wrap(line) for line in lines]
-        if self.fallbacks:
-            rows = [(node.name, node.kind, node.reason) for node in self.fallbacks]
-            paragraphs.append(table([("in float", "type", "why"), *rows]))
+        if self.fallbacks and self.integer:
+            paragraphs.append(self._kinds())
         return "\n".join(paragraphs)
+
+    def _kinds(self) -> str:
+        """Return a row for each operator that stays in float, with the reason of the first one."""
+        groups: dict[str, list[NodePlacement]] = {}
+        for node in self.fallbacks:
+            groups.setdefault(node.kind, []).append(node)
+        rows = [
+            (kind, str(len(nodes)), nodes[0].name, nodes[0].reason)
+            for kind, nodes in groups.items()
+        ]
+        text = table([("in float", "nodes", "the first", "why"), *rows])
+        if len(self.fallbacks) > len(groups):
+            text += "\nprint(report.table()) has all of them"
+        return text
+
+    def table(self) -> str:
+        """Return a row for each node that runs in float."""
+        rows = [(node.name, node.kind, node.reason) for node in self.fallbacks]
+        return table([("in float", "type", "why"), *rows])
 
 
 def inspect_onnx(path: str | os.PathLike[str]) -> InspectReport:
@@ -161,7 +195,9 @@ def inspect_onnx(path: str | os.PathLike[str]) -> InspectReport:
         )
         placements = tuple(_placements(model))
         norms = tuple(layers_in_front_of_norms(written, IN_FLOAT_FOR_NORMS))
-    return InspectReport(os.fspath(path), placements, counts, wide, norms)
+        coverage = Coverage.of(written)
+        size = (stored_size(written), float_size(written))
+    return InspectReport(os.fspath(path), placements, counts, wide, norms, coverage, size)
 
 
 def _name(node: Node) -> str:

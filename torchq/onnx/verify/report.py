@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from torchq.errors import ExportError
+from torchq.onnx.coverage import Coverage
 from torchq.onnx.verify.exposed import MERGED_SHARE, OPTIMISED, Behind
 from torchq.utils.text import table
 
@@ -133,6 +134,12 @@ class VerifyReport:
         hint: What to do where something differs.
         verdicts: of the file as it is written, of the session that a user opens, and of a second
             length of each open dimension of its inputs.
+        coverage: how much of the file reads integers.
+        size: bytes of the file's tensors, and those of the same tensors in float32.
+        simulation_db: energy of the float model's outputs over that of the difference which
+            quantization makes, in dB, for the worst output on the first batch; None where no
+            quantizer is on. Outputs of several orders of magnitude, such as boxes beside scores,
+            need a metric of their own: see :func:`torchq.doctor`.
     """
 
     path: str
@@ -141,6 +148,9 @@ class VerifyReport:
     session: str = ""
     hint: str = ""
     verdicts: tuple[Verdict, ...] = ()
+    coverage: Coverage | None = None
+    size: tuple[int, int] = (0, 0)
+    simulation_db: float | None = None
 
     @property
     def ok(self) -> bool:
@@ -162,6 +172,7 @@ class VerifyReport:
 
     def __str__(self) -> str:
         lines = [f"{self.path}: {'agrees with its model' if self.ok else 'DIFFERS'}"]
+        lines += [f"  {line}" for line in self._head()]
         lines += [f"  output {output}" for output in self.outputs]
         if self.layers:
             codes = [layer for layer in self.layers if layer.allowed]
@@ -178,6 +189,19 @@ class VerifyReport:
         elif not self.ok:
             lines.append(f"  next: {self.hint}")
         return "\n".join(lines)
+
+    def _head(self) -> Iterator[str]:
+        """Yield what the agreement alone does not say: how near to float, and how much is INT8."""
+        if self.simulation_db is not None:
+            decibels = f"{self.simulation_db:.1f} dB on the first batch, at the worst output"
+            yield f"the simulation beside the float model: {decibels}"
+        if self.coverage is None:
+            return
+        stored, as_float = self.size
+        size = f"; its tensors have {stored / as_float:.0%} of their size in float32"
+        yield f"{self.coverage}{size if as_float else ''}"
+        if self.coverage.share is not None and not self.coverage.on_integers:
+            yield f"this file computes in float: {self.coverage.reason}"
 
     def table(self) -> str:
         """Return a row for each scale, weight, bias and quantizer, in the order of the model."""

@@ -16,12 +16,21 @@ from torch import Tensor, nn
 from torchq.errors import ExportError, TorchqError
 from torchq.formats import SCALE_TYPES
 from torchq.graph import call_arguments, call_model, tensors_in
-from torchq.nn import TensorQuantizer
+from torchq.nn import TensorQuantizer, quantizing_only
 from torchq.nn.correction import folded_corrections
 from torchq.nn.integer_bias import rounded_biases
+from torchq.onnx.coverage import Coverage
 from torchq.onnx.export import undo_export, unwrap
 from torchq.onnx.interface import input_names_of, named_calls, nested_tensors
-from torchq.onnx.ir import Model, Value, first_line, load_model, named_errors
+from torchq.onnx.ir import (
+    Model,
+    Value,
+    first_line,
+    float_size,
+    load_model,
+    named_errors,
+    stored_size,
+)
 from torchq.onnx.passes.convolutions import without_pads
 from torchq.onnx.qdq import (
     float_weights,
@@ -48,6 +57,8 @@ from torchq.onnx.verify.report import (
     Verdict,
     VerifyReport,
     add_outputs,
+    decibels,
+    difference,
 )
 from torchq.onnx.verify.session import EQUAL, EQUAL_BUT_FOR_BIASES, unlike_written
 from torchq.onnx.verify.sizes import Sizes
@@ -134,6 +145,7 @@ def verify_onnx(
         agreed = tuple(output.result() for output in comparison.outputs)
         sizes.run(first, comparison.problem_with)
     shown_file = comparison.files[-1]
+    written = load_model(path, check=False)
     return VerifyReport(
         path=os.fspath(path),
         outputs=agreed,
@@ -141,7 +153,27 @@ def verify_onnx(
         session=shown_file.session,
         hint=shown_file.hint,
         verdicts=(*verdicts, *sizes.verdicts),
+        coverage=Coverage.of(written),
+        size=(stored_size(written), float_size(written)),
+        simulation_db=_beside_float(model, first),
     )
+
+
+def _beside_float(model: nn.Module, batch: Any) -> float | None:
+    """Return how near the simulation is to the float model, in dB, at the worst output."""
+    active = [quantizer for quantizer in quantizers(model).values() if quantizer.quantizing]
+    if not active:
+        return None
+    with torch.no_grad(), evaluating(model):
+        simulated = _results(model, batch)
+        with quantizing_only(quantizers(model).values()):
+            in_float = _results(model, batch)
+    found = []
+    for want, got in zip(in_float, simulated, strict=True):
+        if want.is_floating_point() and want.shape == got.shape and want.numel():
+            signal = float(want[want.isfinite()].double().square().sum())
+            found.append(decibels(signal, float(difference(want, got).square().sum())))
+    return min(found, default=None)
 
 
 class _Comparison:

@@ -1,0 +1,160 @@
+"""How much of a file computes on integers: its products whose two factors are codes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torchq.onnx.ir import Model, Node, Value, is_constant, names, nodes_of, readers
+from torchq.onnx.qdq import FLOAT_WEIGHT
+
+#: Operators whose result is a sum of products of their first two inputs.
+_PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "Einsum")
+#: Operators of which each step multiplies the input and the hidden state by weights.
+_RECURRENT = ("LSTM", "GRU", "RNN")
+#: Operators that move numbers, so that codes stay codes.
+_SHOWN = 3
+_MOVES = names(
+    "Cast Reshape Transpose Flatten Squeeze Unsqueeze Slice Gather Split Concat Expand Pad Identity"
+)
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The products of a file, and how many of them read codes alone.
+
+    Attributes:
+        share: of the multiply-adds, 0 to 1, as far as the shapes in the file tell them; None for a
+            file without products.
+        layers: how many operators multiply.
+        on_integers: how many of them have codes as both factors.
+        float_weights: names of those that read a weight in float.
+        before_norms: names of those that read codes, but in front of a BatchNorm that was not
+            folded: the runtimes have no integer kernel of both.
+        float_inputs: names of the others, of which an input is not quantized.
+    """
+
+    share: float | None
+    layers: int
+    on_integers: int
+    float_weights: tuple[str, ...]
+    before_norms: tuple[str, ...]
+    float_inputs: tuple[str, ...]
+
+    @classmethod
+    def of(cls, graph: Model) -> Coverage:
+        """Return the coverage of a file as it is written; its runtime may have fewer kernels."""
+        nodes = nodes_of(graph, *_PRODUCTS, *_RECURRENT)
+        work = {id(node): _multiply_adds(node) for node in nodes}
+        weights = [node for node in nodes if _has_float_weight(node)]
+        coded = [node for node in nodes if _reads_codes(node)]
+        norms = [node for node in coded if _stands_before_norm(node)]
+        integers = [node for node in coded if node not in norms]
+        others = [node for node in nodes if node not in weights and node not in coded]
+        total = sum(work.values())
+        return cls(
+            share=sum(work[id(node)] for node in integers) / total if total else None,
+            layers=len(nodes),
+            on_integers=len(integers),
+            float_weights=tuple(map(_name, weights)),
+            before_norms=tuple(map(_name, norms)),
+            float_inputs=tuple(map(_name, others)),
+        )
+
+    def __str__(self) -> str:
+        if self.share is None:
+            return "no layers that multiply"
+        return f"{self.share:.1%} of the multiply-adds read integers"
+
+    @property
+    def reason(self) -> str:
+        """Return in a sentence why products are in float; empty where none is."""
+        parts = [
+            _counted(self.float_weights, "read a weight in float"),
+            _counted(self.before_norms, "stand in front of a BatchNorm that was not folded"),
+            _counted(self.float_inputs, "read an input in float"),
+        ]
+        return ", ".join(part for part in parts if part)
+
+
+def _counted(layers: tuple[str, ...], what: str) -> str:
+    if not layers:
+        return ""
+    shown = ", ".join(layers[:_SHOWN])
+    more = ", ..." if len(layers) > _SHOWN else ""
+    return f"{len(layers)} of its layers {what} ({shown}{more})"
+
+
+def _stands_before_norm(node: Node) -> bool:
+    return any(user.op_type == "BatchNormalization" for user in readers(node.outputs[0]))
+
+
+def _name(node: Node) -> str:
+    return str(node.name or node.outputs[0].name)
+
+
+def _factors(node: Node) -> list[Value]:
+    count = 3 if node.op_type in _RECURRENT else 2
+    return [value for value in node.inputs[:count] if value is not None]
+
+
+def _reads_codes(node: Node) -> bool:
+    return node.op_type not in _RECURRENT and all(map(_is_code, _factors(node)))
+
+
+def _has_float_weight(node: Node) -> bool:
+    """Return True if one factor is stored, and not as codes."""
+    return any(_is_stored_float(value) for value in _factors(node))
+
+
+def _is_stored_float(value: Value) -> bool:
+    source = _before_moves(value)
+    return is_constant(source) and not str(source.name).endswith(FLOAT_WEIGHT)
+
+
+def _is_code(value: Value) -> bool:
+    source = _before_moves(value)
+    producer = source.producer()
+    if producer is None:  # the values of codes, for runtimes that want weights like this
+        return str(source.name).endswith(FLOAT_WEIGHT)
+    return producer.op_type == "DequantizeLinear"
+
+
+def _before_moves(value: Value) -> Value:
+    """Return the value that was moved into this place."""
+    producer = value.producer()
+    while producer is not None and producer.op_type in _MOVES:
+        first = producer.inputs[0]
+        if first is None:
+            break
+        value = first
+        producer = value.producer()
+    return value
+
+
+def _multiply_adds(node: Node) -> float:
+    """Return the products of one node for one sample: open lengths and unknown ones count as 1."""
+    factors = _factors(node)
+    sizes = [_size(value) for value in factors]
+    if node.op_type in _RECURRENT:
+        steps = _dims(factors[0])[:1]
+        return math.prod(steps) * sum(sizes[1:])
+    if node.op_type == "ConvTranspose":
+        return math.prod(_dims(factors[0])[2:]) * sizes[1]
+    if node.op_type == "Conv":
+        return math.prod(_dims(node.outputs[0])[2:]) * sizes[1]
+    if node.op_type == "Einsum":
+        return max(sizes)
+    depth = _dims(factors[0])[-1:]
+    return _size(node.outputs[0]) * math.prod(depth)
+
+
+def _size(value: Value) -> int:
+    return math.prod(_dims(value))
+
+
+def _dims(value: Value) -> list[int]:
+    """Return the lengths of a value, 1 for those that are open; TorchScript leaves some out."""
+    if value.shape is None:
+        return []
+    return [dim if isinstance(dim, int) else 1 for dim in value.shape]
