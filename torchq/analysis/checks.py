@@ -82,8 +82,11 @@ class Sample:
         """Add a tensor that is not empty."""
         flat = x.detach().reshape(-1)
         low, high = torch.aminmax(flat)
-        self.low, self.high = min(self.low, float(low)), max(self.high, float(high))
-        self.values.append(flat[:: max(1, flat.numel() // _KEPT)].float().cpu().clone())
+        self.low = min(self.low, float(low))
+        self.high = max(self.high, float(high))
+        # Evenly spread elements; a clone, as a view would keep the whole tensor alive.
+        step = max(1, flat.numel() // _KEPT)
+        self.values.append(flat[::step].float().cpu().clone())
 
 
 @dataclass

@@ -302,8 +302,13 @@ def box_iou(a: Tensor, b: Tensor) -> Tensor:
     low = torch.maximum(a[:, None, :2], b[None, :, :2])
     high = torch.minimum(a[:, None, 2:], b[None, :, 2:])
     common = (high - low).clamp(min=0).prod(2)
-    sizes = [(boxes[:, 2:] - boxes[:, :2]).clamp(min=0).prod(1) for boxes in (a, b)]
-    return common / (sizes[0][:, None] + sizes[1][None] - common).clamp(min=1e-12)
+    union = _areas(a)[:, None] + _areas(b)[None] - common
+    return common / union.clamp(min=1e-12)
+
+
+def _areas(boxes: Tensor) -> Tensor:
+    """Return the area of each box (n, 4); 0 where its corners are swapped."""
+    return (boxes[:, 2:] - boxes[:, :2]).clamp(min=0).prod(1)
 
 
 def _mask_iou(a: Tensor, b: Tensor) -> float:

@@ -313,15 +313,12 @@ def _recalibrate(patient: Patient, rounded: bool) -> Cure | None:
 def _grid(patient: Patient, plan: Plan, names: set[str]) -> Cure | None:
     """Return the cure for signed codes of inputs without negative values."""
     samples = {} if patient.seen is None else patient.seen.samples
-    one_signed = {
-        path.rpartition(".")[0]
-        for path, q in patient.active.items()
-        if q.descriptor.format.is_integer
-        and not (q.descriptor.unsigned or id(q) in patient.weights or q.descriptor.learn_amax)
-        and q.descriptor.symmetric
-        and id(q) in samples
-        and samples[id(q)].low >= 0
-    }
+    one_signed = set()
+    for path, quantizer in patient.active.items():
+        sample = samples.get(id(quantizer))
+        is_input = id(quantizer) not in patient.weights
+        if is_input and sample is not None and sample.low >= 0 and _has_signed_codes(quantizer):
+            one_signed.add(path.rpartition(".")[0])
     few = len(names & one_signed)
     if plan.target is not None or not few:
         return None
@@ -332,10 +329,19 @@ def _grid(patient: Patient, plan: Plan, names: set[str]) -> Cure | None:
     return Cure(advice, "torchq.quantize_(model, config, target=..., example=example)")
 
 
+def _has_signed_codes(quantizer: TensorQuantizer) -> bool:
+    """Return True for codes whose negative half another sign could use; training keeps its own."""
+    d = quantizer.descriptor
+    return d.format.is_integer and d.symmetric and not d.unsigned and not d.learn_amax
+
+
 def _ends(layers: Sequence[Decision], hurt: set[str]) -> Cure | None:
     """Return the cure for a first or last layer that does harm in fewer than 8 bits."""
-    ends = [d for d in (*layers[:1], *layers[-1:]) if set(d.names) & hurt]
-    narrow = [d.name or "(root)" for d in ends if min(_bits(d), _bits(d, "input")) < _BYTE]
+    narrow = []
+    for decision in (*layers[:1], *layers[-1:]):
+        bits = min(_bits(decision), _bits(decision, "input"))
+        if bits < _BYTE and set(decision.names) & hurt:
+            narrow.append(decision.name or "(root)")
     if not narrow:
         return None
     advice = (
@@ -348,12 +354,14 @@ def _ends(layers: Sequence[Decision], hurt: set[str]) -> Cure | None:
 def _bits(decision: Decision, slot: str = "weight") -> int:
     """Return the width of integer codes; 8 for what has none."""
     descriptor = decision.descriptors.get(slot)
-    return (
-        descriptor.format.bits if descriptor is not None and descriptor.format.is_integer else _BYTE
-    )
+    if descriptor is None or not descriptor.format.is_integer:
+        return _BYTE
+    return descriptor.format.bits
 
 
 def joined_names(names: Sequence[str]) -> str:
     """Return names as a list in a sentence."""
     shown = [name or "(root)" for name in names]
-    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+    if len(shown) < 2:
+        return "".join(shown)
+    return f"{', '.join(shown[:-1])} and {shown[-1]}"

@@ -413,8 +413,10 @@ class Problem:
     def bounds(self, kind: str) -> tuple[float, float]:
         """Return the least and the greatest cost that is possible."""
         allowed = self.damages.isfinite()
-        least, most = (self.costs[kind].where(allowed, end) for end in (math.inf, -math.inf))
-        return float(least.amin(1).sum()), float(most.amax(1).sum())
+        costs = self.costs[kind]
+        least = costs.where(allowed, math.inf).amin(1)
+        most = costs.where(allowed, -math.inf).amax(1)
+        return float(least.sum()), float(most.sum())
 
     def solve(self, budget: Mapping[str, float]) -> list[int] | None:
         """Return a choice with little damage within a budget; None where none was found.

@@ -359,7 +359,7 @@ def _added(known: list[Tensor] | None, new: list[Tensor]) -> list[Tensor]:
     """Return sums, probe by probe; products of unlike shapes count by themselves."""
     if not known:
         return new
-    if len(known) != len(new) or any(a.shape != b.shape for a, b in zip(known, new, strict=True)):
+    if [a.shape for a in known] != [b.shape for b in new]:
         return known + new
     return [a + b for a, b in zip(known, new, strict=True)]
 

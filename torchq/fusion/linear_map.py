@@ -246,11 +246,16 @@ def _composed(first: Geometry, second: Geometry) -> Geometry:
 def _covering(a: Geometry, b: Geometry) -> Geometry:
     """Return the smallest geometry that both maps can be written with."""
     before = tuple(map(max, a.before, b.before))
-    ends = zip(before, a.before, a.window, b.before, b.window, strict=True)
-    window = tuple(max(s - a0 + aw, s - b0 + bw) for s, a0, aw, b0, bw in ends)
+    window = []
+    # Both windows start ``before`` pixels in front of the image; the longer one covers both.
+    starts = zip(before, a.before, a.window, b.before, b.window, strict=True)
+    for start, before_a, window_a, before_b, window_b in starts:
+        end_a = start - before_a + window_a
+        end_b = start - before_b + window_b
+        window.append(max(end_a, end_b))
     after = tuple(e + w - p for e, w, p in zip(a.extent, window, before, strict=True))
     groups = math.gcd(a.groups, b.groups)
-    return replace(a, groups=groups, window=window, before=before, after=after)
+    return replace(a, groups=groups, window=tuple(window), before=before, after=after)
 
 
 #: Name of a torch function -> the same function of maps. Its first argument is a map or (for

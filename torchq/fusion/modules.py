@@ -122,14 +122,12 @@ def weight_slot(layer: nn.Module) -> str | None:
 
 def holders_of(model: nn.Module, part: object, other_than: nn.Module) -> list[str]:
     """Return the paths of the modules with ``part`` as a child or parameter, but for one module."""
-    return [
-        path
-        for path, module in model.named_modules()
-        if module is not other_than
-        and any(
-            member is part for member in (*module.children(), *module.parameters(recurse=False))
-        )
-    ]
+    paths = []
+    for path, module in model.named_modules():
+        members = (*module.children(), *module.parameters(recurse=False))
+        if module is not other_than and any(member is part for member in members):
+            paths.append(path)
+    return paths
 
 
 def is_layer(module: nn.Module | None) -> TypeGuard[Any]:

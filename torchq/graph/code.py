@@ -149,10 +149,15 @@ def hands_on_keywords(wrapper: types.FunctionType) -> bool:
     keywords_argument = tree.args.kwarg if isinstance(tree, ast.FunctionDef) else None
     if keywords_argument is None:
         return False
-    names = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id == keywords_argument.arg]
-    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
-    handed = [k.value in names for call in calls for k in call.keywords if k.arg is None]
-    return all(isinstance(name.ctx, ast.Load) for name in names) and any(handed)
+    names = []
+    unpacked = []  # what stands behind ** in calls
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id == keywords_argument.arg:
+            names.append(node)
+        elif isinstance(node, ast.Call):
+            unpacked += [keyword.value for keyword in node.keywords if keyword.arg is None]
+    is_only_read = all(isinstance(name.ctx, ast.Load) for name in names)
+    return is_only_read and any(value in names for value in unpacked)
 
 
 def _like(

@@ -460,12 +460,15 @@ def overwritten_values(
     The first argument of ``node`` is what it overwrites. ``order`` numbers the nodes of the graph.
     """
     first: Any = node.args[0]
-    older = [n for n in order if order[n] < order[node] and memory[n] & memory[first]]
-    return [
-        n
-        for n in older
-        if any(order[user] > order[node] and not reads_metadata(user) for user in n.users)
-    ]
+    overwritten = []
+    for older in order:
+        if order[older] >= order[node] or not memory[older] & memory[first]:
+            continue
+        # A shape that is read later is not overwritten.
+        later = [user for user in older.users if order[user] > order[node]]
+        if not all(map(reads_metadata, later)):
+            overwritten.append(older)
+    return overwritten
 
 
 def _home(node: fx.Node, module: nn.Module | None) -> str:

@@ -57,8 +57,11 @@ class ConvParams(NamedTuple):
         """Return the shape of the result for the shapes of an input and a weight."""
         if not self.stride:
             return (*image[:-1], weight[0])
+        sizes = []
         axes = zip(image[2:], weight[2:], self.stride, self.padding, self.dilation, strict=True)
-        sizes = ((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in axes)
+        for size, kernel, stride, padding, dilation in axes:
+            window = dilation * (kernel - 1) + 1
+            sizes.append((size + 2 * padding - window) // stride + 1)
         return (image[0], weight[0], *sizes)
 
     def as_lists(self) -> tuple[Any, ...]:

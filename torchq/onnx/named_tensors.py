@@ -34,10 +34,11 @@ def named_tensors(
             "ONNX file, since the ranges have names of its tensors"
         )
     tensors = _read(model, example) | (_stored(model) if weights else {})
-    names_by_path = {
-        path: [usable[-1] for names in calls if (usable := [n for n in names if known.get(n)])]
-        for path, calls in tensors.items()
-    }
+    names_by_path: dict[str, list[str]] = {path: [] for path in tensors}
+    for path, calls in tensors.items():
+        for names in calls:
+            usable = [name for name in names if known.get(name)]
+            names_by_path[path] += usable[-1:]
     _check_found(where, known, tensors, names_by_path)
     return names_by_path
 

@@ -122,16 +122,16 @@ def warn_of_own_grid(
             "the file will hold a float model",
             stacklevel=3,
         )
-    codes = None if runtime is None or planned_target(model) is not None else runtime.codes
+    if runtime is None or runtime.codes is None or planned_target(model) is not None:
+        return
     weights = weight_quantizers(model)
-    affected = [
-        name
-        for name, q in active.items()
-        if codes is not None
-        and id(q) not in weights
-        and in_codes(q.given_descriptor, codes) != q.given_descriptor
-    ]
-    if affected and runtime is not None:
+    affected = []
+    for name, quantizer in active.items():
+        descriptor = quantizer.given_descriptor
+        is_input = id(quantizer) not in weights
+        if is_input and in_codes(descriptor, runtime.codes) != descriptor:
+            affected.append(name)
+    if affected:
         warnings.warn(
             f"export_onnx: the model was quantized for no target, so the file has its own codes: "
             f"{_listed(affected)}. {runtime.name} has finer ones, or faster kernels for "

@@ -231,7 +231,9 @@ def run_dynamo(call: ExampleCall, opset: int) -> Model:
     """Return the graph of the exporter that is based on ``torch.export``."""
     args, kwargs = call.args, call.kwargs
     if args and not kwargs and isinstance(args[-1], dict):  # torch would take it for kwargs.
-        args, kwargs = args[:-1], {argument_names(call.model, len(args))[-1]: args[-1]}
+        name = argument_names(call.model, len(args))[-1]
+        kwargs = {name: args[-1]}
+        args = args[:-1]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # The exporter warns about itself.

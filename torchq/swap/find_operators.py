@@ -108,7 +108,11 @@ def find_operators(
             remark = f"{len(gone)} operator{'s' if len(gone) > 1 else ''}: {READ_AGAIN}"
             failed[id(module)] = "; ".join(filter(None, [failed.get(id(module), ""), remark]))
     operators = [op for names, m in modules for op in _named(m, names, candidates.get(id(m), {}))]
-    return operators, [(m, n, failed[id(m)]) for n, m in modules if id(m) in failed]
+    untraceable = []
+    for paths, module in modules:
+        if id(module) in failed:
+            untraceable.append((module, paths, failed[id(module)]))
+    return operators, untraceable
 
 
 def modules_with_other_readers(model: nn.Module, seen: Seen | None = None) -> set[int]:

@@ -356,7 +356,8 @@ def _pending(model: nn.Module, force: bool) -> tuple[dict[str, TensorQuantizer],
             stacklevel=3,
         )
     keep = fixed | (set() if force else done)
-    return {n: q for n, q in live.items() if n not in keep}, tuple(n for n in live if n in keep)
+    to_calibrate = {name: q for name, q in live.items() if name not in keep}
+    return to_calibrate, tuple(name for name in live if name in keep)
 
 
 def _run(runs: Runs, num_batches: int | None, show: bool, outputs: Outputs | None) -> int:

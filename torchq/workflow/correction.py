@@ -430,6 +430,7 @@ def _square_error(sums: Tensor, gain: Tensor | None, shift: Tensor) -> Tensor:
     """Return the sum of (y - gain * r - shift)^2 over all results, from their sums."""
     count, y, r, yr, rr, yy = sums
     g = torch.ones_like(y) if gain is None else gain
+    # Multiplied out, as the sums over the results are known and the results are not kept.
     squares = (
         yy - 2 * g * yr - 2 * shift * y + g * g * rr + 2 * g * shift * r + count * shift * shift
     )

@@ -164,7 +164,8 @@ def _read_safetensors(data: bytes, map_location: Any) -> dict[str, Tensor]:
         dtype = _DTYPES[entry["dtype"]]
         shape = entry["shape"]
         start, end = entry["data_offsets"]
-        if not 0 <= start <= end <= len(body) or end - start != math.prod(shape) * dtype.itemsize:
+        size_in_bytes = math.prod(shape) * dtype.itemsize
+        if not 0 <= start <= end <= len(body) or end - start != size_in_bytes:
             raise ValueError(f"{name}: its offsets do not fit its shape")
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
         if end > start:

@@ -280,11 +280,14 @@ def _channels(quantizer: TensorQuantizer, weight: Tensor, axis: int) -> list[lis
     for tensor in (weight.detach(), rounded):
         rows = tensor.movedim(axis, 0).flatten(1).float()
         ends += [rows.amin(1), rows.amax(1)]
+    # (channels, 4): low and high of the weight, and low and high when rounded.
     table = torch.stack(ends, 1)
     if len(table) > _CHANNELS:
-        parts = table.chunk(_CHANNELS)
-        low = torch.tensor([True, False, True, False], device="cpu")
-        table = torch.stack([torch.where(low, p.amin(0).cpu(), p.amax(0).cpu()) for p in parts])
+        is_low = torch.tensor([True, False, True, False], device="cpu")
+        merged = []
+        for part in table.chunk(_CHANNELS):
+            merged.append(torch.where(is_low, part.amin(0).cpu(), part.amax(0).cpu()))
+        table = torch.stack(merged)
     return [[float(f"{value:.4g}") for value in row] for row in table.tolist()]
 
 
