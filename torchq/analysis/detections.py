@@ -410,9 +410,11 @@ def _of_scores(boxes: Tensor, scores: Tensor) -> Detected:
     """
     best, place = scores.flatten().sort(descending=True, stable=True)
     best, place = best[:_MOST], place[:_MOST]
-    boxes, labels = boxes[place // scores.shape[1]], place % scores.shape[1]
+    labels = place % scores.shape[1]
+    boxes = boxes[place // scores.shape[1]]
     overlap = box_iou(boxes, boxes)
     covered = (overlap > 0.5) & (labels[:, None] == labels[None])
+    # The best come first, so each that stays removes the ones behind it that it covers.
     keep = torch.ones(len(best), dtype=torch.bool)
     for i in range(len(best)):
         if keep[i]:

@@ -154,12 +154,15 @@ def compose(
     """
     dims = first.kernel.dim() - 2
     one, two = (k if dims else k[:, :, None] for k in (first.kernel, second.kernel))
+    # A transposed convolution of the second kernel with the first one is their full convolution.
+    # The output channels of a group stand in the place of images: (out, groups * mid, ...).
     convolve = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[max(dims, 1) - 1]
     out = two.shape[0] // groups
     mid = two.shape[1]
     by_group = two.reshape(groups, out, mid, *two.shape[2:])
     per_output = by_group.transpose(0, 1).reshape(out, groups * mid, *two.shape[2:])
     steps = tuple(stride or [1] * max(dims, 1))
+    # (out, groups * per_group, ...), and then back to the layout of a kernel.
     full = convolve(per_output, one, stride=steps, groups=groups)
     window = full.shape[2:]
     per_group = one.shape[1]

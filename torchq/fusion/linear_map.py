@@ -442,12 +442,18 @@ def _crop(a: Affine, index: object) -> Affine:
     everything = slice(None)
     if not plain or slices[:2] != (everything, everything) or len(slices) != a.dim():
         raise NotAffine("an index that is not a crop")
-    ends = [(part.start or 0, 0 if part.stop is None else part.stop or 1) for part in slices[2:]]
-    if not all(isinstance(n, int) for pair in ends for n in pair) or any(
-        start < 0 or stop > 0 for start, stop in ends
-    ):
-        raise NotAffine("a crop that depends on the size of the input")
-    return a.padded(tuple(-start for start, _ in ends), tuple(stop for _, stop in ends))
+    before = []
+    after = []
+    for part in slices[2:]:
+        start = part.start or 0
+        # A stop of 0 leaves nothing; taken for a positive one, it is refused below.
+        stop = 0 if part.stop is None else part.stop or 1
+        is_whole = isinstance(start, int) and isinstance(stop, int)
+        if not is_whole or start < 0 or stop > 0:
+            raise NotAffine("a crop that depends on the size of the input")
+        before.append(-start)
+        after.append(stop)
+    return a.padded(tuple(before), tuple(after))
 
 
 # Python looks the operators of expressions up on the class.
@@ -496,11 +502,20 @@ def extract(function: Function, geometry: Geometry) -> tuple[Geometry, KernelBia
             bias = function(_zeros(1, geometry.in_channels))
             columns = function(torch.eye(geometry.in_channels, dtype=torch.float64, device="cpu"))
         return geometry, KernelBias((columns - bias).T.contiguous(), bias[0])
-    axes = list(zip(geometry.window, geometry.before, geometry.stride, strict=True))
-    at = [-(-before // stride) for _, before, stride in axes]
-    starts = [o * stride - before for o, (_, before, stride) in zip(at, axes, strict=True)]
-    spatial = [start + window for start, (window, _, _) in zip(starts, axes, strict=True)]
+    # The first position of the output whose window lies inside the image, on each axis; where
+    # that window starts; and the size of the image that ends with it.
+    at = []
+    starts = []
+    spatial = []
+    axes = zip(geometry.window, geometry.before, geometry.stride, strict=True)
+    for window, before, stride in axes:
+        position_on_axis = -(-before // stride)
+        start = position_on_axis * stride - before
+        at.append(position_on_axis)
+        starts.append(start)
+        spatial.append(start + window)
     read: tuple[Any, ...] = (..., *(slice(start, None) for start in starts))
+    # One image for each output channel: the gradient of that channel is a row of the kernel.
     rows = []
     per_pass = max(1, _CHUNK // (geometry.in_channels * math.prod(spatial)))
     for channels in torch.arange(geometry.out_channels, device="cpu").split(per_pass):

@@ -69,7 +69,9 @@ class Trial:
     def compare(self, got: Tensor, want: Tensor) -> None:
         """Compare results with output channels on axis 0 in the channels whose codes stayed."""
         exact = self.outcome.exact
-        got, want = (t.detach().double().cpu().reshape(len(exact), -1) for t in (got, want))
+        # (channels, everything else)
+        got = got.detach().double().cpu().reshape(len(exact), -1)
+        want = want.detach().double().cpu().reshape(len(exact), -1)
         if not want.numel():
             return
         shift = self.fold.shift

@@ -166,12 +166,15 @@ class ExampleCall:
             self._open_batch(tensors)
 
     def _open_batch(self, tensors: Mapping[str, Tensor]) -> None:
+        """Open the first dimension of each tensor that is as long as the first tensor's."""
         length = next((t.shape[0] for t in tensors.values() if t.dim()), None)
-        batched = {name: t for name, t in tensors.items() if t.dim() and t.shape[0] == length}
-        for name in batched:
-            self.open[name].setdefault(0, _BATCH)
+        batched = []
+        for name, tensor in tensors.items():
+            if tensor.dim() and tensor.shape[0] == length:
+                batched.append(tensor)
+                self.open[name].setdefault(0, _BATCH)
         if length == 1:  # torch.export takes a length of 1 for a constant.
-            doubled = {id(t): torch.cat([t, t]) for t in batched.values()}
+            doubled = {id(tensor): torch.cat([tensor, tensor]) for tensor in batched}
             self.args = tuple(doubled.get(id(value), value) for value in self.args)
             self.kwargs = {k: doubled.get(id(value), value) for k, value in self.kwargs.items()}
 

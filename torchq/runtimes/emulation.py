@@ -287,14 +287,16 @@ def multiply(accumulator: Tensor, real: Tensor) -> Tensor:
         tensor([  5, -60])
     """
     multiplier, shift = quantize_multiplier(real)
-    product = (accumulator << shift.clamp(min=0)) * multiplier
-    # ``SaturatingRoundingDoublingHighMul`` and ``RoundingDivideByPOT`` of gemmlowp.
+    left_shift = shift.clamp(min=0)
+    right = (-shift).clamp(min=0)
+    product = (accumulator << left_shift) * multiplier
+    # ``SaturatingRoundingDoublingHighMul`` of gemmlowp: half away from zero.
     nudge = torch.where(product >= 0, 1 << 30, 1 - (1 << 30))
     high = torch.div(product + nudge, 1 << 31, rounding_mode="trunc")
-    right = (-shift).clamp(min=0)
+    # ``RoundingDivideByPOT`` of gemmlowp. Without a shift the remainder is 0, below any half.
     floor = high >> right
     remainder = high - (floor << right)
-    half = torch.where(right > 0, 1 << (right - 1).clamp(min=0), 1)  # Without a shift rest is 0.
+    half = torch.where(right > 0, 1 << (right - 1).clamp(min=0), 1)
     up = (remainder > half) | ((remainder == half) & (high >= 0))
     return floor + up.to(torch.int64)
 
@@ -435,6 +437,7 @@ def _add(call: NodeCall, *args: Any, **kwargs: Any) -> Tensor:
         return call.default(*args, **kwargs)
     pairs = zip(args, quantizers, strict=True)
     parts = [_centered(x, q) for x, q in pairs]  # type: ignore[arg-type]
+    # Steps of twice the larger scale, so that the sum of two codes has the range of one.
     widest = 2 * torch.maximum(*(scale.reshape(()) for _, scale in parts))
     shifted = [multiply(codes << _HEADROOM, scale.reshape(()) / widest) for codes, scale in parts]
     total = shifted[0] + shifted[1]

@@ -228,9 +228,10 @@ class Output:
         self._signal += float(want[want.isfinite()].double().square().sum())
         self._noise += float(gap.square().sum())
         self._max = max(self._max, float(gap.max()) if want.numel() else 0.0)
-        rows = (gap <= allowed_gap(want, EQUAL)).reshape(len(want) if want.dim() else 1, -1)
-        self._equal += int(rows.all(1).sum())
-        self._samples += len(rows)
+        samples = len(want) if want.dim() else 1
+        is_equal = (gap <= allowed_gap(want, EQUAL)).reshape(samples, -1)
+        self._equal += int(is_equal.all(1).sum())
+        self._samples += samples
         if want.dim() == 2 and want.shape[1] > 1 and want.is_floating_point():
             self._same += int((want.argmax(1) == got.argmax(1)).sum())
             self._counted += len(want)

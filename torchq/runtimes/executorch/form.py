@@ -132,15 +132,22 @@ def _replace(old: Node, new: Node) -> None:
     old.graph.erase_node(old)
 
 
+def _is_mean_of_images(node: Node) -> bool:
+    """Return True for mean(x, dims) of (N, C, H, W) over H and W, without keepdim."""
+    if kind_of(node) != "mean" or len(node.args) != 2:
+        return False
+    source, dims = node.args
+    is_image = len(source.meta["val"].shape) == 4
+    return is_image and isinstance(dims, list) and sorted(dim % 4 for dim in dims) == [2, 3]
+
+
 def keep_dimensions(graph: fx.Graph) -> None:
     """Let the mean of each channel of an image keep its dimensions: XNNPACK has no other mean.
 
     Before: mean(x, (2, 3)) of (N, C, H, W). After: the mean as (N, C, 1, 1) -> view as (N, C).
     """
     for node in list(graph.nodes):
-        shape = node.args[0].meta["val"].shape if kind_of(node) == "mean" else ()
-        dims = node.args[1] if len(node.args) > 1 and isinstance(node.args[1], list) else []
-        if len(shape) != 4 or sorted(d % 4 for d in dims) != [2, 3] or len(node.args) != 2:
+        if not _is_mean_of_images(node):
             continue
         flat = tuple(node.meta["val"].shape)
         node.args = (*node.args, True)
