@@ -48,6 +48,9 @@ class Placement:
             Each has its own where the example shows a larger ratio and another quantizer reads
             one of the tensors, or something reads the result in float; and where only some of the
             tensors have negative values. None: they always share one.
+        read_as_codes: Kinds of operators, of those above, that stay float where something else than
+            a quantizer reads their result; needs an example.
+        stored_parts: Concatenations with stored numbers are quantized; where not, needs an example.
     """
 
     operators: frozenset[str] = frozenset()
@@ -59,6 +62,8 @@ class Placement:
     linear_results: bool = False
     narrow_depthwise: int = 0
     most_unequal: float | None = None
+    read_as_codes: frozenset[str] = frozenset()
+    stored_parts: bool = True
 
 
 @dataclass(frozen=True)

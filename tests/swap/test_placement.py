@@ -278,3 +278,74 @@ def test_operators_on_numbers_get_no_quantizer() -> None:
     assert {d.name: d.reason for d in report.skipped} == {"inner.quant_mul": reason}
     torchq.calibrate(model, [SMALL], progress=False)
     assert model(SMALL).shape == (4, 4, 64)
+
+
+# --- what a target computes wrong numbers with ----------------------------------------------------
+
+
+class Pools(nn.Module):
+    """A pool that a layer reads, and one that something in float reads."""
+
+    def __init__(self, pool: nn.Module, reader: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.end = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1)
+        self.read, self.pool, self.reader = nn.MaxPool2d(2), pool, reader
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.conv(x)
+        return self.end(F.relu(self.read(y))), self.reader(self.pool(y))
+
+
+@pytest.mark.parametrize("pool", [nn.AvgPool2d(2), nn.MaxPool2d(2)])
+@pytest.mark.parametrize("reader", [nn.GroupNorm(2, 8), nn.PReLU(8), nn.Softmax(1)])
+def test_a_pool_that_is_read_in_float_stays_float_for_openvino(
+    pool: nn.Module, reader: nn.Module
+) -> None:
+    report = torchq.plan(Pools(pool, reader).eval(), target="openvino", example=SMALL)
+    reasons = {d.name: d.reason for d in report.skipped}
+    assert "read" not in reasons
+    assert reasons["pool"] == "openvino computes wrong numbers where it is read in float"
+
+
+class Sums(nn.Module):
+    """A sum behind which something in float stands, also behind a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.end = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.conv(x)
+        return self.end((y + y.tanh()).relu()), self.norm((y + y.sigmoid()).flatten(1, 2))
+
+
+def test_a_sum_that_is_read_in_float_stays_float_for_openvino() -> None:
+    report = torchq.plan(Sums().eval(), target="openvino", example=SMALL)
+    sums = {d.name: d.reason for d in report.decisions if "add" in d.name}
+    wrong = "openvino computes wrong numbers where it is read in float"
+    assert sums == {"quant_add": "", "quant_add_1": wrong}
+
+
+class Tokens(nn.Module):
+    """A stored token in front of those of an image, as vision transformers have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.end = nn.Conv2d(3, 8, 4, 4), nn.LayerNorm(8), nn.Linear(8, 4)
+        self.token = nn.Parameter(torch.randn(1, 1, 8))
+        self.place = nn.Parameter(torch.randn(1, 1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x).flatten(2).transpose(1, 2)
+        token = (self.token + self.place).expand(len(y), -1, -1)
+        y = torch.cat([token, torch.cat([y, y.relu()], 1)], 1)
+        end: Tensor = self.end(self.norm(y))
+        return end
+
+
+def test_what_is_joined_with_a_stored_token_stays_float_for_openvino() -> None:
+    report = torchq.plan(Tokens().eval(), target="openvino", example=SMALL)
+    joins = {d.name: d.reason for d in report.decisions if "cat" in d.name}
+    wrong = "openvino computes wrong numbers where stored ones are joined"
+    assert joins == {"quant_cat": "", "quant_cat_1": wrong}

@@ -63,6 +63,7 @@ class Call:
         options: the keyword arguments that are plain values.
         shape: of the result, if it is known.
         inside: the path of the module whose forward makes the call, if it is known.
+        stored: all tensors that it reads are parameters and buffers, or are computed of these.
     """
 
     index: int
@@ -74,6 +75,7 @@ class Call:
     options: Mapping[str, Any] = field(default_factory=dict)
     shape: tuple[int, ...] | None = None
     inside: str = ""
+    stored: bool = False
 
     @property
     def ndim(self) -> int | None:
@@ -204,6 +206,7 @@ class _Recorder(TorchFunctionMode):
         self.entered: list[str] = []  # the modules that are running, none of them a leaf
         self.pending: list[tuple[int, ...]] = []
         self._producer: dict[int, int] = {}
+        self._stored = set(self.holders)
         self._alive: list[Tensor] = []  # an id is only unique while its tensor lives
 
     def sources(self, *values: object) -> tuple[int, ...]:
@@ -260,6 +263,8 @@ class _Recorder(TorchFunctionMode):
         inside = self.entered[-1] if self.entered else ""
         self.calls.append(Call(index, shape=shape, inside=inside, **fields))
         self._producer |= {id(tensor): index for tensor in results}
+        if fields.get("stored"):
+            self._stored.update(map(id, results))
         self._alive += results
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -268,6 +273,7 @@ class _Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         values = read_arguments(function_name(func), args, kwargs)
         inputs = self.sources(values)
+        read = {id(tensor) for tensor in tensors_in(values)}
         out = func(*args, **kwargs)
         name = function_name(func)
         module = None
@@ -284,6 +290,7 @@ class _Recorder(TorchFunctionMode):
             name=name,
             module=module,
             inputs=inputs,
+            stored=bool(read) and self._stored.issuperset(read),
             arguments=tuple(value for value in args if not isinstance(value, Tensor)),
             functional=module is not None,
             options={k: v for k, v in kwargs.items() if not isinstance(v, Tensor)},

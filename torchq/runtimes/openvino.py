@@ -276,6 +276,10 @@ _PLACEMENT = Placement(
     # Where a convolution's result is quantized and then added, OpenVINO makes one kernel of all,
     # which cuts that result at the ends of its range but does not round it.
     one_branch=True,
+    # OpenVINO 2026.4 computes wrong numbers behind a pool or sum of codes that a norm, a recurrent
+    # layer or the like reads, and behind a class token that is joined with a batch of open length.
+    read_as_codes=frozenset(["add", "pool"]),
+    stored_parts=False,
 )
 # The kernels of CPUs without AMX multiply uint8 by int8. Version 2026.4 refuses products of joined
 # tokens that have a zero point, so it has none unless a rule asks.

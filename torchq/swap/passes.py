@@ -14,7 +14,15 @@ from torch import nn
 from torchq.descriptor import QuantDescriptor
 from torchq.formats import PerTensor
 from torchq.graph import OPERATORS, Call, Flow, effects_of, operator_named
-from torchq.nn import Add
+from torchq.nn import (
+    Add,
+    Cat,
+    InputQuantized,
+    QuantModule,
+    Tap,
+    TensorQuantizer,
+    quantized_class,
+)
 from torchq.swap.facts import Facts, Value, adds_zeros
 from torchq.swap.grids import has_choice, in_codes, in_file
 from torchq.swap.heads import behind_last_layers, heads_in_float
@@ -26,6 +34,13 @@ _MOVING_MODULES = (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten)
 _PADDING_MODULES = (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LAYERS = (*_CONVOLUTIONS, nn.Linear)
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_POOLS = (
+    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
+    *(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
+    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+)
+_ACTIVATIONS = frozenset(["silu", "hardswish", "leaky_relu", "elu", "mish"])
 #: Products with, and sums of, stored numbers: exporters fold them into the convolution.
 _AFFINE = frozenset(["mul", "add"])
 _BYTE = 8
@@ -83,6 +98,10 @@ class View:
         if call.module is None:
             return _has(call, "move")
         return isinstance(call.module, _MOVING_MODULES) and not self.is_quantized(call)
+
+    def is_stored(self, index: int) -> bool:
+        """Return True for the number of a call that computes with stored numbers alone."""
+        return self.flow.calls[index].stored
 
 
 def _without_float_operators(plan: Plan, flow: Flow) -> Flow:
@@ -157,6 +176,83 @@ def drop_unreached(plan: Plan, facts: Facts) -> Plan:
     """Leave operators in float that no tensor of the example reaches."""
     missing = {d.name: _NO_TENSOR for d in plan.operator_rows() if d.name not in facts.reached}
     return plan.in_float(missing, "run on the example")
+
+
+def float_results(plan: Plan, facts: Facts) -> Plan:
+    """Leave operators in float whose codes a target computes wrong numbers with.
+
+    Before: operators are quantized wherever they stand. After: those of the kinds that the target
+    names quantize only what quantizers read, at once or behind activations, norms that may be
+    folded and moves; and concatenations with stored numbers stay float where the target says so. A
+    module whose rule is its path is left alone.
+    """
+    placement = facts.placement
+    if facts.flow is None or (placement.stored_parts and not placement.read_as_codes):
+        return plan
+    view = View(plan, facts)
+    reasons: dict[str, str] = {}
+    for call in filter(view.is_quantized, view.flow.calls):
+        path = view.path(call)
+        # A quantizer stands in front of functions that pool.
+        results = view.flow.consumers(call) if isinstance(call.module, Tap) else [call]
+        kinds = placement.read_as_codes.intersection(map(_kind, results))
+        if kinds and any(_is_read_in_float(view, result) for result in results):
+            reasons[path] = f"{plan.target} computes wrong numbers where it is read in float"
+        joins_stored = isinstance(call.module, Cat) and any(map(view.is_stored, call.inputs))
+        if joins_stored and not placement.stored_parts:
+            reasons[path] = f"{plan.target} computes wrong numbers where stored ones are joined"
+    movable = {d.name for d in plan.replaced if d.by not in d.names}
+    return plan.in_float({p: why for p, why in reasons.items() if p in movable}, "float results")
+
+
+def _kind(call: Call) -> str:
+    """Return the kind of an operator that is called, as a function or as a module; "" for others.
+
+    Kinds are those of :attr:`torchq.runtime.Placement.operators`.
+    """
+    if call.module is None:
+        row = operator_named(call.name)
+        return "" if row is None else row.kind
+    if isinstance(call.module, Add):
+        return "add"
+    return "pool" if isinstance(call.module, _POOLS) else ""
+
+
+def _is_read_in_float(view: View, call: Call) -> bool:
+    """Return True if something reads a result, or a part of it, that quantizes nothing."""
+    return any(
+        _is_read_in_float(view, reader)
+        if _is_pointwise(view, reader) or _has(reader, "part") or _has(reader, "view")
+        else not _may_read_codes(view, reader)
+        for reader in view.flow.consumers(call)
+    )
+
+
+def _is_pointwise(view: View, call: Call) -> bool:
+    """Return True for norms, activations and quantizers."""
+    module = call.module
+    if isinstance(module, (*_NORMS, TensorQuantizer)):
+        return True
+    if view.is_quantized(call) and _quantizes_input_alone(module):
+        return "Pool" not in type(module).__name__
+    is_activation = module is None and call.name in _ACTIVATIONS
+    return is_activation or clips(call) or view.moves_elements(call)
+
+
+def _quantizes_input_alone(module: nn.Module | None) -> bool:
+    if module is None or isinstance(module, QuantModule):
+        return isinstance(module, InputQuantized)
+    twin = quantized_class(type(module))
+    return twin is not None and issubclass(twin, InputQuantized)
+
+
+def _may_read_codes(view: View, reader: Call) -> bool:
+    """Return True for a quantized module, and for a function that is a layer's.
+
+    Of an addition one operand may stay float: that which a layer computes for it.
+    """
+    row = None if reader.module is not None else operator_named(reader.name)
+    return view.is_quantized(reader) or (row is not None and bool(row.layer))
 
 
 # --- ranges -------------------------------------------------------------------------------------
@@ -414,11 +510,7 @@ class _Readers:
     def _is_affine(self, reader: Call, operand: Call) -> bool:
         """Return True for the product or sum of a value and stored numbers."""
         others = [i for i in reader.inputs if i != operand.index]
-        return _operator(reader) in _AFFINE and all(map(self._is_stored, others))
-
-    def _is_stored(self, index: int) -> bool:
-        call = self._flow.calls[index]
-        return not call.inputs and _has(call, "move")
+        return _operator(reader) in _AFFINE and all(map(self._view.is_stored, others))
 
 
 # --- codes --------------------------------------------------------------------------------------
@@ -613,6 +705,7 @@ PASSES: tuple[Pass, ...] = (
     switches,
     drop_unreached,
     heads_in_float,
+    float_results,
     separate_ranges,
     quantize_results,
     share_ranges,
