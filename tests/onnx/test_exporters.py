@@ -182,3 +182,16 @@ def test_a_changed_table_is_found(path: Path) -> None:
         model.project.weight.mul_(-1)
     report = torchq.verify_onnx(model, path, [x])
     assert not report.ok
+
+
+def test_inputs_and_outputs_called_by_numbers_keep_their_names(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 6)
+    model = calibrated(nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)), x)
+    names = {"input_names": ["0"], "output_names": ["7"]}
+    torchq.export_onnx(model, x, tmp_path / "m.onnx", dynamo=False, **names)
+    session = onnxruntime.InferenceSession(tmp_path / "m.onnx")
+    assert [value.name for value in session.get_inputs()] == ["0"]
+    (found,) = session.run(["7"], {"0": x[:2].numpy()})
+    # Products of 6 numbers, summed in another order.
+    assert torch.allclose(torch.from_numpy(found), model(x[:2]), atol=1e-5)

@@ -221,6 +221,7 @@ def _write_pair(node: Node, name: str, axis: int, quantizer: TensorQuantizer, op
 #: GroupNormalization changed, which that exporter never writes; so its graphs are valid there.
 _TORCHSCRIPT_MAX = 20
 _WRAPPED = "torchq_wrapped_model"
+_NUMBERED = "torchq_number_"
 
 
 class TorchExportError(ExportError):
@@ -338,7 +339,7 @@ def run_torchscript(call: ExampleCall, opset: int) -> Model:
             "the TorchScript exporter would store as constants; expected tensors. Pass "
             "dynamo=True, with opset 18 or later"
         )
-    axes = {name: dict(dims) for name, dims in call.shapes.items()}
+    axes = {_spelled(name): dict(dims) for name, dims in call.shapes.items()}
     try:
         with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -349,8 +350,8 @@ def run_torchscript(call: ExampleCall, opset: int) -> Model:
                 _TensorsOnly(call),
                 tuple(v for v in (*call.args, *call.kwargs.values()) if isinstance(v, Tensor)),
                 str(file),
-                input_names=call.input_names,
-                output_names=call.output_names,
+                input_names=[_spelled(name) for name in call.input_names],
+                output_names=call.output_names and [_spelled(name) for name in call.output_names],
                 opset_version=min(opset, _TORCHSCRIPT_MAX),
                 dynamic_axes=axes or None,
                 dynamo=False,
@@ -360,8 +361,28 @@ def run_torchscript(call: ExampleCall, opset: int) -> Model:
     except Exception as error:
         raise _explained(error, "dynamo=True takes the other exporter") from error
     _remove_prefix(model)
+    _restore_numbers(model)
     set_opset(model, opset)
     return model
+
+
+def _spelled(name: str) -> str:
+    """Return a name that torch's older exporter takes, which wants no numbers for names."""
+    return f"{_NUMBERED}{name}" if name.isdigit() else name
+
+
+def _restore_numbers(model: Model) -> None:
+    """Give inputs and outputs the numbers back that are their names; others give way."""
+    nodes = list(onnx_ir.traversal.RecursiveGraphIterator(model.graph))
+    results = [value for node in nodes for value in node.outputs]
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        name = str(value.name)
+        if name.startswith(_NUMBERED):
+            number = name.removeprefix(_NUMBERED)
+            for other in results:
+                if other.name == number:
+                    other.name = f"{number}/inner"
+            value.name = number
 
 
 def _has_marks(model: nn.Module) -> bool:
