@@ -11,7 +11,7 @@ from torch import nn
 import torchq
 from tests.models import ConvNet, simulated
 from torchq import QuantConfig, QuantDescriptor, Rule, TensorQuantizer
-from torchq.errors import ConfigError, QuantizationError
+from torchq.errors import ConfigError, ExportError, QuantizationError
 from torchq.swap import plan_of
 from torchq.workflow import quantizers
 
@@ -137,3 +137,9 @@ def test_a_file_of_0_2_0_is_refused_with_a_way_to_convert_it() -> None:
     images = torch.linspace(-2, 3, 2 * 3 * 8 * 8).sin().view(2, 3, 8, 8)
     # Sums of floats differ between processors by some units in the last place.
     torch.testing.assert_close(model(images), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux that is always full")
+def test_a_full_disk_is_an_error_with_the_path(model: Net) -> None:
+    with pytest.raises(ExportError, match=r"save: /dev/full: cannot be written \(.*\); expected "):
+        torchq.save(model, "/dev/full")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.errors import ConfigError, QuantizationError
+from torchq.errors import ConfigError, ExportError, QuantizationError
 from torchq.formats import PerTensor
 from torchq.nn import TensorQuantizer
 from torchq.nn.convert import unchanged_on_error
@@ -41,12 +41,19 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
     Raises:
         QuantizationError: The model was returned by :func:`torchq.deploy`, or traced.
+        ExportError: The disk is full, or the file cannot be written for another reason.
     """
     with _without_wrappers(model) as inside:
         _check_loadable(inside)
         data = {"torchq": plan_of(inside).to_dict(), "state_dict": public_state(inside)}
     with replacing(path) as (temporary,):
-        torch.save(data, temporary)
+        try:
+            torch.save(data, temporary)
+        except (OSError, RuntimeError) as error:  # torch's writer raises the latter on a full disk
+            raise ExportError(
+                f"save: {os.fspath(path)}: cannot be written ({error}); expected room for the "
+                "tensors of the model, and a folder that may be written to. What was there is kept"
+            ) from error
 
 
 @contextmanager
