@@ -199,5 +199,7 @@ def _quanto_layer(module: Any) -> Layer | str:
     if bits is None:
         return f"weights of type {weight.qtype.name}, in blocks"
     scale = vars(weight)["_scale"].detach()
+    # A channel of zeros has the scale 0, and zeros on every grid.
+    scale = torch.where(scale == 0, 1.0, scale)
     grid = Grid(QuantDescriptor(bits, axis=axis_of(scale)), scale=scale)
     return Layer({"weight": grid}, {"weight": weight.dequantize().detach()})
