@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq.utils import RandomState, random_kept, state_kept, undone_on_error
+from torchq.utils import (
+    RandomState,
+    counting_operations,
+    random_kept,
+    state_kept,
+    undone_on_error,
+)
 
 
 class Cache:
@@ -123,3 +129,29 @@ def test_random_numbers_go_on_as_if_none_had_been_drawn() -> None:
     assert (torch.rand(2).tolist(), random.random(), numpy.random.rand()) == first
     state.restore()
     assert torch.rand(2).tolist() == first[0]
+
+
+def test_operations_are_counted_where_a_parameter_is_handed_on() -> None:
+    """torch's counter raised an AssertionError; CaiT of timm expands its class token so."""
+
+    class Inner(nn.Module):
+        def forward(self, x: Tensor, token: Tensor) -> Tensor:
+            return torch.cat([token, x], 1)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token, self.inner = nn.Parameter(torch.zeros(1, 1, 4)), Inner()
+            self.fc = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.fc(self.inner(x, self.token.expand(x.shape[0], -1, -1)))
+            return y
+
+    model = Outer()
+    with torch.no_grad(), counting_operations(model) as total:
+        model(torch.ones(3, 5, 4))
+    # Two operations for each of 3 * 6 rows, 4 inputs and 2 results.
+    assert total() == 2 * 3 * 6 * 4 * 2
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert torchq.plan(model.eval(), example=torch.ones(3, 5, 4)).share.quantized == 1

@@ -263,17 +263,13 @@ def gather_facts(
     model: nn.Module, names: list[str], run: Callable[[], Any], size: int
 ) -> dict[str, LayerFacts]:
     """Return the facts of layers of a float model; ``run`` runs it on ``size`` inputs."""
-    # The module imports Triton, which `import torchq` must not do.
-    from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415
-
     layers = {name: model.get_submodule(name) for name in names}
     facts = {name: LayerFacts(_weight_count(layer)) for name, layer in layers.items()}
     alive: list[Tensor] = []  # An address is unique only as long as its tensor lives.
     started: list[int] = []
-    counter = FlopCounterMode(display=False)
 
     def enter(name: str, args: Any, kwargs: Any, _: None) -> None:
-        started.append(counter.get_total_flops())
+        started.append(total())
         if args and isinstance(args[0], Tensor) and args[0].numel():
             x = args[0]
             version = 0 if x.is_inference() else x._version
@@ -281,12 +277,12 @@ def gather_facts(
             alive.append(x)
 
     def leave(name: str, args: object, kwargs: object, output: object) -> None:
-        flops = counter.get_total_flops() - started.pop()
+        flops = total() - started.pop()
         facts[name].multiplications += flops / 2 / max(size, 1)
 
     with (
         torch.no_grad(),
-        counter,
+        utils.counting_operations(model) as total,
         utils.watching(
             ((layer, partial(enter, name)) for name, layer in layers.items()), before=True
         ),

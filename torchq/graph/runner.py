@@ -15,6 +15,7 @@ from torch import fx, nn
 from torchq.errors import ConfigError, GraphError
 from torchq.graph.calling import tensors_in, with_copies
 from torchq.graph.operators import may_alias, may_write, operator_name, writes
+from torchq.utils import counting_operations
 
 #: Called with the arguments of a node; returns None or the pair to use instead.
 PreHook = Callable[
@@ -209,16 +210,13 @@ class GraphRunner:
         Returns:
             Node name -> figures, in the order of the graph.
         """
-        # The module imports Triton, which `import torchq` must not do.
-        from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415
-
         meta_by_name: dict[str, NodeMeta] = {}
-        with FlopCounterMode(display=False) as counter:
+        with counting_operations(self.graph_module) as total:
             before = 0
 
             def pre(args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
                 nonlocal before
-                before = counter.get_total_flops()
+                before = total()
 
             def post(node: fx.Node, value: object) -> None:
                 tensors = list(tensors_in(value))
@@ -227,7 +225,7 @@ class GraphRunner:
                     shape=tuple(tensors[0].shape) if tensors else None,
                     dtype=tensors[0].dtype if tensors else None,
                     bytes=sum(t.numel() * t.element_size() for t in tensors),
-                    operations=counter.get_total_flops() - before if node.op[:4] == "call" else 0,
+                    operations=total() - before if node.op[:4] == "call" else 0,
                 )
 
             self.run(example, hooks={n.name: (pre, partial(post, n)) for n in self._nodes})

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchq.graph import tensors_in
-from torchq.utils import is_torchs_own, unfused_attention
+from torchq.utils import counting_operations, is_torchs_own, unfused_attention
 
 #: Below this share of what the user did not exclude, a warning says why.
 SMALL = 1 / 3
@@ -99,23 +99,18 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, float]]:
 @contextmanager
 def counting_products(model: nn.Module) -> Iterator[dict[str, float]]:
     """Yield what becomes path -> multiply-adds of each module's own forward in the block."""
-    # The module imports Triton, which `import torchq` must not do.
-    from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415
-
     flops_by_name: Counter[str] = Counter()
     products: dict[str, float] = {}
-    counter = FlopCounterMode(display=False)
-    calls = _Calls(counter.get_total_flops, flops_by_name)
     with ExitStack() as stack:
         stack.enter_context(unfused_attention())  # torch counts nothing in others
+        calls = _Calls(stack.enter_context(counting_operations(model)), flops_by_name)
         for name, module in model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # They take no hooks.
             before, after = calls.hooks(name)
             stack.enter_context(module.register_forward_pre_hook(before))
             stack.enter_context(module.register_forward_hook(after))
-        with counter:
-            yield products
+        yield products
     products.update({name: flops / 2 for name, flops in flops_by_name.items() if flops})
 
 

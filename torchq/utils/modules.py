@@ -59,6 +59,35 @@ def unfused_attention() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def counting_operations(model: nn.Module) -> Iterator[Callable[[], int]]:
+    """Yield a function that returns the operations in the block so far, as torch counts them.
+
+    Attention counts where it is computed in one way alone: see :func:`unfused_attention`.
+    """
+    # The module imports Triton, which `import torchq` must not do.
+    from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415
+
+    counter = FlopCounterMode(display=False)
+    # torch's counter asks for the gradient functions of what modules are given. Views of
+    # parameters that are made without gradients have none, and that is an error of it.
+    with without_gradients(model), counter:
+        yield counter.get_total_flops
+
+
+@contextmanager
+def without_gradients(model: nn.Module) -> Iterator[None]:
+    """Let the parameters of a model need no gradients inside the ``with`` block."""
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in learned:
+        parameter.requires_grad = False
+    try:
+        yield
+    finally:
+        for parameter in learned:
+            parameter.requires_grad = True
+
+
 def set_submodule(model: nn.Module, path: str, new: nn.Module) -> None:
     """Put ``new`` at the dotted ``path`` below ``model``, which cannot be ``model`` itself."""
     parent, _, leaf = path.rpartition(".")
@@ -176,9 +205,11 @@ class _Held:
         for _, values in self._attributes:
             for value in values.values():
                 if isinstance(value, (dict, list, set, collections.deque)):
-                    self._containers[id(value)] = (value, value.copy())
+                    self._containers[id(value)] = (value, _copy_of(value))
         for _, values in self._attributes:
-            for value in values.values():
+            for name, value in values.items():
+                if name in _OF_MODULES:
+                    continue
                 if id(value) in self._containers:
                     self._note_items(value)
                 else:
@@ -208,7 +239,7 @@ class _Held:
             return
         self._nested += 1
         if not isinstance(value, tuple):
-            self._containers[id(value)] = (value, value.copy())
+            self._containers[id(value)] = (value, _copy_of(value))
         self._note_items(value)
 
     def _note_items(self, value: Any) -> None:
@@ -221,12 +252,22 @@ class _Held:
             vars(module).clear()
             vars(module).update(values)
         for value, content in self._containers.values():
+            if not value and not content:
+                continue
             value.clear()
             (value.update if isinstance(value, (dict, set)) else value.extend)(content)
         for set_state, state in self._generators:
             set_state(state)
 
 
+def _copy_of(container: Any) -> Any:
+    """Return what a container holds; most of those of a module, its hooks, are empty."""
+    return container.copy() if container else ()
+
+
+#: What every module has, and in which no forward keeps results: children have attributes of their
+#: own, parameters have no state.
+_OF_MODULES = frozenset(["_modules", "_parameters"])
 _NO_STATE = frozenset([bool, int, float, complex, str, bytes, type(None), torch.dtype])
 _CONTAINERS = (dict, list, tuple, set, collections.deque)
 
