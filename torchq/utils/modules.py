@@ -77,8 +77,11 @@ def counting_operations(model: nn.Module) -> Iterator[Callable[[], int]]:
 
 @contextmanager
 def without_gradients(model: nn.Module) -> Iterator[None]:
-    """Let the parameters of a model need no gradients inside the ``with`` block."""
-    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    """Let the parameters of a model need no gradients inside the ``with`` block.
+
+    Those that were made in inference mode stay as they are: nothing takes gradients of them.
+    """
+    learned = [p for p in model.parameters() if p.requires_grad and not p.is_inference()]
     for parameter in learned:
         parameter.requires_grad = False
     try:
