@@ -280,7 +280,7 @@ def test_a_state_is_refused_by_name_or_kept_in_parts(net: Any, name: str) -> Non
 
 def test_what_a_call_only_notes_is_no_state() -> None:
     model = calibrated(Noting(), sound())
-    assert carried_state(model, sound()) == ()
+    assert carried_state(model, sound())[1] == ()
     assert sets_attributes(model) and not sets_attributes(nn.Linear(2, 2))
     assert torchq.deploy(model, sound(), target="onnxruntime").target == "onnxruntime"
 
@@ -340,3 +340,19 @@ def test_a_model_with_a_scripted_part_is_deployed() -> None:
     model = calibrated(nn.Sequential(nn.Conv2d(3, 4, 3), part), image())
     deployed = torchq.deploy(model, image(), target="torch", progress=False)
     assert sqnr(deployed(image()), model(image())) > 60
+
+
+def test_a_deployment_runs_the_simulation_four_times_at_most() -> None:
+    calls: list[Any] = []
+
+    class Counted(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(x)
+            return super().forward(x)
+
+    model = calibrated(Counted(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)), image())
+    calls.clear()
+    torchq.deploy(model, image(), target="torch", progress=False)
+    # The example and an input of other values, each once for results and once for layers; one that
+    # is no tensor is a trace.
+    assert sum(isinstance(x, Tensor) and x.device.type == "cpu" for x in calls) == 4

@@ -17,24 +17,26 @@ from torchq.utils import RandomState, state_kept
 _COMMON = frozenset(vars(nn.Module()))
 
 
-def carried_state(model: nn.Module, example: Any) -> tuple[str, ...]:
-    """Return the buffers and attributes that a call changes and that change the next call.
+def carried_state(model: nn.Module, example: Any) -> tuple[Any, tuple[str, ...]]:
+    """Return what a call returns, and what it changes that changes the next call.
 
-    What a call only notes, such as a cache of masks, changes no result. The model stays as it is.
+    These are buffers and attributes. What a call only notes, such as a cache of masks, changes no
+    result. The model and the random numbers stay as they are.
     """
     start = RandomState.now()
     with torch.no_grad(), state_kept(model):
         before = dict(_state(model))
-        first = list(tensors_in(call_model(model, example)))
+        outcome = call_model(model, example)
         after = dict(_state(model))
         changed = [name for name, value in after.items() if not _same(before.get(name), value)]
-        if not changed:
-            return ()
         start.restore()
+        if not changed:
+            return outcome, ()
+        first = [tensor.clone() for tensor in tensors_in(outcome)]
         second = list(tensors_in(call_model(model, example)))
     start.restore()
     equal = len(first) == len(second) and all(map(_same, first, second))
-    return () if equal else tuple(changed)
+    return outcome, () if equal else tuple(changed)
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Any]]:

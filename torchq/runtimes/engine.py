@@ -50,7 +50,12 @@ class Task:
     @cached_property
     def outcome(self) -> Any:
         """What the simulation returns for the example."""
-        return self.checks[0].outcome if self.compares else call_once(self.model, self.example)
+        return self._first_call[0]
+
+    @cached_property
+    def _first_call(self) -> tuple[Any, tuple[str, ...]]:
+        """What the simulation returns for the example, and what it leaves for the next call."""
+        return carried_state(self.model, self.example)
 
     @cached_property
     def checks(self) -> tuple[ReferenceCheck, ...]:
@@ -63,7 +68,8 @@ class Task:
         return tuple(self._checks_of(self.float_model)) if self.compares else ()
 
     def _checks_of(self, model: nn.Module) -> Iterator[ReferenceCheck]:
-        yield ReferenceCheck(model, self.example)
+        outcome = self._first_call[0] if model is self.model else None
+        yield ReferenceCheck(model, self.example, outcome=outcome)
         if self.batches:
             for number, batch in enumerate(self.batches):
                 yield ReferenceCheck(model, batch, f"batch {number}")
@@ -79,7 +85,7 @@ class Task:
     @cached_property
     def state(self) -> tuple[str, ...]:
         """Buffers and attributes that one call leaves for the next."""
-        return () if self.example is None else carried_state(self.model, self.example)
+        return () if self.example is None else self._first_call[1]
 
     def require_no_state(self, label: str) -> None:
         """Raise an error where results depend on calls before, as those of a graph do not."""

@@ -26,9 +26,9 @@ from torchq.lowering.check import (
     distance,
     norm,
 )
-from torchq.onnx import verify_onnx
 from torchq.onnx.ir import load_model
 from torchq.onnx.torch_exporters import TorchExportError
+from torchq.onnx.verify.verify import verify_layers
 from torchq.runtimes.checks import IN_FLOAT_FOR_NORMS, layers_in_front_of_norms, norms_text
 from torchq.runtimes.engine import Engine, Task
 from torchq.runtimes.export import WARNS, OpenLengths, tensor_shapes
@@ -272,7 +272,7 @@ def _file_agrees(module: EngineModule, task: Task, example: Any) -> tuple[bool, 
     with file_of(module.graph_bytes()) as path, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            report = verify_onnx(task.model, path, [example], progress=False)
+            report = verify_layers(task.model, path, example)
         except (ExportError, MissingExtraError) as error:
             log.debug("the file could not be verified: %s", error)
             return False, False

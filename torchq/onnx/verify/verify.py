@@ -124,18 +124,28 @@ def verify_onnx(
         >>> torchq.verify_onnx(model, "model.onnx", test_batches).ok  # doctest: +SKIP
         True
     """
-    model, path = unwrap(model), Path(path)
     check_batches("verify_onnx", batches, num_batches)
+    shown = progress_bar(batches, description="verify", most=num_batches, enabled=progress)
+    return _verified(unwrap(model), Path(path), shown, with_sizes=True)
+
+
+def verify_layers(model: nn.Module, path: Path, batch: Any) -> VerifyReport:
+    """Return what :func:`verify_onnx` says of one batch, without other lengths of dimensions."""
+    return _verified(unwrap(model), path, [batch], with_sizes=False)
+
+
+def _verified(
+    model: nn.Module, path: Path, batches: Iterable[Any], *, with_sizes: bool
+) -> VerifyReport:
     with folded_corrections(model), named_errors(path):
         comparison = _Comparison(model, path)
     sizes = Sizes(load_model(path, check=False), model)
     count = 0
     first: Any = None
-    shown = progress_bar(batches, description="verify", most=num_batches, enabled=progress)
     with torch.no_grad(), evaluating(model), folded_corrections(model), ExitStack() as stack:
         for file in comparison.files:
             stack.enter_context(named_calls(model, file.known, file.note))
-        for batch in shown:
+        for batch in batches:
             comparison.add(batch)
             first = first if count else batch
             count += 1
@@ -143,7 +153,8 @@ def verify_onnx(
             raise ExportError("verify_onnx: got no batch; expected at least one")
         verdicts, layers = comparison.verdicts(), comparison.layers()
         agreed = tuple(output.result() for output in comparison.outputs)
-        sizes.run(first, comparison.problem_with)
+        if with_sizes:
+            sizes.run(first, comparison.problem_with)
     shown_file = comparison.files[-1]
     written = load_model(path, check=False)
     return VerifyReport(
