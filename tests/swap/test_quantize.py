@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import torchq
 from torchq.errors import ConfigError
@@ -108,3 +108,45 @@ def test_a_shared_parent_is_one_place() -> None:
     torchq.quantize_(model, target="onnxruntime")
     assert model[0] is model[1] is block
     assert isinstance(block.act, QuantSiLU)
+
+
+# --- what it costs --------------------------------------------------------------------------------
+
+
+CALLS: list[torch.Size] = []
+
+
+class Counted(nn.Module):
+    """Counts its calls with numbers; a trace calls it with symbols."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, Tensor):
+            CALLS.append(x.shape)
+        h = self.norm(self.a(x))
+        y: Tensor = self.b(h) + h
+        return y
+
+
+@pytest.mark.parametrize("target", [None, "onnxruntime", "openvino", "tensorrt"])
+def test_a_conversion_runs_the_model_four_times_at_most(target: str | None) -> None:
+    CALLS.clear()
+    x = torch.rand(2, 3, 4, 4)
+    torchq.quantize_(Counted().eval(), target=target, example=x, progress=False)
+    # The calls, the facts for the plan, before and afterwards.
+    assert len(CALLS) == 4
+
+
+def test_calibration_runs_the_model_once_and_twice_more_on_a_third() -> None:
+    model, batches = Counted().eval(), [torch.rand(2, 3, 4, 4) for _ in range(6)]
+    torchq.quantize_(model, progress=False)
+    CALLS.clear()
+    torchq.calibrate(model, batches, progress=False)
+    # The ranges; what is corrected; what the correction does to the output.
+    assert len(CALLS) == 6 + 2 + 2
+    CALLS.clear()
+    torchq.calibrate(model, batches, correct=False, force=True, progress=False)
+    assert len(CALLS) == 6

@@ -24,9 +24,19 @@ from torchq.fusion.report import Refusal
 from torchq.graph import Call, Flow, flow_of_graph, forward_hook_kind, record, trace_modules
 
 
-def find_flow(model: nn.Module, example: object) -> tuple[Flow, tuple[str, ...]]:
-    """Return how data flows in ``model``, by a trace, a run or traced parts, and remarks."""
-    recorded = None if example is None else record(model, copy.deepcopy(example), is_fuse_leaf)
+def find_flow(
+    model: nn.Module, example: object, recorded: Flow | None = None
+) -> tuple[Flow, tuple[str, ...]]:
+    """Return how data flows in ``model``, by a trace, a run or traced parts, and remarks.
+
+    Args:
+        model: left unchanged.
+        example: as for :func:`torchq.fuse_`; None where there is none.
+        recorded: the flow of a run on the example, whose modules of torch are one call each; None
+            lets the model run.
+    """
+    if recorded is None and example is not None:
+        recorded = record(model, copy.deepcopy(example), is_fuse_leaf)
     try:
         flow = flow_of_graph(trace_modules(model, is_fuse_leaf), model)
     except Exception as error:  # a model may fail to trace in any way it likes

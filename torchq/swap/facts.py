@@ -107,9 +107,11 @@ class Facts:
             facts = {"placement": placement or Placement(), "codes": codes, **_made(model)}
             if example is None:
                 return cls(**facts)
-            pairs = folding_pairs(model, example)
+            float_run = _Seen(model)
+            observed = float_run.run(example)
+            pairs = folding_pairs(model, example, observed["flow"])
             norms = norms_behind_layers(model, pairs)
-            observed = _Seen(model, norms).run(example)
+            observed["results"] = float_run.results_with(norms)
             gone = {id(model.get_submodule(pair.norm)): pair.norm for pair in pairs}
             observed["flow"] = without_norms(observed["flow"], gone)
             return cls(**facts, **observed, norms=norms)
@@ -151,11 +153,12 @@ def is_leaf(module: nn.Module) -> bool:
 class _Seen:
     """Notes what quantizers, concatenations and convolutions of a quantized model see in a run."""
 
-    def __init__(self, model: nn.Module, norms: Mapping[str, FoldingNorm]) -> None:
-        self._model, self._norms = model, norms
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._roots = _Roots()
         self.values: list[Value] = []
-        self.results: dict[str, list[int]] = {}
+        self._results: dict[str, list[int]] = {}
+        self._of_norms: dict[str, list[int]] = {}
         self.reached: set[str] = set()
 
     def run(self, example: Any) -> dict[str, Any]:
@@ -169,7 +172,7 @@ class _Seen:
             stack.enter_context(self._roots)
             flow = record(self._model, example, is_leaf, watch=watched)
         self._roots.forget()
-        names = ("values", "results", "reached")
+        names = ("values", "reached")
         return {"flow": flow, **{name: getattr(self, name) for name in names}}
 
     def _watched(self) -> Iterator[tuple[nn.Module, Callable[..., None]]]:
@@ -181,8 +184,14 @@ class _Seen:
                     yield module, partial(self._read, public_path(path))
             elif isinstance(module, QuantModule) and not module.is_container:
                 yield module, partial(self._called, path, module)
-        for path, norm in self._norms.items():
-            yield self._model.get_submodule(norm.names[0]), partial(self._normalised, path)
+            elif is_norm(module):
+                yield module, partial(self._normalised, path)
+
+    def results_with(self, norms: Mapping[str, FoldingNorm]) -> dict[str, list[int]]:
+        """Return the roots of the results of layers; of some, those of the BatchNorms behind."""
+        folded = {path: self._of_norms.get(norm.names[0], []) for path, norm in norms.items()}
+        found = {**self._results, **folded}
+        return {path: roots for path, roots in found.items() if roots}
 
     def _called(self, path: str, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Note a call of a quantized module, before it with ``result`` None, and after it."""
@@ -193,16 +202,14 @@ class _Seen:
             if isinstance(module, QuantCat) and module.ranges == 1 and args:
                 self._concatenated(f"{path}.input_quantizer", module, args[0])
         elif isinstance(module, _CONVOLUTIONS) and isinstance(result, Tensor):
-            self._add_result(path, result)
+            self._results.setdefault(path, []).append(self._roots.of(result))
+        elif is_norm(module):
+            self._normalised(path, args, kwargs, result)
 
-    def _add_result(self, path: str, result: Tensor) -> None:
-        if path not in self._norms:
-            self.results.setdefault(path, []).append(self._roots.of(result))
-
-    def _normalised(self, layer: str, args: Any, kwargs: Any, result: Any) -> None:
-        """Note the result of a BatchNorm as that of the layer that it will be folded into."""
+    def _normalised(self, path: str, args: Any, kwargs: Any, result: Any) -> None:
+        """Note the result of a BatchNorm, which may be folded into the layer in front of it."""
         if isinstance(result, Tensor):
-            self.results.setdefault(layer, []).append(self._roots.of(result))
+            self._of_norms.setdefault(path, []).append(self._roots.of(result))
 
     def _concatenated(self, slot: str, module: QuantCat, tensors: Any) -> None:
         is_quantized = isinstance(module.input_quantizer, TensorQuantizer)

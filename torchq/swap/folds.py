@@ -38,7 +38,7 @@ class FoldingNorm:
     may_quantize_output: bool
 
 
-def folding_pairs(model: nn.Module, example: Any) -> list[Pair]:
+def folding_pairs(model: nn.Module, example: Any, recorded: Flow | None = None) -> list[Pair]:
     """Return the BatchNorms that ``fuse_`` will fold, each with its layers.
 
     Whether they train now does not matter, as they are folded in eval mode.
@@ -46,13 +46,14 @@ def folding_pairs(model: nn.Module, example: Any) -> list[Pair]:
     Args:
         model: float, or quantized; left unchanged.
         example: as for :func:`torchq.fuse_`.
+        recorded: as for :func:`torchq.fusion.pairs.find_flow`.
     """
     if not any(map(is_norm, model.modules())):
         return []
     quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
     with quantizing_only(quantizers), untouched(model):
         try:
-            flow, _ = find_flow(model, example)
+            flow, _ = find_flow(model, example, recorded)
         except Exception:  # fuse_ will say that it cannot follow the model
             return []
         pairs, _ = find_pairs(model, flow)
