@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import torchq
 from torchq.cli import main
+from torchq import QuantConfig, QuantDescriptor, Rule
 from torchq.errors import CalibrationError, ConfigError, TorchqError
 from torchq.onnx import apply_calibration_cache, read_calibration_cache
 from torchq.workflow import quantizers
@@ -150,3 +151,16 @@ def test_a_cache_of_another_network_is_one_error(
     with pytest.raises(ConfigError, match=r"got a Net; expected what torchq.from_onnx made"):
         apply_calibration_cache(Net(), scales, x)
     assert issubclass(CalibrationError, TorchqError)
+
+
+def test_unsigned_codes_get_the_range_of_the_cache(files: tuple[Path, Path, Any]) -> None:
+    """A cache holds a 127th of each range; 255 steps of that were twice the range."""
+    model, x = torchq.from_onnx(files[0]), torch.randn(1, 16, 8, 8)
+    convolutions = "type:torch.nn.modules.conv.Conv2d"
+    descriptors = {"input": QuantDescriptor(unsigned=True), "weight": QuantDescriptor(axis=0)}
+    torchq.quantize_(model, QuantConfig((Rule(convolutions, **descriptors),)), progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        apply_calibration_cache(model, dict.fromkeys(files[2], 0.02), x)
+    ranges = [q.amax.item() for n, q in quantizers(model).items() if n.endswith("input_quantizer")]
+    assert ranges == pytest.approx([2.54] * len(ranges)) and ranges

@@ -253,6 +253,7 @@ UNEQUAL = {"enc_type": "PER_CHANNEL", "scale": [1, 2, 3], "offset": [0, 0]}
         (json.dumps({"version": "0.6.1", "activation_encodings": {}}), "got version '0.6.1'"),
         (json.dumps({"version": "1.0.0", "param_encodings": {}}), "param_encodings: got a dict"),
         (json.dumps({"version": "1.0.0", "param_encodings": [{}]}), "expected a 'name'"),
+        (json.dumps({"version": "1.0.0", "param_encodings": [3.0]}), "expected a mapping"),
         (json.dumps({"version": "1.0.0", "param_encodings": [ENTRY]}), "'x': KeyError: 'scale'"),
         (
             json.dumps({"version": "1.0.0", "param_encodings": [{**ENTRY, "enc_type": "LPBQ"}]}),

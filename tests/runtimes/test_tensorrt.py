@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 import warnings
 from collections.abc import Callable
@@ -488,6 +489,41 @@ def test_the_check_says_no_to_a_damaged_file(
     found = check_file(tmp_path / "m.onnx")
     for text in DAMAGE[damage]:
         assert any(re.search(text, problem) for problem in found.problems), str(found)
+
+
+@pytest.fixture(scope="module")
+def in_float32(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file whose numbers around the pairs are float32."""
+    path = tmp_path_factory.mktemp("float32") / "m.onnx"
+    written(small(), X, path, TensorRt(precision="float32"))
+    return path
+
+
+@pytest.mark.parametrize("number", [0.0, -1.0, torch.inf, torch.nan])
+def test_scales_of_float32_files_are_looked_at_too(
+    number: float, in_float32: Path, tmp_path: Path
+) -> None:
+    """They passed whatever they were: the check looked at half precision alone."""
+    assert check_file(in_float32).ok
+    model = load_model(in_float32)
+    changed_scale(model, number)
+    save_model(model, tmp_path / "m.onnx", check=False)
+    found = check_file(tmp_path / "m.onnx")
+    assert any("no normal FLOAT numbers" in problem for problem in found.problems), str(found)
+
+
+@pytest.mark.parametrize("change", [{"kept": 3}, {"precision": 7}, {"kept": {"a": 1}}])
+def test_a_damaged_record_is_an_error_with_the_path(
+    change: dict[str, Any], residual: Path, tmp_path: Path
+) -> None:
+    onnx = pytest.importorskip("onnx")
+    file = onnx.load(residual)
+    for entry in file.metadata_props:
+        if entry.key == "torchq":
+            entry.value = json.dumps({**json.loads(entry.value), **change})
+    onnx.save(file, tmp_path / "m.onnx")
+    with pytest.raises(ExportError, match=r"m\.onnx: its record has .*The file is damaged"):
+        check_file(tmp_path / "m.onnx")
 
 
 # --- settings and refusals ------------------------------------------------------------------------

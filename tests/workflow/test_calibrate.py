@@ -427,3 +427,14 @@ def test_weights_that_were_calibrated_alone_are_kept_in_silence() -> None:
         warnings.simplefilter("error")
         report = torchq.calibrate(model, [torch.randn(16, 8)], progress=False)
     assert report.kept == ("0.weight_quantizer", "1.weight_quantizer")
+
+
+def test_the_vectors_of_spectral_norm_stay_in_a_model_that_trains() -> None:
+    linear = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 8))
+    model = nn.Sequential(linear).train()
+    torchq.quantize_(model, progress=False)
+    buffers = {name: value.clone() for name, value in model.named_buffers() if "_u" in name}
+    torchq.calibrate(model, [torch.randn(4, 16)], progress=False)
+    assert buffers
+    for name, value in buffers.items():
+        assert torch.equal(model.get_buffer(name), value)
