@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq.cli import main
 from torchq import QuantConfig, QuantDescriptor, Rule
+from torchq.cli import main
 from torchq.errors import CalibrationError, ConfigError, TorchqError
 from torchq.onnx import apply_calibration_cache, read_calibration_cache
 from torchq.workflow import quantizers
