@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.errors import ExportError
-from torchq.nn import TensorQuantizer
+from torchq.nn import QuantModule, TensorQuantizer
 from torchq.nn.correction import folded_corrections
 from torchq.nn.integer_bias import rounded_biases
 from torchq.onnx.coverage import Coverage
@@ -211,7 +211,9 @@ def export_onnx(
     exporter = "dynamo" if modern else "torchscript"
     coverage = Coverage.of(graph)
     has_weights_alone = bool(weight_nodes(graph)) and not quantizer_nodes(graph)
-    if active and not has_weights_alone:
+    # A float model in which its author has placed quantizers may be float around them.
+    has_layers = any(isinstance(module, QuantModule) for module in model.modules())
+    if active and has_layers and not has_weights_alone:
         _warn_of_float(coverage, path)
     return _report_on(
         graph,
