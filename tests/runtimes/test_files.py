@@ -189,6 +189,7 @@ def test_tensorrt_rules_name_the_layer_and_the_fix(
     assert len(report.warnings) >= 1
 
 
+@pytest.mark.filterwarnings("ignore:export_onnx. 2 of its layers read a weight in float")
 def test_the_report_groups_warnings_and_fits_the_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
