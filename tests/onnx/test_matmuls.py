@@ -253,6 +253,7 @@ class Tagger(nn.Module):
 @pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.filterwarnings("ignore:Exporting a model to ONNX with a batch_size")
+@pytest.mark.filterwarnings("ignore:export_onnx. 1 of its layers read an input in float")
 @pytest.mark.parametrize("hidden", [True, False], ids=["quantized hidden", "float hidden"])
 def test_the_file_agrees_with_the_simulation(path: Path, hidden: bool) -> None:
     torch.manual_seed(0)
@@ -289,6 +290,7 @@ class Listener(nn.Module):
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.filterwarnings("ignore:Exporting a model to ONNX with a batch_size")
 @pytest.mark.filterwarnings("ignore:.* only .* quantized")
+@pytest.mark.filterwarnings("ignore:export_onnx. 1 of its layers read a weight in float")
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_an_open_length_is_open_or_refused(path: Path, kind: type[nn.RNNBase]) -> None:
     """Whether torch can trace it depends on its version; no version freezes it in silence."""

@@ -50,7 +50,7 @@ def raises_step(layer: Any, bias: Tensor | None) -> Tensor:
     """
     step = _products_step(layer, bias)
     if step is None or bias is None:
-        return torch.zeros(0, dtype=torch.bool)
+        return torch.zeros(0, dtype=torch.bool, device=layer.weight.device)
     return _least_step(bias) > step
 
 

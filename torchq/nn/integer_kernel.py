@@ -361,11 +361,12 @@ def _parts(weight: Tensor, bias: Tensor | None, grid: CodeGrid) -> tuple[Tensor,
     upper = positive * grid.high - negative * grid.low
     lower = negative * grid.high - positive * grid.low
     most = torch.maximum(upper, lower)
-    of_bias = torch.zeros(len(weight), dtype=torch.float64) if bias is None else bias.abs().double()
+    nothing = torch.zeros(len(weight), dtype=torch.float64, device=weight.device)
+    of_bias = nothing if bias is None else bias.abs().double()
     if float((torch.maximum(upper.sum(1), lower.sum(1)) + of_bias).max()) < _EXACT:
         return (weight,)
     sizes: list[int] = []
-    total = torch.zeros(len(weight), dtype=torch.float64)
+    total = nothing
     for channel in most.T:
         if float(channel.max()) >= _EXACT:
             return ()

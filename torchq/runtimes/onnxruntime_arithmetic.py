@@ -54,7 +54,8 @@ class OnnxRuntimeArithmetic:
         zero_b = float(b.zero_point)
         zero_c = float(c.zero_point)
         # Products of 24 and of 8 bits are exact in float64.
-        of_zeros = torch.tensor(ratio_b * zero_b, dtype=torch.float32).double() + ratio_a * zero_a
+        second_zero = torch.tensor(ratio_b * zero_b, dtype=torch.float32, device="cpu")
+        of_zeros = second_zero.double() + ratio_a * zero_a
         fixed = zero_c - of_zeros.float()
 
         def add(x: Tensor, y: Tensor) -> Tensor:
@@ -77,13 +78,13 @@ def _adds_in_one_step() -> bool:
 
     It is with AVX2 and AVX512, for the rest of a vector too, and not with the kernels for any.
     """
-    ratio = float(torch.tensor(1 / 3, dtype=torch.float32))
-    codes = torch.arange(256 * 5 + 3, dtype=torch.float32) % 256
-    addend = torch.arange(len(codes), dtype=torch.float32).mul_(0.37)
+    ratio = float(torch.tensor(1 / 3, dtype=torch.float32, device="cpu"))
+    codes = torch.arange(256 * 5 + 3, dtype=torch.float32, device="cpu") % 256
+    addend = torch.arange(len(codes), dtype=torch.float32, device="cpu").mul_(0.37)
     in_one = codes.double().mul_(ratio).add_(addend).float()
     in_two = (codes * ratio).add_(addend)
     assert not torch.equal(in_one, in_two)
-    scalar = torch.tensor(0.37)
+    scalar = torch.tensor(0.37, dtype=torch.float32, device="cpu")
     whole = codes.double().mul_(ratio).add_(scalar).float()
     return torch.equal(torch.add(addend, codes, alpha=ratio), in_one) and torch.equal(
         torch.add(scalar, codes, alpha=ratio), whole

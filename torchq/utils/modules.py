@@ -79,9 +79,12 @@ def counting_operations(model: nn.Module) -> Iterator[Callable[[], int]]:
 def without_gradients(model: nn.Module) -> Iterator[None]:
     """Let the parameters of a model need no gradients inside the ``with`` block.
 
-    Those that were made in inference mode stay as they are: nothing takes gradients of them.
+    Those that were made in inference mode stay as they are: nothing takes gradients of them. So do
+    copies of the parameters of scripted modules, which other tensors were computed for.
     """
-    learned = [p for p in model.parameters() if p.requires_grad and not p.is_inference()]
+    learned = [
+        p for p in model.parameters() if p.requires_grad and p.is_leaf and not p.is_inference()
+    ]
     for parameter in learned:
         parameter.requires_grad = False
     try:
