@@ -17,27 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchq
+from tests.contracts.awkward_forwards import Base
 from torchq.errors import ConfigError, InputError, QuantizationError
 from torchq.swap import apply_, plan_of, planning
 
 X = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 OTHER = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-
-
-class Base(nn.Module):
-    """Two layers, and one behind them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Conv2d(3, 8, 3)
-        self.b = nn.Conv2d(8, 8, 3, padding=1)
-        self.c = nn.Conv2d(8, 4, 1)
-
-    def tail(self, h: Tensor) -> Tensor:
-        return h + self.b(h)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.c(self.tail(self.a(x)))
 
 
 def is_equal(model: nn.Module, plain: nn.Module, x: Tensor) -> bool:
