@@ -153,9 +153,9 @@ class Runtime:
         limits: Sentences about what it does not do, which nothing can see in a file.
         versions: What the figures and the rules were found with.
         proved: How far it is proved that this runtime computes the simulation. ``"equal codes"``:
-            in whole networks. ``"per layer"``: of layers that
-            are given equal inputs. ``"structure alone"``: files keep its rules, and it was not run.
-            ``"numbers alone"``: there are no files for it.
+            in whole networks. ``"per layer"``: of layers that are given equal inputs.
+            ``"structure alone"``: files keep its rules, and it was not run. ``"numbers alone"``:
+            there are no files for it.
         packages: Those that it needs beside torch.
         session: Opens an ONNX file as ``session(path, optimize=...)``, to run it tensor by tensor:
             :func:`torchq.verify_onnx` compares files of all runtimes so.

@@ -54,6 +54,17 @@ def test_a_batchnorm_that_was_not_folded_keeps_its_layer_in_float(tmp_path: Path
     assert report.coverage is not None and report.coverage.share == 0.0
 
 
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino", "tensorrt"])
+def test_batchnorms_are_said_once_where_the_runtime_says_it(target: str, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU()).eval()
+    torchq.quantize_(model, target=target, example=X, progress=False)
+    torchq.calibrate(model, [X], correct=False, progress=False)
+    with pytest.warns(UserWarning, match="BatchNorm") as caught:
+        torchq.export_onnx(model, X, tmp_path / "net.onnx", dynamo=False, progress=False)
+    (said,) = [str(one.message) for one in caught if "BatchNorm" in str(one.message)]
+    assert said.startswith(f"export_onnx(target={target!r})") and "torchq.fuse_" in said
+
+
 @pytest.mark.parametrize(
     ("off", "reason"),
     [("*weight_quantizer", "weight in float"), ("*input_quantizer", "")],

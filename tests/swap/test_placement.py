@@ -289,7 +289,9 @@ class Pools(nn.Module):
     def __init__(self, pool: nn.Module, reader: nn.Module) -> None:
         super().__init__()
         self.conv, self.end = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1)
-        self.read, self.pool, self.reader = nn.MaxPool2d(2), pool, reader
+        self.read = nn.MaxPool2d(2)
+        self.pool = pool
+        self.reader = reader
 
     def forward(self, x: Tensor) -> Any:
         y = self.conv(x)

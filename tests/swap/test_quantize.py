@@ -141,7 +141,8 @@ def test_a_conversion_runs_the_model_four_times_at_most(target: str | None) -> N
 
 
 def test_calibration_runs_the_model_once_and_twice_more_on_a_third() -> None:
-    model, batches = Counted().eval(), [torch.rand(2, 3, 4, 4) for _ in range(6)]
+    model = Counted().eval()
+    batches = [torch.rand(2, 3, 4, 4) for _ in range(6)]
     torchq.quantize_(model, progress=False)
     CALLS.clear()
     torchq.calibrate(model, batches, progress=False)

@@ -12,8 +12,9 @@ from torchq.onnx.qdq import FLOAT_WEIGHT
 _PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "Einsum")
 #: Operators of which each step multiplies the input and the hidden state by weights.
 _RECURRENT = ("LSTM", "GRU", "RNN")
-#: Operators that move numbers, so that codes stay codes.
+#: Layers that a reason names.
 _SHOWN = 3
+#: Operators that move numbers, so that codes stay codes.
 _MOVES = names(
     "Cast Reshape Transpose Flatten Squeeze Unsqueeze Slice Gather Split Concat Expand Pad Identity"
 )

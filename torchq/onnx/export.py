@@ -213,8 +213,8 @@ def export_onnx(
     has_weights_alone = bool(weight_nodes(graph)) and not quantizer_nodes(graph)
     # A float model in which its author has placed quantizers may be float around them.
     has_layers = any(isinstance(module, QuantModule) for module in model.modules())
-    # Checks of a runtime have warned of BatchNorms that were not folded, and say what follows.
-    is_known = runtime is not None and not (coverage.float_weights or coverage.float_inputs)
+    # Where BatchNorms alone are the reason, a check of the runtime has warned and says what helps.
+    is_known = bool(broken_rules) and not (coverage.float_weights or coverage.float_inputs)
     if active and has_layers and not has_weights_alone and not is_known:
         _warn_of_float(coverage, path)
     return _report_on(

@@ -49,12 +49,12 @@ class Task:
 
     @cached_property
     def outcome(self) -> Any:
-        """What the simulation returns for the example."""
+        """The results of the simulation for the example."""
         return self._first_call[0]
 
     @cached_property
     def _first_call(self) -> tuple[Any, tuple[str, ...]]:
-        """What the simulation returns for the example, and what it leaves for the next call."""
+        """The results of the simulation for the example, and the state that it leaves behind."""
         return carried_state(self.model, self.example)
 
     @cached_property
