@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests.onnx.exported import Residual, calibrated
-from torchq.runtimes.session import Session
+from torchq.runtimes.onnxruntime import Session
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")

@@ -22,8 +22,8 @@ from torchq.onnx.ir import (
     save_model,
     value_of,
 )
-from torchq.onnx.passes.convolutions import merge_groups
 from torchq.onnx.qdq import stored_weight, write_record
+from torchq.runtimes.onnxruntime.convolutions import merge_groups
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

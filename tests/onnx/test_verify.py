@@ -17,7 +17,7 @@ from tests.onnx.exported import Layers, Residual, calibrated, run_file
 from tests.onnx.exported import exported as write
 from torchq.errors import ConfigError, ExportError
 from torchq.onnx.ir import load_model, replace_stored, save_model, value_of
-from torchq.runtimes.session import Session
+from torchq.runtimes.onnxruntime import Session
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

@@ -10,8 +10,7 @@ from torchq.runtimes.engine import Engine
 from torchq.runtimes.executorch.runtime import ExecuTorch
 from torchq.runtimes.fastest import Candidate, FastestReport
 from torchq.runtimes.graph_engine import EngineModule, GraphEngine
-from torchq.runtimes.inspect import InspectReport, NodePlacement, inspect_onnx
-from torchq.runtimes.onnxruntime import OnnxRuntime
+from torchq.runtimes.onnxruntime import InspectReport, NodePlacement, OnnxRuntime, inspect_onnx
 from torchq.runtimes.openvino import OpenVino
 from torchq.runtimes.qnn import QNN
 from torchq.runtimes.tensorrt import TensorRt

@@ -29,11 +29,11 @@ from torchq.lowering.check import (
 from torchq.onnx.ir import load_model
 from torchq.onnx.torch_exporters import TorchExportError
 from torchq.onnx.verify.verify import verify_layers
+from torchq.runtime import open_session
 from torchq.runtimes.checks import IN_FLOAT_FOR_NORMS, layers_in_front_of_norms, norms_text
 from torchq.runtimes.engine import Engine, Task
 from torchq.runtimes.export import WARNS, OpenLengths, tensor_shapes
 from torchq.runtimes.interface import GraphInterface, ReadGraph, Run, Shapes, flatten
-from torchq.runtimes.session import Session
 from torchq.utils import progress_stages
 
 
@@ -56,7 +56,7 @@ def runs_as_written(module: EngineModule, example: Any, most: float = EQUAL_RESU
     args, kwargs = call_arguments(module, example)
     feeds = module.interface.signature.bind(args, kwargs, torch.device("cpu"))
     with file_of(module.graph_bytes()) as path:
-        run = Session(path, optimize=False).run
+        run = open_session(path, optimize=False).run
     with torch.no_grad():
         rebuilt = module.interface.structure.rebuild
         returned, expected, moved = (

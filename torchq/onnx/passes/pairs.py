@@ -1,4 +1,4 @@
-"""Q/DQ pairs: their names, the codes of weights, equal ones, and those to keep apart."""
+"""Q/DQ pairs: their names, the codes of weights, equal ones, and how to keep one apart."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from torchq.onnx.ir import (
     add_initializer,
     add_node,
     are_constant,
-    computed_by,
     data_type,
     fresh_name,
     input_at,
@@ -183,34 +182,3 @@ def separate(value: Value, reader: Node | None = None) -> None:
     larger = add_node(producer, "Max", [value, value], name)
     for user, index in uses:
         user.replace_input_with(index, larger)
-
-
-def separate_clips(model: Model) -> None:
-    """Keep activations, and layers, apart from codes that they cannot be fused with.
-
-    ONNX Runtime 1.32 removes a ReLU in front of codes whose zero point is 0, as if they were
-    unsigned integers; FP8 codes have a sign. And it quantizes the weight and bias of a float
-    convolution in front of a Clip and codes once more, with scales of its own; the Clip of codes
-    of fewer than 8 bits leaves the convolution in float.
-
-    Before: Relu or Clip -> QuantizeLinear to FP8, or to fewer codes than the type has.
-    After: Max(x, x), which is x, stands between them.
-    """
-    for node in nodes_of(model, "QuantizeLinear"):
-        behind = computed_by(node.inputs[0], "Relu", "Clip")
-        if behind is None:
-            continue
-        if not format_of(element_type(node)).is_integer or _cuts_codes(behind, node):
-            separate(node.inputs[0], node)
-
-
-def _cuts_codes(clip: Node, quantize: Node) -> bool:
-    """Return True if the upper end of a Clip behind a layer cuts codes of a QuantizeLinear off."""
-    end = input_at(clip, 2)
-    layer = clip.inputs[0].producer()
-    stored = end is not None and is_constant(end) and is_constant(quantize.inputs[1])
-    if clip.op_type != "Clip" or layer is None or not stored:
-        return False
-    qparams = qparams_of(quantize)
-    highest = value_of(end) / qparams.scale + qparams.zero_point
-    return bool((highest < qparams.quant_max - 0.5).all())

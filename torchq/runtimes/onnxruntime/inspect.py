@@ -33,7 +33,7 @@ from torchq.runtimes.checks import (
     layers_in_front_of_norms,
     norms_text,
 )
-from torchq.runtimes.session import Session
+from torchq.runtimes.onnxruntime.session import Session
 from torchq.utils.text import table, wrap
 
 #: Operators that compute on integers in ONNX Runtime, beside all that start with "QLinear".

@@ -1,0 +1,208 @@
+"""Q/DQ pairs for ONNX Runtime: where its kernels need them, and what runs in float beside them."""
+
+from __future__ import annotations
+
+from torchq.onnx.ir import (
+    Model,
+    Node,
+    Value,
+    add_initializer,
+    add_node,
+    attribute,
+    computed_by,
+    data_type,
+    fresh_name,
+    input_at,
+    is_constant,
+    is_output,
+    nodes_of,
+    readers,
+    replace_stored,
+    value_of,
+)
+from torchq.onnx.passes.convolutions import constant_fill
+from torchq.onnx.passes.pairs import separate
+from torchq.onnx.qdq import (
+    FLOAT_WEIGHT,
+    element_type,
+    format_of,
+    leads_only_to_quantizers,
+    pair_name,
+    qparams_of,
+    starts_at_zero,
+)
+from torchq.runtimes.checks import dequantized, weight_of
+
+_RESHAPES = ("Flatten", "Reshape", "Squeeze")
+_MOVES = (*_RESHAPES, "Transpose", "Unsqueeze")
+
+
+def store_float_weights(model: Model) -> None:
+    """Store the weights of convolutions that run in float as the float values of their codes.
+
+    ONNX Runtime keeps a DequantizeLinear in front of a float convolution, whose weight then is no
+    constant: no kernel for its memory layout, no fused activation. Such a convolution takes two
+    to three and a half times as long as in float32.
+
+    Before: Conv(x, DequantizeLinear(codes)) whose result is not quantized, or any ConvTranspose.
+    After: Conv(x, weight), with ``weight`` the values of the codes.
+    """
+    for node in nodes_of(model, "Conv", "ConvTranspose"):
+        dequantize = weight_of(node)
+        if dequantize is None or _runs_on_integers(node):
+            continue
+        qparams = qparams_of(dequantize)
+        values = qparams.dequantize(qparams.centered(value_of(dequantize.inputs[0])))
+        name = f"{pair_name(dequantize)}{FLOAT_WEIGHT}"
+        node.replace_input_with(1, add_initializer(model.graph, name, values))
+
+
+def _runs_on_integers(node: Node) -> bool:
+    """Return True if a convolution becomes a QLinearConv: codes in, codes out, nothing between."""
+    if node.op_type != "Conv" or dequantized(node.inputs[0]) is None:
+        return False
+    result = node.outputs[0]
+    if _quantizers_behind(result):
+        return True
+    # Codes that begin at 0 include an activation; others leave it, and the convolution in float.
+    while not is_output(result) and (activation := _only_reader_of(result)) is not None:
+        if activation.op_type not in ("Relu", "Clip"):
+            break
+        result = activation.outputs[0]
+    quantizers = _quantizers_behind(result)
+    return bool(quantizers) and all(map(starts_at_zero, quantizers))
+
+
+def _quantizers_behind(value: Value) -> list[Node]:
+    """Return the QuantizeLinear nodes that alone read a value, also behind moves of elements.
+
+    ONNX Runtime quantizes in front of these. Float weights of such a convolution it would quantize
+    by itself, with one scale.
+    """
+    users = readers(value)
+    while len(users) == 1 and users[0].op_type in _MOVES and not is_output(value):
+        value = users[0].outputs[0]
+        users = readers(value)
+    only = not is_output(value) and all(user.op_type == "QuantizeLinear" for user in users)
+    return users if only else []
+
+
+def _only_reader_of(value: Value) -> Node | None:
+    users = readers(value)
+    return users[0] if len(users) == 1 else None
+
+
+def quantize_reshaped(model: Model) -> None:
+    """Quantize what convolutions of codes return in front of reshapes and padding.
+
+    Their kernels then return codes; a convolution would run in float otherwise.
+
+    Before: DequantizeLinear -> Conv -> activations -> reshapes, or zeros that are added around
+    images -> QuantizeLinear.
+    After: A Q/DQ pair with the parameters of that QuantizeLinear stands in front of the reshapes.
+    """
+    for node in nodes_of(model, "Conv"):
+        if dequantized(node.inputs[0]) is None:
+            continue
+        last = node
+        reader = _only_reader(node)
+        while reader is not None and reader.op_type in ("Relu", "Clip"):
+            last, reader = reader, _only_reader(reader)
+        if reader is None or not _keeps_codes(reader):
+            continue
+        while reader is not None and _keeps_codes(reader):
+            reader = _only_reader(reader)
+        if reader is None or reader.op_type != "QuantizeLinear" or attribute(reader, "axis"):
+            continue
+        _insert_pair(last, list(reader.inputs[1:]))
+
+
+def _keeps_codes(node: Node) -> bool:
+    """Return True for a node that moves values, or adds zeros to them."""
+    return node.op_type in _RESHAPES or (node.op_type == "Pad" and constant_fill(node) == 0)
+
+
+def _only_reader(node: Node) -> Node | None:
+    """Return the one node that reads a result, beside those that read its shape."""
+    users = [user for user in readers(node.outputs[0]) if user.op_type != "Shape"]
+    return users[0] if len(users) == 1 and not is_output(node.outputs[0]) else None
+
+
+def quantize_concatenated(model: Model) -> None:
+    """Quantize the result of operators that move equally quantized values once more.
+
+    Before: All operands of a Concat or MaxPool come from DequantizeLinear with the same parameters,
+    and a node reads the result in float.
+    After: A Q/DQ pair with these parameters follows. It changes no value, and completes the pattern
+    of an integer kernel.
+    """
+    for node in nodes_of(model, "Concat", "MaxPool"):
+        pairs = [dequantized(value) for value in node.inputs]
+        settings = {tuple(pair.inputs[1:]) for pair in pairs if pair is not None}
+        if None in pairs or len(settings) != 1 or is_output(node.outputs[0]):
+            continue
+        if not leads_only_to_quantizers(node.outputs[0]):
+            _insert_pair(node, list(settings.pop()))
+
+
+def widen_four_bit_weights(model: Model) -> None:
+    """Store codes of 4 bits in 8 bits, but for blocks.
+
+    ONNX Runtime has kernels for weights of 4 bits in blocks alone; it would dequantize others on
+    every call.
+
+    Before: DequantizeLinear of stored int4 or uint4 codes, with a scale per tensor or channel.
+    After: DequantizeLinear of the same codes, stored as int8 or uint8.
+    """
+    for node in nodes_of(model, "DequantizeLinear"):
+        codes = node.inputs[0]
+        if not is_constant(codes) or data_type(codes).bitwidth != 4:
+            continue
+        if attribute(node, "block_size", 0):
+            continue
+        for value in (codes, *node.inputs[2:]):
+            if value is not None and data_type(value).bitwidth == 4:
+                replace_stored(value, value_of(value))
+        node.attributes.pop("output_dtype", None)
+
+
+def _insert_pair(node: Node, parameters: list[Value]) -> None:
+    """Insert a QuantizeLinear and a DequantizeLinear behind a node."""
+    name = fresh_name(node.graph, f"{node.name}/same")
+    result = node.outputs[0]
+    users = list(result.uses())
+    codes = add_node(node, "QuantizeLinear", [result, *parameters], f"{name}/codes")
+    value = add_node(codes.producer(), "DequantizeLinear", [codes, *parameters], f"{name}/value")
+    for user, index in users:
+        user.replace_input_with(index, value)
+
+
+def separate_clips(model: Model) -> None:
+    """Keep activations, and layers, apart from codes that they cannot be fused with.
+
+    ONNX Runtime 1.32 removes a ReLU in front of codes whose zero point is 0, as if they were
+    unsigned integers; FP8 codes have a sign. And it quantizes the weight and bias of a float
+    convolution in front of a Clip and codes once more, with scales of its own; the Clip of codes
+    of fewer than 8 bits leaves the convolution in float.
+
+    Before: Relu or Clip -> QuantizeLinear to FP8, or to fewer codes than the type has.
+    After: Max(x, x), which is x, stands between them.
+    """
+    for node in nodes_of(model, "QuantizeLinear"):
+        behind = computed_by(node.inputs[0], "Relu", "Clip")
+        if behind is None:
+            continue
+        if not format_of(element_type(node)).is_integer or _cuts_codes(behind, node):
+            separate(node.inputs[0], node)
+
+
+def _cuts_codes(clip: Node, quantize: Node) -> bool:
+    """Return True if the upper end of a Clip behind a layer cuts codes of a QuantizeLinear off."""
+    end = input_at(clip, 2)
+    layer = clip.inputs[0].producer()
+    stored = end is not None and is_constant(end) and is_constant(quantize.inputs[1])
+    if clip.op_type != "Clip" or layer is None or not stored:
+        return False
+    qparams = qparams_of(quantize)
+    highest = value_of(end) / qparams.scale + qparams.zero_point
+    return bool((highest < qparams.quant_max - 0.5).all())
