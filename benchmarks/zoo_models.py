@@ -56,12 +56,14 @@ r2plus1d_18 swin3d_t mvit_v2_s raft_small
 DETECTORS = {
     key for key in TORCHVISION.split() if re.search("rcnn|deeplab|fc|lraspp|ssd|retina", key)
 }
-VIDEO = {"r3d_18", "mc3_18", "r2plus1d_18", "swin3d_t", "mvit_v2_s"}
+VIDEO = {"r3d_18", "mc3_18", "r2plus1d_18", "swin3d_t"}
 
 
 def _torchvision(key: str) -> Entry:
     from torchvision import models
 
+    if key == "mvit_v2_s":
+        return Entry(_mvit().eval(), torch.randn(1, 3, 8, 64, 64), None)
     options = TORCHVISION_OPTIONS.get(key, {})
     if key in DETECTORS:
         options = {"weights_backbone": None}
@@ -74,16 +76,38 @@ def _torchvision(key: str) -> Entry:
         frames = torch.randn(1, 3, 128, 128)
         return Entry(model.eval(), {"image1": frames, "image2": frames.flip(3)}, None)
     if key in VIDEO:
-        shape = (16, 224) if key == "mvit_v2_s" else (8, 56)
-        clip = torch.randn(1, 3, shape[0], shape[1], shape[1])
-        return Entry(
-            model.eval(), clip, None if key == "mvit_v2_s" else torch.randn(2, 3, 8, 64, 64)
-        )
+        return Entry(model.eval(), torch.randn(1, 3, 8, 56, 56), torch.randn(2, 3, 8, 64, 64))
     size = TORCHVISION_SIZES.get(key, options.get("image_size", 64))
     fixed = key in ("maxvit_t", "vit_b_32")
     if key not in DETECTORS:
         model = shortened(model.eval(), torch.randn(1, 3, size, size))
     return _images(model, size, fixed)
+
+
+def _mvit() -> nn.Module:
+    """Return the first four blocks of an MViTv2-S, for clips of 8 frames of 64 pixels."""
+    from torchvision.models.video.mvit import MSBlockConfig, MViT
+
+    # Heads, channels in and out, and the strides of queries and of keys, as in mvit_v2_s.
+    blocks = [
+        (1, 96, 96, [1, 1, 1], [1, 8, 8]),
+        (2, 96, 192, [1, 2, 2], [1, 4, 4]),
+        (2, 192, 192, [1, 1, 1], [1, 4, 4]),
+        (4, 192, 384, [1, 2, 2], [1, 2, 2]),
+    ]
+    kernel = [3, 3, 3]
+    return MViT(
+        spatial_size=(64, 64),
+        temporal_size=8,
+        block_setting=[
+            MSBlockConfig(heads, inputs, outputs, kernel, kernel, stride_of_q, stride_of_kv)
+            for heads, inputs, outputs, stride_of_q, stride_of_kv in blocks
+        ],
+        residual_pool=True,
+        residual_with_cls_embed=False,
+        rel_pos_embed=True,
+        proj_after_attn=True,
+    )
 
 
 def _images(model: nn.Module, size: int, fixed: bool = False) -> Entry:
