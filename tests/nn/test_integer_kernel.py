@@ -45,6 +45,25 @@ def block(**convolution: Any) -> nn.Module:
     return model
 
 
+class Overwriting(Block):
+    """The same with an addition that overwrites an operand, as torchvision's ResNets have it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        y = self.second(x)
+        y += x
+        return self.head(self.third(y.relu_()).relu().mean((2, 3)))
+
+
+@pytest.mark.parametrize("network", [Block, Overwriting])
+def test_a_sum_is_rounded_for_the_layers_behind_it(network: type[Block]) -> None:
+    parts = block()
+    model = network(**{name: getattr(parts, name) for name in ("first", "second", "third", "head")})
+    torchq.restore_(model)
+    plan = torchq.plan(model, target="onnxruntime", example=images())
+    assert plan.decision("quant_add").rounded_by == "third.input_quantizer"
+
+
 def images(count: int = 4) -> Tensor:
     return torch.randn(count, 3, 10, 10, generator=torch.Generator().manual_seed(3))
 

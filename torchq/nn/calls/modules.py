@@ -139,8 +139,11 @@ class Routes:
         if isinstance(child, Tap):
             return carry_out(function, (child(args[0]), *args[1:]), kwargs)
         result = child(*args, **kwargs)
-        # A tensor that is overwritten keeps its type, whatever the other operand has.
-        return result.to(args[0].dtype) if _is_assigning(function) else result
+        # A tensor that is overwritten keeps its type, whatever the other operand has. A call that
+        # changes nothing would stand between the sum and its readers in what planning records.
+        if _is_assigning(function) and result.dtype is not args[0].dtype:
+            return result.to(args[0].dtype)
+        return result
 
     def _check_unplanned(self, owner: Any, name: str, function: Any, args: tuple[Any, ...]) -> None:
         """Raise QuantizationError for a call with a weight that nothing was planned for."""
