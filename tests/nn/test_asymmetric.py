@@ -15,6 +15,7 @@ from torchq.errors import CalibrationError, ConfigError
 from torchq.formats import UINT8, PerAxis, PerTensor, integer_format
 from torchq.functional import Range, fake_quantize
 from torchq.nn import TensorQuantizer
+from torchq.nn.weight_grid import shares_factors
 
 AFFINE = QuantDescriptor(unsigned=True, symmetric=False)
 
@@ -166,3 +167,20 @@ def test_errors_name_what_is_wrong(generator: torch.Generator) -> None:
         TensorQuantizer(
             AFFINE.replace(calib_method="moving_average", calib_options={"momentum": 2})
         )
+
+
+@pytest.mark.parametrize(("axis", "shares"), [(None, False), (0, True)])
+def test_one_range_of_two_ends_takes_no_factors_of_both_signs(
+    axis: int | None, shares: bool
+) -> None:
+    """A negative factor turns a range round: its ends change places."""
+    quantizer = TensorQuantizer(QuantDescriptor(symmetric=False, axis=axis))
+    factor = torch.tensor([[2.0, 2.0], [-2.0, -2.0]], dtype=torch.float64)
+    assert shares_factors(quantizer, factor) is shares
+    assert shares_factors(quantizer, factor.abs())
+
+
+def test_a_symmetric_range_takes_factors_of_both_signs() -> None:
+    factor = torch.tensor([[2.0, 2.0], [-2.0, -2.0]], dtype=torch.float64)
+    assert shares_factors(TensorQuantizer(QuantDescriptor()), factor)
+    assert not shares_factors(TensorQuantizer(QuantDescriptor()), factor + 0.5)

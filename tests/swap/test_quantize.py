@@ -7,6 +7,7 @@ from torch import Tensor, nn
 import torchq
 from torchq.errors import ConfigError
 from torchq.nn import QuantSiLU
+from torchq.runtime import planned_target
 
 
 def net() -> nn.Sequential:
@@ -151,3 +152,36 @@ def test_calibration_runs_the_model_once_and_twice_more_on_a_third() -> None:
     CALLS.clear()
     torchq.calibrate(model, batches, correct=False, force=True, progress=False)
     assert len(CALLS) == 6
+
+
+class Scaled(nn.Module):
+    """Has a matrix, and multiplies none by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale[0]
+
+
+def test_a_module_that_multiplied_no_weight_needs_no_row() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Scaled())
+    assert [d.name for d in torchq.plan(model).skipped] == ["1"]
+    assert torchq.plan(model, example=torch.randn(2, 4)).skipped == ()
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_the_model_remembers_its_target(check: bool) -> None:
+    model = net()
+    example = torch.randn(1, 3, 4, 4)
+    torchq.quantize_(model, target="onnxruntime", example=example, check=check, progress=False)
+    assert planned_target(model) == "onnxruntime"
+    torchq.restore_(model)
+    assert planned_target(model) is None
+
+
+def test_the_model_remembers_its_target_without_an_example() -> None:
+    model = net()
+    torchq.quantize_(model, target="tensorrt")
+    assert planned_target(model) == "tensorrt"
