@@ -301,6 +301,54 @@ def test_other_networks_are_refused() -> None:
         torchq.adopt_(quantized, graph)
 
 
+class Repeated(nn.Module):
+    """One layer at two places of the tree, called at the second one, or at both."""
+
+    def __init__(self, *, is_called_twice: bool, amax_at_second: float = 1.5) -> None:
+        super().__init__()
+        self.first = stand_in()[0]
+        self.second = copy.deepcopy(self.first)
+        self.second.input_quantizer.amax = torch.tensor(amax_at_second)
+        if not is_called_twice:
+            self.second = self.first
+
+
+@pytest.mark.parametrize("is_called_twice", [False, True])
+def test_a_layer_at_two_places_is_adopted_once(is_called_twice: bool) -> None:
+    model: Any = nn.Module()
+    model.first = nn.Linear(4, 3)
+    model.second = model.first
+    other: Any = Repeated(is_called_twice=is_called_twice)
+    torchq.adopt_(model, other)
+    assert float(model.second.input_quantizer.amax) == 1.5
+    assert torch.equal(model.second.weight, other.first.weight)
+
+
+def test_a_layer_on_different_grids_at_its_places_is_named() -> None:
+    model: Any = nn.Module()
+    model.first = nn.Linear(4, 3)
+    model.second = model.first
+    other = Repeated(is_called_twice=True, amax_at_second=2.0)
+    unchanged_after_refusal(model, other, "first: is second too, and quantized in another way")
+
+
+def test_tensors_that_the_maker_knows_by_another_name_are_found() -> None:
+    """A graph has one name for a tensor, whatever the tree of modules."""
+    model: Any = nn.Module()
+    model.first = nn.Linear(4, 3)
+    model.second = model.first
+    other: Any = nn.Module()
+    other.second = stand_in()[0]
+    torchq.adopt_(model, other)
+    assert torch.equal(model.first.weight, other.second.weight)
+
+
+def test_values_of_a_maker_that_are_no_numbers_are_refused() -> None:
+    graph, _ = exported()
+    graph.scales[1] = torch.nan  # as where codes were divided by the scale of a channel of zeros
+    unchanged_after_refusal(FloatNet().eval(), graph, "conv.weight: got values that are NaN")
+
+
 def unchanged_after_refusal(model: nn.Module, other: nn.Module, text: str) -> None:
     before = copy.deepcopy(model)
     with pytest.raises(ConfigError, match=text):

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torchq.config import QuantConfig, Rule
 from torchq.errors import ConfigError
 from torchq.frontends.checkpoints import makers, pt2e
-from torchq.frontends.checkpoints.makers import Grid, Layer, Layers, modules_of
+from torchq.frontends.checkpoints.makers import Grid, Layer, Layers, are_equal, modules_of
 from torchq.nn import QuantModule, TensorQuantizer, quantized_class
 from torchq.nn.convert import unchanged_on_error
 from torchq.swap import Plan, quantize_
@@ -75,7 +75,7 @@ def adopt_(model: nn.Module, other: nn.Module | torch.export.ExportedProgram) ->
             "adopt_: got a quantized model; expected a float one. Call restore_ on it"
         )
     maker = _maker_of(graph)
-    layers = maker.read(graph, model)
+    layers = _by_first_path(model, maker.read(graph, model))
     refused = [f"{path}: {found}" for path, found in layers.items() if isinstance(found, str)]
     if refused:
         raise ConfigError(
@@ -100,6 +100,32 @@ def _maker_of(other: nn.Module) -> Maker:
         f"adopt_: got a {type(other).__name__} in which nothing is quantized by a known library; "
         f"expected a model of {maker_names}, as the library's own functions return it"
     )
+
+
+def _by_first_path(model: nn.Module, layers: Layers) -> Layers:
+    """Return the layers by the first path of their module, which may stand in several places."""
+    first_paths: dict[nn.Module, str] = {}
+    first_path_of = {
+        path: first_paths.setdefault(module, path)
+        for path, module in model.named_modules(remove_duplicate=False)
+    }
+    merged: Layers = {}
+    for path, layer in layers.items():
+        first_path = first_path_of.get(path, path)
+        earlier = merged.get(first_path)
+        if earlier is None or isinstance(layer, str):
+            merged[first_path] = layer
+        elif isinstance(earlier, Layer) and not _is_equal(earlier, layer):
+            merged[first_path] = f"is {path} too, and quantized in another way there"
+    return merged
+
+
+def _is_equal(one: Layer, other: Layer) -> bool:
+    if one.grids.keys() != other.grids.keys():
+        return False
+    grids = ((grid, other.grids[slot]) for slot, grid in one.grids.items())
+    values = ((one.values.get(name), value) for name, value in other.values.items())
+    return all(a == b for a, b in grids) and all(are_equal(a, b) for a, b in values)
 
 
 def _carry_out(model: nn.Module, other: nn.Module, layers: Mapping[str, Layer]) -> Plan:
@@ -156,9 +182,22 @@ def _copy_values(model: nn.Module, other: nn.Module, layers: Mapping[str, Layer]
     }
     state = {**other.state_dict(), **maker_tensors}
     model_state = model.state_dict()
+    # The maker may know a tensor that stands in several places by another of its names.
+    alias_of = {tensor.data_ptr(): name for name, tensor in model_state.items() if name in state}
+    for name, tensor in model_state.items():
+        alias = alias_of.get(tensor.data_ptr()) if tensor.numel() else None
+        if name not in state and alias is not None and model_state[alias].shape == tensor.shape:
+            state[name] = state[alias]
     missing = sorted(n for n in model_state if n not in state) + sorted(
         n for n in maker_tensors if n not in model_state
     )
+    poisoned = [n for n, tensor in maker_tensors.items() if not bool(tensor.isfinite().all())]
+    if poisoned:
+        raise ConfigError(
+            f"adopt_: {', '.join(poisoned[:6])}: got values that are NaN or infinite; expected "
+            "numbers. Makers divide by the scale, which is 0 for a channel of zeros: give it "
+            "another one there, or leave the layer out"
+        )
     wrong = [n for n in model_state if n in state and state[n].shape != model_state[n].shape]
     if missing or wrong:
         raise ConfigError(

@@ -32,6 +32,23 @@ class Grid:
     zero_point: Tensor | None = None
     factor: Tensor | None = None
 
+    def __eq__(self, other: object) -> bool:
+        """Return True for a grid of the same numbers."""
+        if not isinstance(other, Grid):
+            return NotImplemented
+        pairs = [(getattr(self, name), getattr(other, name)) for name in _NUMBERS]
+        return self.descriptor == other.descriptor and all(are_equal(a, b) for a, b in pairs)
+
+
+_NUMBERS = ("amax", "scale", "zero_point", "factor")
+
+
+def are_equal(one: Tensor | None, other: Tensor | None) -> bool:
+    """Return True for tensors of the same numbers, and for two that are missing."""
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
+
 
 @dataclass
 class Layer:
