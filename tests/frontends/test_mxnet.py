@@ -325,3 +325,20 @@ def test_outputs_of_one_node_have_different_names() -> None:
     data |= {"nodes": [*data["nodes"], act], "heads": [[1, 1], [2, 0], [1, 0]]}
     model = torchq.from_mxnet(json.dumps(data), {})
     assert model.output_names == ["node_output1", "act", "node_output0"]
+
+
+@pytest.mark.parametrize("squeezed", [False, True])
+def test_splits_that_do_not_come_out_even_are_refused_as_by_mxnet(squeezed: bool) -> None:
+    attributes = {"num_outputs": "2", "squeeze_axis": str(squeezed)}
+    model = torchq.from_mxnet(one_operator("SliceChannel", attributes), {})
+    assert model(torch.ones(1, 2, 5)).shape == ((1, 5) if squeezed else (1, 1, 5))
+    message = r"SliceChannel: got 3 entries along axis 1 to split into 2 parts; expected"
+    with pytest.raises(FrontendError, match=message):
+        model(torch.ones(1, 3, 5))
+
+
+def test_parts_that_are_squeezed_have_one_entry() -> None:
+    attributes = {"num_outputs": "2", "squeeze_axis": "True"}
+    model = torchq.from_mxnet(one_operator("SliceChannel", attributes), {})
+    with pytest.raises(FrontendError, match="got 4 entries .* expected 2"):
+        model(torch.ones(1, 4, 5))

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchq.errors import FrontendError
 from torchq.frontends.building.functions import (
     depth_to_space,
     lookup,
@@ -254,8 +255,11 @@ def _split_at(node: SymbolContext) -> list[Value]:
 def _parts(node: SymbolContext, axis: int, count: int, where: int | list[int]) -> list[Value]:
     if not 0 < count < _LARGEST:
         node.refuse(f"it has {count} outputs; expected a positive number")
-    parts = node.call_parts(count, torch.tensor_split, node.inputs[0], where, axis)
     squeezed = node.attr("squeeze_axis", False)
+    if isinstance(where, int):
+        parts = node.call_parts(count, split_evenly, node.inputs[0], count, axis, squeezed)
+    else:
+        parts = node.call_parts(count, torch.tensor_split, node.inputs[0], where, axis)
     return [node.call(torch.squeeze, part, axis) if squeezed else part for part in parts]
 
 
@@ -337,6 +341,22 @@ def reshape(x: Tensor, codes: Sequence[int], reverse: bool) -> Tensor:
             next_size = remaining_sizes.pop(0) if remaining_sizes else 0
             result.append(next_size if code == 0 else code)
     return x.reshape(result[::step])
+
+
+def split_evenly(x: Tensor, count: int, axis: int, one_each: bool) -> tuple[Tensor, ...]:
+    """Return ``count`` equal parts along ``axis``, of one entry where there must be ``one_each``.
+
+    MXNet refuses other sizes, which torch would split into parts of different sizes.
+    """
+    size = x.shape[axis]
+    # A trace may have a symbol for the size.
+    if isinstance(size, int) and (size % count or (one_each and size != count)):
+        multiple = count if one_each else f"a multiple of {count}"
+        raise FrontendError(
+            f"from_mxnet: SliceChannel: got {size} entries along axis {axis} to split into {count} "
+            f"parts; expected {multiple}. Give the model inputs of the size that it was made for"
+        )
+    return x.tensor_split(count, axis)
 
 
 def slice_each(
