@@ -1,6 +1,7 @@
 """Folding BatchNorm into a layer is exact for every kind, and the layer stays the same object."""
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -275,3 +276,14 @@ def test_report_reads_as_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     text = r"refused 1; expected to merge everything. 3: its input comes from 2"
     with pytest.raises(FuseError, match=text):
         report.require_all()
+
+
+def test_random_numbers_of_python_are_the_same_on_both_sides_of_the_comparison() -> None:
+    def forward(net: Any, x: Tensor) -> Any:
+        return net.bn(net.conv(x)) * random.random()
+
+    model = randomized(Net(forward)).double()
+    state = random.getstate()
+    report = fuse_(model, image())
+    assert not norms(model) and report.error is not None and report.error <= TOL64
+    assert random.getstate() == state

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+import warnings
 from fractions import Fraction
 from typing import Any
 
@@ -105,6 +106,27 @@ def test_threads_may_use_different_backends() -> None:
     for thread in threads:
         thread.join()
     assert results == {number: 1.0 + 20 * number for number in range(6)}
+
+
+@pytest.mark.parametrize("name", ["relu", "relu_", "ReLU"])
+def test_an_operation_has_its_handler_by_any_name_of_torch(name: str) -> None:
+    backend = Backend().register(name, lambda call, x: call.default(x) + 1)
+    run = runner(nn.Sequential(nn.ReLU()), torch.zeros(1))
+    assert run.run(torch.zeros(1), backend=backend).item() == 1.0
+    assert len(backend.handlers("relu")) == len(backend.handlers(name)) == 1
+
+
+def test_names_that_look_like_a_slip_are_warned_of() -> None:
+    def handler(call: NodeCall, x: Tensor) -> Tensor:
+        return call.default(x)
+
+    with pytest.warns(UserWarning, match="'leaky_rellu', so .*'leaky_relu' may be meant"):
+        backend = Backend().register("leaky_rellu", handler)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in ("roi_align", "MyBlock", "LayerNorm", "add", "_softmax"):
+            backend.register(name, handler)
+        backend.over(Backend())
 
 
 def test_wrong_arguments_are_refused() -> None:

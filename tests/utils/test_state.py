@@ -13,6 +13,7 @@ from torchq.utils import (
     RandomState,
     counting_operations,
     random_kept,
+    random_seeded,
     state_kept,
     undone_on_error,
 )
@@ -129,6 +130,17 @@ def test_random_numbers_go_on_as_if_none_had_been_drawn() -> None:
     assert (torch.rand(2).tolist(), random.random(), numpy.random.rand()) == first
     state.restore()
     assert torch.rand(2).tolist() == first[0]
+
+
+def test_a_block_has_numbers_of_its_own_seed_and_leaves_none_behind() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(7)
+    with random_seeded(3):
+        assert torch.equal(torch.rand(2), expected)
+    number = torch.rand(2)
+    torch.manual_seed(7)
+    assert torch.equal(torch.rand(2), number)
 
 
 def test_operations_are_counted_where_a_parameter_is_handed_on() -> None:

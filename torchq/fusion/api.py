@@ -30,6 +30,7 @@ from torchq.utils import (
     evaluating,
     progress_bar,
     progress_stages,
+    random_seeded,
     undone_on_error,
 )
 
@@ -289,9 +290,7 @@ def _compare(model: nn.Module, fused: nn.Module, example: object, report: FuseRe
 
 def _outputs(model: nn.Module, example: object) -> list[Tensor]:
     """Return the floating-point outputs on a copy of the example, float64 on the CPU."""
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices):
-        torch.manual_seed(0)
+    with evaluating(model), torch.no_grad(), random_seeded(0):
         tensors = tensors_in(call_model(model, copy.deepcopy(example)))
         return [t.detach().double().cpu() for t in tensors if t.is_floating_point()]
 

@@ -36,7 +36,7 @@ from torchq.fusion.modules import (
 from torchq.fusion.pairs import Pair
 from torchq.fusion.report import Fusion, Refusal
 from torchq.graph import call_model
-from torchq.utils import copy_module, evaluating, watching
+from torchq.utils import copy_module, evaluating, random_seeded, watching
 
 
 @dataclass
@@ -173,10 +173,8 @@ def _sharing(model: nn.Module, layer: nn.Module) -> list[str]:
 
 def _compare_in_model(model: nn.Module, trials: Sequence[Trial], example: object) -> None:
     """Run the model once, and every folded copy on what its layer gets there."""
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     watched = [(t.layer, partial(_see, t)) for t in trials if t.outcome.has_range]
-    with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices), watching(watched):
-        torch.manual_seed(0)
+    with evaluating(model), torch.no_grad(), random_seeded(0), watching(watched):
         call_model(model, copy.deepcopy(example))
 
 

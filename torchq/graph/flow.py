@@ -19,7 +19,7 @@ from torchq.graph.operators import (
     reads_metadata,
 )
 from torchq.graph.tracing import is_torch_leaf
-from torchq.utils import untouched
+from torchq.utils import random_kept, untouched
 
 
 def _is_layer(function: object) -> bool:
@@ -326,6 +326,7 @@ def record(
         stack.enter_context(module.register_forward_hook(end, with_kwargs=True))
 
     with ExitStack() as stack:
+        stack.enter_context(random_kept())
         stack.enter_context(untouched(model))
         for module, see in (watch or {}).items():
             hook(module, *2 * [partial(recorder.show, see)])

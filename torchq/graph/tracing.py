@@ -17,7 +17,7 @@ from torch import fx, nn
 from torchq.errors import GraphError
 from torchq.graph.calling import call_arguments, tensors_in, version_of, with_copies
 from torchq.graph.operators import OVERWRITES
-from torchq.utils import evaluating, state_kept, untouched
+from torchq.utils import evaluating, random_kept, state_kept, untouched
 
 log = logging.getLogger(__name__)
 
@@ -210,7 +210,7 @@ def trace_modules(
     """
     tracer = ModuleTracer(is_leaf)
     tracer.record_stack_traces = record_lines
-    with evaluating(model), state_kept(model):
+    with random_kept(), evaluating(model), state_kept(model):
         graph = trace_call(tracer, model, given)
         for tensor, name in tracer.tensor_attrs.items():
             if not hasattr(model, name.partition(".")[0]):
@@ -346,7 +346,7 @@ def _with_fx(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any])
     traced = trace_modules(model, given=arguments, record_lines=True)
     results = []
     for module in (model, traced):
-        with untouched(model), torch.random.fork_rng():
+        with untouched(model), random_kept():
             results.append(module(*with_copies(args), **with_copies(kwargs)))
     if not _equal(*results):
         raise GraphError("the trace computes something else than the model")
@@ -364,7 +364,7 @@ def _with_fx(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any])
 def _with_export(
     model: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], reason: str
 ) -> Trace:
-    with untouched(model), opaque_calls(model):
+    with random_kept(), untouched(model), opaque_calls(model):
         program = torch.export.export(model, with_copies(args), with_copies(kwargs), strict=False)
         exported = program.module()
     assert isinstance(exported, fx.GraphModule)

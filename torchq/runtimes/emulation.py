@@ -8,7 +8,10 @@ by an integer and shifts, in place of a floating-point scale; all that is exact 
 
 from __future__ import annotations
 
+import difflib
 import inspect
+import operator
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,10 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional
 
 from torchq.errors import ConfigError, QuantizationError
 from torchq.formats import IntFormat, round_
 from torchq.graph.operators import (
+    OPERATORS,
     effects_of,
     operator_name,
     operator_named,
@@ -174,6 +179,26 @@ def _grid(quantizer: TensorQuantizer) -> tuple[object, ...]:
     return tuple(scale.flatten().tolist()), codes, quantizer.descriptor.format
 
 
+def _operation_called(name: str) -> str:
+    """Return the name that :func:`operation_of` gives to what has this one, in torch or not."""
+    row = operator_named(name)
+    cls = getattr(nn, name, None)
+    if row is None and isinstance(cls, type):
+        row = next((row for row in OPERATORS.values() if cls in row.classes), None)
+        return name if row is None else row.name
+    return name.rstrip("_") if row is None else row.name
+
+
+def _likely_meant(name: str) -> str | None:
+    """Return a name of torch that one of nothing in torch is nearly; None where there is none."""
+    homes = (torch, functional, Tensor, operator, nn)
+    if any(hasattr(home, name) for home in (*homes, torch.ops.aten)):
+        return None
+    names = {known for home in homes for known in dir(home) if not known.startswith("_")}
+    # At .85 a name of six letters may lack one of them.
+    return next(iter(difflib.get_close_matches(name, sorted(names), 1, 0.85)), None)
+
+
 #: ``handler(call, *args, **kwargs) -> value``: computes one call of a graph.
 Handler = Callable[..., Any]
 
@@ -202,7 +227,10 @@ class Backend:
         Args:
             operation: what functions, methods and modules are called: ``"leaky_relu"`` is
                 ``torch.nn.functional.leaky_relu`` and ``torch.nn.LeakyReLU``, and ``"add"`` is
-                ``x + y``, ``x += y`` and ``torch.ops.aten.add``.
+                ``x + y``, ``x += y`` and ``torch.ops.aten.add``. Other names of these, such as
+                ``"LeakyReLU"`` and ``"add_"``, name the same operation. A name that torch does not
+                have is that of a function or class of your own; one that looks like a slip is
+                warned of.
             handler: see :data:`Handler`. It must not change its arguments in place.
 
         Raises:
@@ -218,8 +246,18 @@ class Backend:
                 f"Backend.register: got the handler {short_repr(handler)} for {operation!r}; "
                 "expected a function handler(call, *args, **kwargs)"
             )
-        self._handlers[operation] = (*self.handlers(operation), handler)
+        likely = _likely_meant(operation)
+        if likely is not None:
+            warnings.warn(
+                f"Backend.register: nothing in torch is called {operation!r}, so only a function or "
+                f"class of your own can have this handler; {likely!r} may be meant",
+                stacklevel=2,
+            )
+        self._put(_operation_called(operation), handler)
         return self
+
+    def _put(self, operation: str, handler: Handler) -> None:
+        self._handlers[operation] = (*self._handlers.get(operation, ()), handler)
 
     def over(self, other: Backend) -> Backend:
         """Return a new backend with the handlers of both, these before those of ``other``."""
@@ -227,7 +265,7 @@ class Backend:
         for source in (other, self):
             for operation in source.operations:
                 for handler in source.handlers(operation):
-                    joined.register(operation, handler)
+                    joined._put(operation, handler)
         return joined
 
     @property
@@ -237,7 +275,7 @@ class Backend:
 
     def handlers(self, operation: str) -> tuple[Handler, ...]:
         """Return the handlers of an operation, the last one asked first."""
-        return self._handlers.get(operation, ())
+        return self._handlers.get(_operation_called(operation), ())
 
     def call(
         self,
@@ -251,7 +289,7 @@ class Backend:
 
         What an operation computes in place, its handlers compute on a copy, and it is written then.
         """
-        handlers = self.handlers(operation_of(node, graph_module))
+        handlers = self._handlers.get(operation_of(node, graph_module), ())
         function = default
         for handler in handlers:
             function = partial(handler, NodeCall(graph_module, node, function))

@@ -31,7 +31,12 @@ from torchq.utils.names import (
     qualified_name,
 )
 from torchq.utils.progress import item_count, progress_bar, progress_stages
-from torchq.utils.random_state import RandomState, random_kept, repeated_draws
+from torchq.utils.random_state import (
+    RandomState,
+    random_kept,
+    random_seeded,
+    repeated_draws,
+)
 from torchq.utils.registry import Registry
 from torchq.utils.text import bullets, markdown_table, table, wrap
 
@@ -61,6 +66,7 @@ __all__ = [
     "plain_attention",
     "progress_bar",
     "random_kept",
+    "random_seeded",
     "progress_stages",
     "qualified_name",
     "repeated_draws",

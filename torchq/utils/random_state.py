@@ -61,6 +61,19 @@ def random_kept() -> Iterator[None]:
 
 
 @contextmanager
+def random_seeded(seed: int) -> Iterator[None]:
+    """Let torch draw from a seed inside the block; at the end random numbers go on as before.
+
+    A device that nothing has used yet is left alone: ``torch.manual_seed`` would seed it for good.
+    """
+    with random_kept():
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed)
+        yield
+
+
+@contextmanager
 def repeated_draws(
     *tensors: Tensor, generator: torch.Generator | None = None
 ) -> Iterator[Callable[[], None]]:
