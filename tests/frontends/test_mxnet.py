@@ -340,5 +340,5 @@ def test_splits_that_do_not_come_out_even_are_refused_as_by_mxnet(squeezed: bool
 def test_parts_that_are_squeezed_have_one_entry() -> None:
     attributes = {"num_outputs": "2", "squeeze_axis": "True"}
     model = torchq.from_mxnet(one_operator("SliceChannel", attributes), {})
-    with pytest.raises(FrontendError, match="got 4 entries .* expected 2"):
+    with pytest.raises(FrontendError, match=r"got 4 entries .* expected 2"):
         model(torch.ones(1, 4, 5))

@@ -120,7 +120,7 @@ def test_names_that_look_like_a_slip_are_warned_of() -> None:
     def handler(call: NodeCall, x: Tensor) -> Tensor:
         return call.default(x)
 
-    with pytest.warns(UserWarning, match="'leaky_rellu', so .*'leaky_relu' may be meant"):
+    with pytest.warns(UserWarning, match=r"'leaky_rellu', so .*'leaky_relu' may be meant"):
         backend = Backend().register("leaky_rellu", handler)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

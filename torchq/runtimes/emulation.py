@@ -249,7 +249,7 @@ class Backend:
         likely = _likely_meant(operation)
         if likely is not None:
             warnings.warn(
-                f"Backend.register: nothing in torch is called {operation!r}, so only a function or "
+                f"Backend.register: torch has nothing called {operation!r}, so only a function or "
                 f"class of your own can have this handler; {likely!r} may be meant",
                 stacklevel=2,
             )
