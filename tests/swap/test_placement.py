@@ -12,6 +12,7 @@ import torchq
 from tests.onnx.exported import Residual
 from torchq import QuantConfig, QuantDescriptor, Rule
 from torchq.errors import ConfigError
+from torchq.graph import record
 from torchq.nn.calls.find import find_calls
 from torchq.runtimes import RUNTIMES
 from torchq.swap.find_operators import find_operators
@@ -278,6 +279,42 @@ def test_operators_on_numbers_get_no_quantizer() -> None:
     assert {d.name: d.reason for d in report.skipped} == {"inner.quant_mul": reason}
     torchq.calibrate(model, [SMALL], progress=False)
     assert model(SMALL).shape == (4, 4, 64)
+
+
+class KeepsAnchors(nn.Module):
+    """Makes anchors in its first call and keeps them, as heads of detectors do; untraceable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+        self.strides = torch.tensor([8.0, 16.0])
+        self.anchors: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        if self.anchors is None:
+            columns = torch.arange(len(list(y[0, 0]))) + 0.5
+            self.anchors = torch.cat([columns, y.new_full((8,), self.strides[1])])
+        z = torch.cat([y, y], -1)
+        return z + self.anchors
+
+
+def test_operators_on_stored_numbers_get_no_quantizer() -> None:
+    model = KeepsAnchors().eval()
+    report = torchq.quantize_(model, target="onnxruntime", example=SMALL)
+    reason = "it computes with stored numbers alone, so its result is stored too"
+    assert {d.name: d.reason for d in report.skipped} == {"quant_cat": reason}
+    assert {d.name for d in report.operator_rows() if not d.reason} == {"quant_cat_1", "quant_add"}
+
+
+def test_random_numbers_are_not_stored() -> None:
+    class Noisy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            noise = torch.cat([torch.rand_like(x), torch.zeros_like(x)])
+            return torch.cat([x, x]) + torch.cat([noise[:1], noise[:1]])
+
+    flow = record(Noisy(), SMALL[:1])
+    assert [call.name for call in flow.calls if call.stored] == ["zeros_like"]
 
 
 # --- what a target computes wrong numbers with ----------------------------------------------------

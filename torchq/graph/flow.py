@@ -21,6 +21,9 @@ from torchq.graph.operators import (
 from torchq.graph.tracing import is_torch_leaf
 from torchq.utils import random_kept, untouched
 
+#: How the names of functions begin that make random numbers.
+_RANDOM = ("rand", "normal", "bernoulli", "poisson", "multinomial", "empty", "new_empty", "dropout")
+
 
 def _is_layer(function: object) -> bool:
     """Return True for ``F.linear`` and its like, which with a layer's weight are its call."""
@@ -45,7 +48,7 @@ def read_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     """Return the arguments of function ``name`` whose values it reads, not only their shapes."""
     effects = effects_of(name)
     if "like" in effects:
-        return ()
+        return args[1:], kwargs
     return args[:1] if "as" in effects else (args, kwargs)
 
 
@@ -63,7 +66,8 @@ class Call:
         options: the keyword arguments that are plain values.
         shape: of the result, if it is known.
         inside: the path of the module whose forward makes the call, if it is known.
-        stored: all tensors that it reads are parameters and buffers, or are computed of these.
+        stored: all tensors that it reads are parameters, buffers and attributes of modules, or are
+            computed of these and of numbers, as anchors are. Random numbers do not count.
     """
 
     index: int
@@ -187,6 +191,11 @@ def _sources(node: fx.Node) -> list[fx.Node]:
     return sources
 
 
+def _is_random(function: str) -> bool:
+    """Return True for functions that make another tensor at each call."""
+    return function.startswith(_RANDOM)
+
+
 class _Recorder(TorchFunctionMode):
     """Notes every torch function that is called outside leaf modules, which hooks note."""
 
@@ -204,10 +213,12 @@ class _Recorder(TorchFunctionMode):
         self.calls: list[Call] = []
         self.depth = 0
         self.entered: list[str] = []  # the modules that are running, none of them a leaf
-        self.pending: list[tuple[int, ...]] = []
+        self.pending: list[tuple[tuple[int, ...], bool]] = []
         self._producer: dict[int, int] = {}
-        self._stored = set(self.holders)
-        self._alive: list[Tensor] = []  # an id is only unique while its tensor lives
+        attributes = [a for m in model.modules() for a in vars(m).values() if isinstance(a, Tensor)]
+        self._stored = {*self.holders, *map(id, attributes)}
+        # An id is only unique while its tensor lives.
+        self._alive: list[Tensor] = attributes
 
     def sources(self, *values: object) -> tuple[int, ...]:
         return tuple(self._producer[id(t)] for t in tensors_in(values) if id(t) in self._producer)
@@ -219,7 +230,9 @@ class _Recorder(TorchFunctionMode):
 
     def begin_leaf(self, module: nn.Module, args: object, kwargs: object) -> None:
         if self.depth == 0:
-            self.pending.append(self.sources(args, kwargs))
+            read = {id(tensor) for tensor in tensors_in((args, kwargs))}
+            is_stored = bool(read) and self._stored.issuperset(read)
+            self.pending.append((self.sources(args, kwargs), is_stored))
             self.note_parameters(module, args, kwargs)
         self.depth += 1
 
@@ -227,7 +240,8 @@ class _Recorder(TorchFunctionMode):
         self.depth -= 1
         if self.depth == 0:
             name = self.names[id(module)]
-            self.note(out, name=name, module=module, inputs=self.pending.pop())
+            inputs, is_stored = self.pending.pop()
+            self.note(out, name=name, module=module, inputs=inputs, stored=is_stored)
 
     def enter(self, module: nn.Module, *_: object) -> None:
         self.entered.append(self.names[id(module)])
@@ -290,7 +304,7 @@ class _Recorder(TorchFunctionMode):
             name=name,
             module=module,
             inputs=inputs,
-            stored=bool(read) and self._stored.issuperset(read),
+            stored=self._stored.issuperset(read) and not _is_random(name),
             arguments=tuple(value for value in args if not isinstance(value, Tensor)),
             functional=module is not None,
             options={k: v for k, v in kwargs.items() if not isinstance(v, Tensor)},

@@ -251,7 +251,9 @@ def _views() -> Iterator[Operator]:
     yield _row("dropout", F.dropout, torch.dropout, effects="view", classes=(nn.Dropout,))
     yield from _rows("view_as reshape_as expand_as type_as to", "view as")
     yield from _rows(
-        "zeros_like ones_like empty_like rand_like randn_like new_zeros new_ones new_empty", "like"
+        "zeros_like ones_like full_like empty_like rand_like randn_like "
+        "new_zeros new_ones new_full new_empty",
+        "like",
     )
 
 

@@ -172,10 +172,23 @@ def switches(plan: Plan, facts: Facts) -> Plan:
 _NO_TENSOR = "its operands are no tensors in the run on the example, or it does not run"
 
 
+_NO_INPUT = "it computes with stored numbers alone, so its result is stored too"
+
+
 def drop_unreached(plan: Plan, facts: Facts) -> Plan:
-    """Leave operators in float that no tensor of the example reaches."""
-    missing = {d.name: _NO_TENSOR for d in plan.operator_rows() if d.name not in facts.reached}
-    return plan.in_float(missing, "run on the example")
+    """Leave operators in float that no tensor of the example reaches.
+
+    That is so where they read no tensor, and where all that they read is stored or made of numbers,
+    as the anchors of a detector are: a file has the result, and so may the model after its first
+    call, which then calls no quantizer.
+    """
+    operators = [decision.name for decision in plan.operator_rows()]
+    reasons = {name: _NO_TENSOR for name in operators if name not in facts.reached}
+    calls = () if facts.flow is None else facts.flow.calls
+    depends = {call.name for call in calls if call.module is not None and not call.stored}
+    stored = {call.name for call in calls if call.stored} - depends
+    reasons |= {name: _NO_INPUT for name in operators if name in stored}
+    return plan.in_float(reasons, "run on the example")
 
 
 def float_results(plan: Plan, facts: Facts) -> Plan:
