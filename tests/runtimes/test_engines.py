@@ -31,11 +31,12 @@ from torchq.runtimes import (
     OpenVino,
     TensorRt,
     Torch,
-    graph_engine,
+    onnx_engine,
 )
 from torchq.runtimes.engine import Task
-from torchq.runtimes.graph_engine import runs_as_written
 from torchq.runtimes.interface import Run, Shapes
+from torchq.runtimes.onnx_engine import runs_as_written
+from torchq.runtimes.onnxruntime import SessionEngine
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -214,14 +215,12 @@ def test_openvino_compiles_usual_shapes_for_themselves(monkeypatch: pytest.Monke
         assert compiled == expected
 
 
-@pytest.mark.parametrize(
-    "engine", [OnnxRuntime(provider="cuda"), TensorRt()], ids=lambda e: e.provider
-)
-def test_providers_that_are_not_there_are_named(engine: OnnxRuntime) -> None:
+@pytest.mark.parametrize("engine", [OnnxRuntime(provider="cuda"), TensorRt()], ids=lambda e: e.name)
+def test_providers_that_are_not_there_are_named(engine: SessionEngine) -> None:
     runtime = pytest.importorskip("onnxruntime")
     if len(runtime.get_available_providers()) > 2:
         pytest.skip("there are providers for GPUs")
-    with pytest.raises(ExportError, match=f"expected it for provider='{engine.provider}'"):
+    with pytest.raises(ExportError, match=f"expected it for '{engine.label}'"):
         torchq.deploy(calibrated_detector(engine.name), images(1), target=engine)
 
 
@@ -291,7 +290,7 @@ def test_a_wrong_result_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda feeds: [2 * result for result in run(feeds)]
 
     monkeypatch.setattr(OnnxRuntime, "open", wrong)
-    monkeypatch.setattr(graph_engine, "_file_agrees", lambda *_: (False, False))
+    monkeypatch.setattr(onnx_engine, "_file_agrees", lambda *_: (False, False))
     with pytest.raises(ExportError, match="target 'onnxruntime quantized': result 0 has relative"):
         torchq.deploy(calibrated_detector(), images(1), target="onnxruntime")
 

@@ -96,7 +96,7 @@ def test_a_wrong_result_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda feeds: [2 * result for result in run(feeds)]
 
     monkeypatch.setattr(OnnxRuntime, "open", wrong)
-    monkeypatch.setattr(torchq.runtimes.graph_engine, "_file_agrees", lambda *_: (False, False))
+    monkeypatch.setattr(torchq.runtimes.onnx_engine, "_file_agrees", lambda *_: (False, False))
     report = deploy().report
     assert report.chosen == "torch quantized"
     problems = [c.problem for c in report.candidates if c.engine.name == "onnxruntime"]

@@ -579,8 +579,7 @@ def test_scales_of_a_model_for_no_target_are_rounded_with_a_warning(tmp_path: Pa
 
 def test_deploy_runs_the_file_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here on the provider for CPUs."""
-    providers = {"cpu": "CPUExecutionProvider", "tensorrt": "CPUExecutionProvider"}
-    monkeypatch.setattr("torchq.runtimes.onnxruntime.runtime._PROVIDERS", providers)
+    monkeypatch.setattr(TensorRt, "execution_provider", "CPUExecutionProvider")
     model = small().eval()
     torchq.quantize_(model, target="tensorrt", example=X)
     torchq.calibrate(model, [X], progress=False)

@@ -9,7 +9,8 @@ from torchq.runtimes.chips import CHIPS
 from torchq.runtimes.engine import Engine
 from torchq.runtimes.executorch.runtime import ExecuTorch
 from torchq.runtimes.fastest import Candidate, FastestReport
-from torchq.runtimes.graph_engine import EngineModule, GraphEngine
+from torchq.runtimes.file_engine import EngineModule, FileEngine
+from torchq.runtimes.onnx_engine import OnnxEngine
 from torchq.runtimes.onnxruntime import InspectReport, NodePlacement, OnnxRuntime, inspect_onnx
 from torchq.runtimes.openvino import OpenVino
 from torchq.runtimes.qnn import QNN
@@ -23,11 +24,12 @@ __all__ = [
     "EngineModule",
     "ExecuTorch",
     "FastestReport",
+    "FileEngine",
     "FileRules",
     "InspectReport",
     "NodePlacement",
     "inspect_onnx",
-    "GraphEngine",
+    "OnnxEngine",
     "OnnxRuntime",
     "OpenVino",
     "Placement",

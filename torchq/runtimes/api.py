@@ -13,7 +13,7 @@ from torchq.lowering.placeholder import add_placeholder_, placeholder_for
 from torchq.runtime import RUNTIMES, Runtime, check_planned, planned_runtime, runtime_of, targets
 from torchq.runtimes.engine import Engine, Task
 from torchq.runtimes.fastest import build_fastest
-from torchq.runtimes.graph_engine import EngineModule
+from torchq.runtimes.file_engine import EngineModule
 from torchq.runtimes.torch import Torch
 from torchq.utils import kept_batches, uncompiled
 

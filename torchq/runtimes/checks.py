@@ -106,8 +106,4 @@ def norms_text(layers: Sequence[str], effect: str) -> str:
     )
 
 
-#: What ONNX Runtime does with a convolution of codes in front of a BatchNorm: no kernel has both.
-IN_FLOAT = "computed in float"
-#: A linear layer returns floats from integers, and a transposed convolution has no such kernel.
-IN_FLOAT_FOR_NORMS = ("Conv",)
 _NAMES = 6

@@ -1,7 +1,8 @@
 """Runtimes whose kernels run a calibrated model in this process, and what they are given.
 
-To add one, write a file with a frozen dataclass that derives from :class:`Engine`, or from
-:class:`torchq.runtimes.graph_engine.GraphEngine` where it reads ONNX files, and enter it in
+To add one, write a file with a frozen dataclass that derives from :class:`Engine`, from
+:class:`torchq.runtimes.onnx_engine.OnnxEngine` where it reads ONNX files, or from
+:class:`torchq.runtimes.file_engine.FileEngine` where it reads others, and enter it in
 ``torchq/runtimes/__init__.py``. The contract in tests/contracts runs over the registry.
 """
 

@@ -52,8 +52,9 @@ from torchq.runtimes.checks import (
     weight_of,
 )
 from torchq.runtimes.engine import Engine
-from torchq.runtimes.graph_engine import GraphEngine, run_by_shape
+from torchq.runtimes.file_engine import EngineModule, run_by_shape
 from torchq.runtimes.interface import ReadGraph, Run, Shapes
+from torchq.runtimes.onnx_engine import OnnxEngine
 from torchq.utils.optional import import_optional
 
 
@@ -318,7 +319,7 @@ _COMPUTING = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class OpenVino(GraphEngine):
+class OpenVino(OnnxEngine):
     """OpenVINO on the CPU.
 
     Attributes:
@@ -377,7 +378,7 @@ class OpenVino(GraphEngine):
         return tuple(engines)
 
     def open(self, read: ReadGraph, threads: int, usual: Shapes = ()) -> Run:
-        """See :meth:`GraphEngine.open`. Usual shapes have a graph of their own, which is faster."""
+        """See :meth:`FileEngine.open`. Usual shapes have a graph of their own, which is faster."""
 
         def open_for(shapes: Shapes | None) -> Run:
             run = _bound(self._compile(read(), threads, shapes))
@@ -412,10 +413,10 @@ class OpenVino(GraphEngine):
                 "operators that it knows. Use another target"
             ) from error
 
-    def integer_share(self, graph: bytes) -> str:
-        """See :meth:`GraphEngine.integer_share`."""
+    def integer_share(self, module: EngineModule) -> str:
+        """See :meth:`FileEngine.integer_share`."""
         nodes = Counter[bool]()
-        compiled = self._compile(graph, torch.get_num_threads(), None)
+        compiled = self._compile(module.graph_bytes(), torch.get_num_threads(), None)
         for node in compiled.get_runtime_model().get_ops():
             properties = {key: str(value.value) for key, value in node.get_rt_info().items()}
             if properties.get("layerType") in _COMPUTING:

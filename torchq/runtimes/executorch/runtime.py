@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +27,7 @@ from torchq.runtimes.executorch.lower import (
 )
 from torchq.runtimes.executorch.program import traced
 from torchq.runtimes.export import class_name
-from torchq.runtimes.graph_engine import EngineModule, GraphEngine
+from torchq.runtimes.file_engine import EngineModule, FileEngine
 from torchq.runtimes.interface import (
     CallSignature,
     GraphInput,
@@ -56,7 +55,7 @@ _CODES = Codes(int32_biases=True)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class ExecuTorch(GraphEngine):
+class ExecuTorch(FileEngine):
     """ExecuTorch, with the kernels of XNNPACK.
 
     Attributes:
@@ -101,7 +100,7 @@ class ExecuTorch(GraphEngine):
             graph, report = lowered(*traced(model, tuple(tensors.values())))
             interface = _interface(task, tensors, structure)
             stored = torch.frombuffer(bytearray(graph), dtype=torch.uint8)
-            module = PteModule(self, stored, interface, report)
+            module = EngineModule(self, stored, interface, report)
             for check in task.checks:
                 deviation = check.difference(module, RESULT_TOLERANCE)
                 if deviation:
@@ -113,7 +112,7 @@ class ExecuTorch(GraphEngine):
         return module
 
     def open(self, read: ReadGraph, threads: int, usual: Shapes = ()) -> Run:
-        """See :meth:`GraphEngine.open`. One call at a time: a method has one set of buffers."""
+        """See :meth:`FileEngine.open`. One call at a time: a method has one set of buffers."""
         with quiet():
             runtime = import_optional("executorch.runtime", self._needed_by, self.extra)
             program = runtime.Runtime.get().load_program(read())
@@ -125,37 +124,12 @@ class ExecuTorch(GraphEngine):
 
         return run
 
-    def opened(self, path: Path) -> Run | None:
-        """Return None: it reads no ONNX file."""
-        return None
-
-    def integer_share(self, graph: bytes) -> str:
-        """See :meth:`GraphEngine.integer_share`; :class:`PteModule` knows."""
-        return ""
-
-
-class PteModule(EngineModule):
-    """A calibrated model as a ``.pte`` file that ExecuTorch runs; see :class:`EngineModule`.
-
-    Args:
-        settings: the runtime.
-        graph: the bytes of the file, as a uint8 tensor.
-        interface: what the file takes and returns.
-        report: what computes where.
-    """
-
-    def __init__(
-        self, settings: GraphEngine, graph: Tensor, interface: GraphInterface, report: PteReport
-    ) -> None:
-        super().__init__(settings, graph, interface)
-        self.report = report
-
-    def summary_row(self) -> tuple[str, int, str]:
-        """Return engine, bytes of the file, and which layers run on integers."""
-        whole = len(self.report.integer)
-        floats = len(self.report.in_float)
-        note = f"{whole} of {whole + floats} layers run on integers"
-        return self.settings.label, self.graph.numel(), f"{note}; the file is inside the module"
+    def integer_share(self, module: EngineModule) -> str:
+        """See :meth:`FileEngine.integer_share`; lowering has reported it."""
+        report = module.report
+        assert isinstance(report, PteReport)
+        whole = len(report.integer)
+        return f"{whole} of {whole + len(report.in_float)} layers run on integers"
 
 
 def _take_tensors_alone(model: nn.Module, example: Any, structure: Structure) -> dict[str, Tensor]:

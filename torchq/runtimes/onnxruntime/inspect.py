@@ -28,11 +28,10 @@ from torchq.onnx.ir import (
 )
 from torchq.onnx.qdq import starts_at_zero
 from torchq.runtimes.checks import (
-    IN_FLOAT,
-    IN_FLOAT_FOR_NORMS,
     layers_in_front_of_norms,
     norms_text,
 )
+from torchq.runtimes.onnxruntime.rules import IN_FLOAT, IN_FLOAT_FOR_NORMS
 from torchq.runtimes.onnxruntime.session import Session
 from torchq.utils.text import table, wrap
 

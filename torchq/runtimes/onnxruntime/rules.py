@@ -8,6 +8,11 @@ from torchq.onnx.ir import Model, Node, attribute, computed_by, nodes_of, reader
 from torchq.onnx.qdq import leads_only_to_quantizers
 from torchq.runtimes.checks import dequantized, has_quantized_weight, layer_name
 
+#: What becomes of a convolution of codes in front of a BatchNorm: no kernel has both.
+IN_FLOAT = "computed in float"
+#: A linear layer returns floats from integers, and a transposed convolution has no such kernel.
+IN_FLOAT_FOR_NORMS = ("Conv",)
+
 
 def check_float_outputs(model: Model) -> Iterator[str]:
     """Yield quantized convolutions whose output is not quantized, though integers are faster."""

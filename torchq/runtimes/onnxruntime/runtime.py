@@ -5,32 +5,35 @@ Sources: what versions 1.31 and 1.32 were seen to fuse, and measurements with th
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
-from torchq.errors import ConfigError, ExportError
-from torchq.onnx.passes.convolutions import fit_biases, with_lengths
+from torchq.errors import ConfigError
+from torchq.onnx.ir import load_model
+from torchq.onnx.passes.convolutions import fit_biases
 from torchq.runtime import Arithmetic, Codes, FileRules, Placement
 from torchq.runtimes.checks import (
     ACTIVATIONS,
     AVG_POOLS,
-    IN_FLOAT,
-    IN_FLOAT_FOR_NORMS,
     MAX_POOLS,
     check_one_range_per_tensor,
     check_unfolded_norms,
+    layers_in_front_of_norms,
+    norms_text,
 )
-from torchq.runtimes.graph_engine import GraphEngine, file_of, run_by_shape
-from torchq.runtimes.interface import ReadGraph, Run, Shapes
+from torchq.runtimes.engine import Task
+from torchq.runtimes.file_engine import EngineModule
+from torchq.runtimes.onnx_engine import file_of
 from torchq.runtimes.onnxruntime.arithmetic import OnnxRuntimeArithmetic
 from torchq.runtimes.onnxruntime.convolutions import (
     convolve_averages,
     gather_shuffled,
     merge_groups,
 )
-from torchq.runtimes.onnxruntime.inspect import inspect_onnx
+from torchq.runtimes.onnxruntime.engine import SessionEngine
 from torchq.runtimes.onnxruntime.matmuls import split_gemms
 from torchq.runtimes.onnxruntime.pairs import (
     quantize_concatenated,
@@ -39,9 +42,13 @@ from torchq.runtimes.onnxruntime.pairs import (
     store_float_weights,
     widen_four_bit_weights,
 )
-from torchq.runtimes.onnxruntime.rules import check_float_outputs, check_transposed_convolutions
+from torchq.runtimes.onnxruntime.rules import (
+    IN_FLOAT,
+    IN_FLOAT_FOR_NORMS,
+    check_float_outputs,
+    check_transposed_convolutions,
+)
 from torchq.runtimes.onnxruntime.session import Session
-from torchq.utils.optional import import_optional
 
 _PLACEMENT = Placement(
     # Integer kernels exist between Q/DQ alone, so every tensor between layers needs a pair.
@@ -80,25 +87,23 @@ _FILE = FileRules(
 _PROVIDERS = {
     "cpu": "CPUExecutionProvider",
     "cuda": "CUDAExecutionProvider",
-    "tensorrt": "TensorrtExecutionProvider",
 }
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class OnnxRuntime(GraphEngine):
+class OnnxRuntime(SessionEngine):
     """ONNX Runtime.
 
     Attributes:
         quantized: see :class:`Engine`.
         provider: whose kernels it uses: ``"cpu"``, or ``"cuda"``, which needs a GPU and the package
-            onnxruntime-gpu. The third one is the target "tensorrt".
+            onnxruntime-gpu.
 
     Example:
         >>> OnnxRuntime(provider="cpu").label
         'onnxruntime quantized'
     """
 
-    unfolded_norms: ClassVar[str] = IN_FLOAT
     name: str = "onnxruntime"
     placement: Placement | None = _PLACEMENT
     codes: Codes | None = _CODES
@@ -111,17 +116,20 @@ class OnnxRuntime(GraphEngine):
     )
     versions: str = "1.31 and 1.32"
     proved: str = "equal codes"
-    packages: tuple[str, ...] = ("onnxruntime", "onnx", "onnx_ir")
     session: Callable[..., Any] | None = Session
     provider: str = "cpu"
 
     def __post_init__(self) -> None:
-        allowed = [name for name in _PROVIDERS if (name == "tensorrt") is (self.name == "tensorrt")]
-        if self.provider not in allowed:
+        if self.provider not in _PROVIDERS:
             raise ConfigError(
                 f"OnnxRuntime: got provider {self.provider!r}; expected one of "
-                f"{', '.join(map(repr, allowed))}"
+                f"{', '.join(map(repr, _PROVIDERS))}"
             )
+
+    @property
+    def execution_provider(self) -> str:
+        """See :attr:`SessionEngine.execution_provider`."""
+        return _PROVIDERS[self.provider]
 
     @property
     def arithmetic(self) -> Arithmetic | None:
@@ -134,45 +142,15 @@ class OnnxRuntime(GraphEngine):
         where = f" on {self.provider}" if self.provider == "cuda" else ""
         return f"{super().label}{where}"
 
-    def check(self) -> None:
-        """See :meth:`Engine.check`."""
-        super().check()
-        runtime = import_optional("onnxruntime", self._needed_by)
-        provider = _PROVIDERS[self.provider]
-        available = runtime.get_available_providers()
-        if provider not in available:
-            raise ExportError(
-                f"deploy: onnxruntime {runtime.__version__} has no {provider}; expected it for "
-                f"provider={self.provider!r}, but there is only {', '.join(available)}. Install "
-                "onnxruntime-gpu on a machine with an NVIDIA GPU"
-            )
-
-    def open(self, read: ReadGraph, threads: int, usual: Shapes = ()) -> Run:
-        """See :meth:`GraphEngine.open`.
-
-        Usual shapes have a graph of their own where it has fewer nodes; fixed shapes alone are no
-        faster here.
-        """
-        graph = read()
-        fixed_shapes = usual if with_lengths(graph, usual) is not graph else ()
-
-        def open_for(shapes: Shapes | None) -> Run:
-            graph = read()
-            return self._session(graph if shapes is None else with_lengths(graph, shapes), threads)
-
-        return run_by_shape(open_for, fixed_shapes, any_batch=True)
-
-    def _session(self, graph: bytes, threads: int) -> Run:
-        """Return a file as a function of its inputs; the session keeps no copy of its bytes."""
-        provider = _PROVIDERS[self.provider]
-        with file_of(graph) as path:
-            try:
-                return Session(path, optimize=True, threads=threads, provider=provider).run
-            except ExportError as error:
-                raise ExportError(f"deploy: {error}. Use another target") from error
-
-    def integer_share(self, graph: bytes) -> str:
-        """See :meth:`GraphEngine.integer_share`."""
-        with file_of(graph) as path:
-            report = inspect_onnx(path)
-        return f"{len(report.integer)} of {len(report.nodes)} computing nodes run on integers"
+    def build(self, task: Task) -> EngineModule:
+        """See :meth:`Engine.build`; it warns of BatchNorms that cost time here."""
+        module = super().build(task)
+        if self.quantized:
+            with file_of(module.graph_bytes()) as path:
+                graph = load_model(path, check=False)
+            layers = layers_in_front_of_norms(graph, IN_FLOAT_FOR_NORMS)
+            if layers:
+                warnings.warn(
+                    f"deploy: target {self.label!r}: {norms_text(layers, IN_FLOAT)}", stacklevel=3
+                )
+        return module

@@ -22,8 +22,8 @@ from torchq.runtimes.checks import (
     check_unfolded_norms,
 )
 from torchq.runtimes.engine import Task
-from torchq.runtimes.graph_engine import EngineModule
-from torchq.runtimes.onnxruntime import OnnxRuntime
+from torchq.runtimes.file_engine import EngineModule
+from torchq.runtimes.onnxruntime import SessionEngine
 from torchq.runtimes.tensorrt.check import NOT_RUN, check_typing
 from torchq.runtimes.tensorrt.rules import (
     check_activation_types,
@@ -98,7 +98,7 @@ _PRECISIONS = (*SCALE_TYPES, "float32")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class TensorRt(OnnxRuntime):
+class TensorRt(SessionEngine):
     """TensorRT 10 and 11, which build an engine from the file.
 
     ``deploy`` runs a float32 file through the provider of onnxruntime-gpu, whatever the precision:
@@ -117,7 +117,6 @@ class TensorRt(OnnxRuntime):
     """
 
     measured: ClassVar[bool] = False  # it is for GPUs, and takes minutes to open a file
-    unfolded_norms: ClassVar[str] = ""  # it fuses them
     name: str = "tensorrt"
     placement: Placement | None = _PLACEMENT
     codes: Codes | None = _CODES
@@ -128,12 +127,10 @@ class TensorRt(OnnxRuntime):
     )
     versions: str = "documents of 10 and 11"
     proved: str = "structure alone"
-    provider: str = "tensorrt"
     precision: str = "float16"
     typed_io: bool = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.precision not in _PRECISIONS:
             raise ConfigError(
                 f"TensorRt: got precision {self.precision!r}; expected one of "
@@ -142,6 +139,11 @@ class TensorRt(OnnxRuntime):
         if self.codes is not None:
             scales = self.precision if self.precision in SCALE_TYPES else None
             object.__setattr__(self, "codes", replace(self.codes, scales=scales))
+
+    @property
+    def execution_provider(self) -> str:
+        """See :attr:`SessionEngine.execution_provider`."""
+        return "TensorrtExecutionProvider"
 
     def build(self, task: Task) -> EngineModule:
         """See :meth:`torchq.runtimes.Engine.build`."""

@@ -1,18 +1,15 @@
-"""Engines that read an ONNX file: the export, the check of what they compute, and the module."""
+"""Engines that read an ONNX file: the export, and the check of what they compute."""
 
 from __future__ import annotations
 
 import logging
 import tempfile
-import threading
 import warnings
-from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +23,13 @@ from torchq.lowering.check import (
     distance,
     norm,
 )
-from torchq.onnx.ir import load_model
 from torchq.onnx.torch_exporters import TorchExportError
 from torchq.onnx.verify.verify import verify_layers
 from torchq.runtime import open_session
-from torchq.runtimes.checks import IN_FLOAT_FOR_NORMS, layers_in_front_of_norms, norms_text
-from torchq.runtimes.engine import Engine, Task
+from torchq.runtimes.engine import Task
 from torchq.runtimes.export import WARNS, OpenLengths, tensor_shapes
-from torchq.runtimes.interface import GraphInterface, ReadGraph, Run, Shapes, flatten
+from torchq.runtimes.file_engine import EngineModule, FileEngine
+from torchq.runtimes.interface import Run, flatten
 from torchq.utils import progress_stages
 
 
@@ -85,30 +81,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class GraphEngine(Engine):
+class OnnxEngine(FileEngine):
     """A runtime that runs the file which :func:`torchq.export_onnx` writes for it."""
-
-    #: What becomes of layers with a BatchNorm behind them, where that costs time; else empty.
-    unfolded_norms: ClassVar[str] = ""
-
-    @property
-    def device(self) -> torch.device:
-        """Return where the tensors of a call have to be."""
-        return torch.device("cpu")
-
-    @abstractmethod
-    def open(self, read: ReadGraph, threads: int, usual: Shapes) -> Run:
-        """Return an ONNX file as a function of its inputs.
-
-        Args:
-            read: returns the file. The module holds it already, so a function that needs it later
-                had better keep ``read`` than a copy.
-            threads: the number of threads that compute one call.
-            usual: the shapes of the example; others are possible too.
-
-        Raises:
-            ExportError: the engine cannot run the file.
-        """
 
     def opened(self, path: Path) -> Run | None:
         """See :meth:`torchq.runtimes.Runtime.opened`."""
@@ -118,10 +92,6 @@ class GraphEngine(Engine):
             return None
         graph = path.read_bytes()
         return self.open(lambda: graph, torch.get_num_threads(), ())
-
-    @abstractmethod
-    def integer_share(self, graph: bytes) -> str:
-        """Return how many nodes run on integers, as text for the summary."""
 
     def build(self, task: Task) -> EngineModule:
         """See :meth:`Engine.build`. The default exporter is tried first.
@@ -146,7 +116,6 @@ class GraphEngine(Engine):
                     graph, interface = task.graph(runtime, dynamo, lengths)
                     module = EngineModule(self, graph, replace(interface, usual=usual))
                     self._compare(module, task, lengths)
-                    self._warn_of_norms(module)
                     return module
                 except ExportError as error:
                     log.debug("%s, dynamo=%s, %s: %s", self.label, dynamo, lengths, error)
@@ -154,18 +123,6 @@ class GraphEngine(Engine):
                     if _depends_on_data(error):
                         hopeless.add(dynamo)
         raise _first_of(problems, self.label)
-
-    def _warn_of_norms(self, module: EngineModule) -> None:
-        """Warn of quantized layers that run in float for a BatchNorm that was not folded."""
-        effect = self.unfolded_norms
-        if not (self.quantized and effect):
-            return
-        with file_of(module.graph_bytes()) as path:
-            layers = layers_in_front_of_norms(load_model(path, check=False), IN_FLOAT_FOR_NORMS)
-        if layers:
-            warnings.warn(
-                f"deploy: target {self.label!r}: {norms_text(layers, effect)}", stacklevel=4
-            )
 
     def _compare(self, module: EngineModule, task: Task, lengths: OpenLengths) -> None:
         """Raise an error where a graph computes something else than its model."""
@@ -289,163 +246,3 @@ def _require_float32(model: nn.Module) -> None:
             f"deploy: got a model in {dtype}; expected float32, which other engines run. Call "
             "model.float() before calibrating, or use target='torch'"
         )
-
-
-class _Forward:
-    """The forward of an :class:`EngineModule`, with the signature of the original's."""
-
-    def __init__(self, module: EngineModule) -> None:
-        self._module = module
-        self.__signature__ = module.interface.signature.parameters
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._module.run(args, kwargs)
-
-
-class EngineModule(nn.Module):
-    """A calibrated model that another engine runs, for inference.
-
-    Called as the original model, it returns results of the same structure: new tensors, which no
-    later call overwrites. The graph is a buffer, so copies, files and state dicts hold it. The
-    engine opens it at the first call, and once more for every number of threads that torch is set
-    to (``torch.set_num_threads``). Several threads may call one module.
-
-    Args:
-        settings: the engine and its settings.
-        graph: the bytes of an ONNX file, as a uint8 tensor.
-        interface: what the graph takes and returns.
-    """
-
-    #: A call leaves nothing for the next one.
-    is_stateless = True
-
-    graph: Tensor
-    _opened: dict[int, Run]
-    _lock: threading.Lock
-
-    def __init__(self, settings: GraphEngine, graph: Tensor, interface: GraphInterface) -> None:
-        super().__init__()
-        self.register_buffer("graph", graph)
-        self.settings, self.interface = settings, interface
-        self._reset()
-        self.eval()
-
-    def _reset(self) -> None:
-        """Forget what the engine has opened, which can be neither copied nor saved."""
-        vars(self).update(_opened=dict[int, Run](), _lock=threading.Lock())
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = dict(vars(self))
-        del state["_opened"], state["_lock"]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._reset()
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        loaded = state_dict.get(f"{prefix}graph")
-        if loaded is not None and loaded.shape != self.graph.shape:
-            self.graph = torch.empty_like(loaded, device=self.graph.device)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        self._reset()
-
-    @property
-    def target(self) -> str:
-        """The name of the runtime."""
-        return self.settings.name
-
-    @property
-    def forward(self) -> Callable[..., Any]:  # type: ignore[override]
-        """Compute the results of the original model; a callable that has its signature.
-
-        Raises:
-            InputError: an argument has another name, number, dtype, shape or device than the
-                graph takes; the text names it.
-        """
-        return _Forward(self)
-
-    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the results of a call with the arguments of the original model."""
-        device = self.settings.device
-        feeds = self.interface.signature.bind(args, kwargs, device)
-        feeds = {name: value.detach().contiguous() for name, value in feeds.items()}
-        empty = any(value.shape[:1] == (0,) for value in feeds.values())
-        tensors = self._run_empty(feeds) if empty else self._opened_run()(feeds)
-        return self.interface.structure.rebuild(tensors)
-
-    def _run_empty(self, feeds: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return the results for no images: those for one image of zeros, without that image.
-
-        The kernels of engines expect one image at least.
-        """
-        one = {
-            name: value.new_zeros((max(1, value.shape[0]), *value.shape[1:]))
-            for name, value in feeds.items()
-        }
-        pairs = zip(self._opened_run()(one), self.interface.open_results, strict=True)
-        return [result[:0] if is_open else result for result, is_open in pairs]
-
-    def _opened_run(self) -> Run:
-        """Return the graph as the engine has opened it for the present number of threads."""
-        threads = torch.get_num_threads()
-        run = self._opened.get(threads)
-        if run is None:
-            with self._lock:
-                run = self._opened.get(threads)
-                if run is None:
-                    read = partial(_bytes_of, self.graph)
-                    usual = self.interface.usual
-                    run = self._opened[threads] = self.settings.open(read, threads, usual)
-        return run
-
-    def graph_bytes(self) -> bytes:
-        """Return the ONNX file that the engine runs."""
-        return _bytes_of(self.graph)
-
-    def summary_row(self) -> tuple[str, int, str]:
-        """Return engine, bytes of the file, and which nodes run on integers."""
-        note = (
-            f"{self.settings.integer_share(self.graph_bytes())}; the ONNX file is inside the module"
-        )
-        return self.settings.label, self.graph.numel(), note
-
-    def extra_repr(self) -> str:
-        """Return the settings that ``repr`` shows."""
-        signature = self.interface.signature
-        inputs = ", ".join(graph_input.name for graph_input in signature.inputs)
-        return f"{signature.model}({inputs}), {self.settings.label}"
-
-
-def _bytes_of(graph: Tensor) -> bytes:
-    return graph.cpu().numpy().tobytes()
-
-
-def run_by_shape(
-    open_for: Callable[[Shapes | None], Run], usual: Shapes, *, any_batch: bool = False
-) -> Run:
-    """Return a function of the inputs that opens the graph for their shapes where these are usual.
-
-    Several threads may call it. A graph is opened when a call needs it first, and once.
-    """
-    key = _key(usual, any_batch)
-    opened: dict[Shapes | None, Run] = {}
-    lock = threading.Lock()
-
-    def run(feeds: Mapping[str, Tensor]) -> list[Tensor]:
-        shapes = tuple((name, tuple(value.shape)) for name, value in feeds.items())
-        fixed = usual if usual and _key(shapes, any_batch) == key else None
-        run_graph = opened.get(fixed)
-        if run_graph is None:
-            with lock:
-                run_graph = opened.get(fixed)
-                if run_graph is None:
-                    run_graph = opened[fixed] = open_for(fixed)
-        return run_graph(feeds)
-
-    return run
-
-
-def _key(shapes: Shapes, any_batch: bool) -> Shapes:
-    first = 1 if any_batch else 0
-    return tuple((name, shape[first:]) for name, shape in shapes)
