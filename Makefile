@@ -5,11 +5,11 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: install demo test test-fast test-oldest test-targets test-roads style types imports \
-	doctests docs package figures check ci bench-env clean
+	doctests docs package figures check ci release-check bench-env clean
 
 install:
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -e ".[all,docs]" -c docs/requirements.txt -c .ci/requirements.txt
+	$(BIN)/pip install -e ".[all,dev,docs]" -c docs/requirements.txt -c .ci/requirements.txt
 
 demo:
 	$(BIN)/torchq demo
@@ -41,21 +41,25 @@ check:
 ci:
 	.ci/run
 
+# A release as its users would get it: see .ci/release-check and RELEASE.md.
+release-check:
+	.ci/release-check
+
 # The oldest torch that is supported, in an environment of its own.
 test-oldest:
 	$(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/pip install "torch==2.9.*" "torchvision==0.24.*" -e ".[all]"
+	.venv-oldest/bin/pip install "torch==2.9.*" "torchvision==0.24.*" -e ".[all,dev]"
 	.venv-oldest/bin/python -m pytest -n 2
 
 # Targets whose packages are not in "all", and makers whose models and encodings are read, in
 # environments of their own.
 test-targets:
 	$(PYTHON) -m venv .venv-executorch
-	.venv-executorch/bin/pip install -e ".[all,executorch]"
+	.venv-executorch/bin/pip install -e ".[all,dev,executorch]"
 	.venv-executorch/bin/python -m pytest tests/runtimes/test_executorch.py \
 		"tests/test_docs.py::test_the_code_runs[docs/platforms.md#ExecuTorch]"
 	$(PYTHON) -m venv .venv-makers
-	.venv-makers/bin/pip install -e ".[all]" nvidia-modelopt brevitas optimum-quanto torchao \
+	.venv-makers/bin/pip install -e ".[all,dev]" nvidia-modelopt brevitas optimum-quanto torchao \
 		aimet-onnx requests huggingface_hub omegaconf
 	.venv-makers/bin/python -m pytest tests/frontends/test_checkpoints.py \
 		tests/onnx/test_encodings.py
@@ -63,7 +67,7 @@ test-targets:
 # Whole jobs with the trainers of others, in an environment of its own; -s shows their table.
 test-roads:
 	$(PYTHON) -m venv .venv-roads
-	.venv-roads/bin/pip install -e ".[all,integration]"
+	.venv-roads/bin/pip install -e ".[all,dev,integration]"
 	.venv-roads/bin/python -m pytest -s tests/roads tests/qat/test_trainers.py \
 		tests/qat/test_vision_trainers.py tests/workflow/test_other_trainers.py
 

@@ -30,7 +30,7 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
 html_theme = "furo"
-html_title = "torchq"
+html_title = f"torchq {release}"
 html_static_path = ["images", "style"]
 html_css_files = ["site.css"]
 html_show_sourcelink = False

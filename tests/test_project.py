@@ -43,14 +43,16 @@ def read(path: str) -> str:
 
 def test_readme_has_one_command_to_see_it_and_one_to_test_it() -> None:
     """Continuous integration runs the lines of README.md that start like these two."""
-    install = 'python3 -m venv .venv && . .venv/bin/activate && pip install -e ".[all]" && '
+    fresh = "python3 -m venv .venv && . .venv/bin/activate && pip install -e "
     commands = [
         line for line in read("README.md").splitlines() if line.startswith("python3 -m venv .venv ")
     ]
-    assert commands == [install + "torchq demo", install + "python -m pytest -n 2"]
+    see = fresh + '".[all]" && torchq demo'
+    test = fresh + '".[all,dev]" && python -m pytest -n 2'
+    assert commands == [see, test]
 
 
-@pytest.mark.parametrize("script", [".ci/run", ".ci/checks"])
+@pytest.mark.parametrize("script", [".ci/run", ".ci/checks", ".ci/release-check"])
 def test_scripts_are_executable_bash(script: str) -> None:
     found = subprocess.run(["bash", "-n", str(ROOT / script)], capture_output=True, text=True)
     assert (found.returncode, found.stderr) == (0, "")
