@@ -25,6 +25,11 @@ from torchq.utils import Registry, short_repr, table
 Writer = Callable[[nn.Module, Any, Path], Any]
 
 
+#: A step of planning: the plan so far and the facts about a model -> the plan. The types are those
+#: of :mod:`torchq.swap`, where shared steps are; those of one runtime stand in its folder.
+PlanPass = Callable[[Any, Any], Any]
+
+
 @dataclass(frozen=True)
 class Placement:
     """Where a runtime wants quantizers, beside the inputs of layers.
@@ -35,35 +40,10 @@ class Placement:
             in modules that hold a convolution only: between linear layers and norms these
             quantizers cost more than they save.
         modules: Patterns of modules without weights whose input is quantized.
-        one_branch: Leave the operand of an addition that ends in a convolution or linear layer
-            unquantized.
-        float_inputs: Patterns of modules whose input stays float, because the runtime has no
-            integer kernel for them. Their weights are still stored as integers.
-        per_tensor_weights: Patterns of modules whose weight has one scale, not one per channel.
-        quantized_results: Quantize the results of convolutions that no operator behind them
-            quantizes; needs an example.
-        linear_results: As well those of linear layers.
-        narrow_depthwise: Depthwise convolutions with fewer channels stay float.
-        most_unequal: The largest ratio of the ranges of concatenated tensors that share one range.
-            Each has its own where the example shows a larger ratio and another quantizer reads
-            one of the tensors, or something reads the result in float; and where only some of the
-            tensors have negative values. None: they always share one.
-        read_as_codes: Kinds of operators, of those above, that stay float where something else than
-            a quantizer reads their result; needs an example.
-        stored_parts: Concatenations with stored numbers are quantized; where not, needs an example.
     """
 
     operators: frozenset[str] = frozenset()
     modules: tuple[str, ...] = ()
-    one_branch: bool = False
-    float_inputs: tuple[str, ...] = ()
-    per_tensor_weights: tuple[str, ...] = ()
-    quantized_results: bool = False
-    linear_results: bool = False
-    narrow_depthwise: int = 0
-    most_unequal: float | None = None
-    read_as_codes: frozenset[str] = frozenset()
-    stored_parts: bool = True
 
 
 @dataclass(frozen=True)
@@ -148,6 +128,11 @@ class Runtime:
         name: The word of ``target=``.
         recipe: Returns the configuration of :func:`torchq.quantize_` where none is given.
         placement: Where it wants quantizers beside the inputs of layers; None for nowhere.
+        adapting: Steps of planning that change what the rules decide, before the model is looked
+            at quantized: what its kernels cannot take of a layer. See :mod:`torchq.swap.layers`.
+        planning: Steps of planning that read what a run on the example shows, after operators that
+            nobody reaches were left float and before ranges are shared. See
+            :mod:`torchq.swap.passes`.
         codes: The codes of activations that it has; None takes any.
         file: How ONNX files for it look; None leaves them plain.
         limits: Sentences about what it does not do, which nothing can see in a file.
@@ -170,6 +155,8 @@ class Runtime:
     name: str
     recipe: Callable[[], QuantConfig] = recipes.int8
     placement: Placement | None = None
+    adapting: tuple[PlanPass, ...] = ()
+    planning: tuple[PlanPass, ...] = ()
     codes: Codes | None = None
     file: FileRules | None = None
     limits: tuple[str, ...] = ()

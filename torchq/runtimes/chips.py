@@ -14,6 +14,7 @@ from torchq.config import QuantConfig
 from torchq.descriptor import QuantDescriptor
 from torchq.recipes import compute_layers
 from torchq.runtime import Runtime
+from torchq.swap.layers import one_weight_scale
 
 
 def layers(
@@ -42,6 +43,13 @@ _ROWS = (
     ("nxp", _SHIFT.replace(rounding="half_up"), _SHIFT.replace(rounding="half_away"), True),
     ("fpga", _SHIFT, _SHIFT, False),
 )
+_ONE_SCALE = partial(one_weight_scale, ("*",))
 CHIPS = tuple(
-    Runtime(name=row[0], recipe=partial(layers, *row), versions="PPQ 0.6.6") for row in _ROWS
+    Runtime(
+        name=name,
+        recipe=partial(layers, name, input, weight, per_channel),
+        adapting=() if per_channel else (_ONE_SCALE,),
+        versions="PPQ 0.6.6",
+    )
+    for name, input, weight, per_channel in _ROWS
 )

@@ -34,6 +34,7 @@ from torchq.runtimes.checks import (
     weight_of,
 )
 from torchq.runtimes.chips import layers
+from torchq.swap.layers import one_weight_scale
 
 
 def check_activation_types(model: Model) -> Iterator[str]:
@@ -83,6 +84,12 @@ def recipe() -> QuantConfig:
     return layers("qnn", QuantDescriptor(unsigned=True, symmetric=False), QuantDescriptor())
 
 
+#: Classes of layers whose weight has one scale.
+_ONE_SCALE = (
+    "torch.nn.modules.linear.*",
+    "torch.nn.modules.conv.ConvTranspose[123]d",
+    "torch.nn.modules.activation.MultiheadAttention",
+)
 QNN = Runtime(
     name="qnn",
     recipe=recipe,
@@ -91,12 +98,8 @@ QNN = Runtime(
             ["add", "mul", "maximum", "cat", "pool", "matmul", "attention", "activation"]
         ),
         modules=(MAX_POOLS, AVG_POOLS, *ACTIVATIONS),
-        per_tensor_weights=(
-            "type:torch.nn.modules.linear.*",
-            "type:torch.nn.modules.conv.ConvTranspose[123]d",
-            "type:torch.nn.modules.activation.MultiheadAttention",
-        ),
     ),
+    adapting=(partial(one_weight_scale, _ONE_SCALE),),
     codes=Codes(stored="unsigned", widths=(8, 16), fitted=True),
     file=FileRules(
         passes=(fit_biases,),

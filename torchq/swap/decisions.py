@@ -26,7 +26,7 @@ from torchq.nn.calls.routes import CallSite, equivalent_class, site_descriptors
 from torchq.nn.convert import unparametrized
 from torchq.nn.modules.operators import Call
 from torchq.runtime import Runtime
-from torchq.swap.plan import ALREADY, Decision
+from torchq.swap.plan import ALREADY, Decision, Plan
 from torchq.utils import (
     Pattern,
     check_pattern,
@@ -293,10 +293,11 @@ def _by_places(
     return drafts
 
 
-def check_used(model: nn.Module, rules: Rules, decisions: tuple[Draft, ...]) -> None:
+def check_used(model: nn.Module, rules: Rules, drafts: tuple[Draft, ...], plan: Plan) -> None:
     """Raise :class:`ConfigError` where a pattern selects nothing, or nothing is quantized."""
+    decisions = plan.decisions
     required = [r.pattern for r in rules.config.rules if not r.optional] + list(rules.include)
-    unused = [p for p in required if not any(d.matches(p) for d in decisions)]
+    unused = [p for p in required if not any(d.matches(p) for d in drafts)]
     where = qualified_name(type(model))
     if unused:
         candidates = ", ".join(d.name or "(root)" for d in decisions[:8]) or "none"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from torchq.graph import (
 )
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.nn.modules.operators import QuantCat
-from torchq.runtime import Codes, Placement, Runtime
+from torchq.runtime import Codes, Runtime
 from torchq.swap.apply import public_path, quantizer_slots, shared_paths, tried
 from torchq.swap.folds import FoldingNorm, folding_pairs, norms_behind_layers, without_norms
 from torchq.swap.plan import Plan
@@ -61,10 +61,12 @@ class Value:
 
 @dataclass(frozen=True)
 class Facts:
-    """What planning reads of a model: what conversion makes of it, and one run in float.
+    """What planning reads of a model: its modules, what conversion makes of it, one run in float.
 
     Attributes:
-        placement: where the target wants quantizers beside the inputs of layers.
+        modules: path -> module, before conversion.
+        mains: path of an addition -> the operand (0 or 1) that comes straight from a layer.
+        operators: kinds of operators that the target quantizes.
         codes: the codes of activations that the target has; None for any.
         inputs: path of a module with quantizers -> the paths of those of its inputs; None stands
             for a slot without one.
@@ -82,14 +84,16 @@ class Facts:
             that of the folded model, and results are those of the BatchNorm.
     """
 
-    placement: Placement
-    codes: Codes | None
-    inputs: Mapping[str, tuple[str | None, ...]]
-    descriptors: Mapping[str, QuantDescriptor]
-    modes: Mapping[str, str]
-    optional: Mapping[str, str]
-    weights: frozenset[str]
-    shared: tuple[tuple[str, ...], ...]
+    modules: Mapping[str, nn.Module] = field(default_factory=dict)
+    mains: Mapping[str, int] = field(default_factory=dict)
+    operators: frozenset[str] = frozenset()
+    codes: Codes | None = None
+    inputs: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
+    descriptors: Mapping[str, QuantDescriptor] = field(default_factory=dict)
+    modes: Mapping[str, str] = field(default_factory=dict)
+    optional: Mapping[str, str] = field(default_factory=dict)
+    weights: frozenset[str] = frozenset()
+    shared: tuple[tuple[str, ...], ...] = ()
     flow: Flow | None = None
     values: Sequence[Value] = ()
     results: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -97,16 +101,22 @@ class Facts:
     norms: Mapping[str, FoldingNorm] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls, model: nn.Module, plan: Plan, example: Any = None, runtime: Runtime | None = None
+    def before_conversion(
+        cls, model: nn.Module, runtime: Runtime | None, mains: Mapping[str, int]
     ) -> Facts:
+        """Return what is known before anything is converted."""
+        modules = dict(model.named_modules(remove_duplicate=False))
+        if runtime is None:
+            return cls(modules)
+        kinds = frozenset[str]() if runtime.placement is None else runtime.placement.operators
+        return cls(modules, mains, kinds, runtime.codes)
+
+    def converted(self, model: nn.Module, plan: Plan, example: Any = None) -> Facts:
         """Let ``model`` be quantized as ``plan`` says for a while, and run it once in float."""
         with tried(model, plan):
-            placement = None if runtime is None else runtime.placement
-            codes = None if runtime is None else runtime.codes
-            facts = {"placement": placement or Placement(), "codes": codes, **_made(model)}
+            facts = replace(self, **_made(model))
             if example is None:
-                return cls(**facts)
+                return facts
             float_run = _Seen(model)
             observed = float_run.run(example)
             pairs = folding_pairs(model, example, observed["flow"])
@@ -114,7 +124,7 @@ class Facts:
             observed["results"] = float_run.results_with(norms)
             gone = {id(model.get_submodule(pair.norm)): pair.norm for pair in pairs}
             observed["flow"] = without_norms(observed["flow"], gone)
-            return cls(**facts, **observed, norms=norms)
+            return replace(facts, **observed, norms=norms)
 
 
 def _made(model: nn.Module) -> dict[str, Any]:

@@ -1,13 +1,15 @@
 """The steps of planning that read what a run shows; each is a function ``(plan, facts) -> plan``.
 
 A step reads the plan so far and the facts of one float run, nothing else: no module and no config.
-So a plan depends on no order in which things were tried, and nothing needs to be undone.
+So a plan depends on no order in which things were tried, and nothing needs to be undone. Here are
+the steps that all targets have, and what several have; those of one stand in its folder. Without
+an example there was no run, ``facts.flow`` is None, and most steps change nothing.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeGuard
 
 from torch import nn
 
@@ -16,31 +18,17 @@ from torchq.formats import PerTensor
 from torchq.graph import OPERATORS, Call, Flow, effects_of, operator_named
 from torchq.nn import (
     Add,
-    Cat,
-    InputQuantized,
-    QuantModule,
-    Tap,
-    TensorQuantizer,
-    quantized_class,
 )
+from torchq.runtime import PlanPass, Runtime
 from torchq.swap.facts import Facts, Value, adds_zeros
 from torchq.swap.grids import has_choice, in_codes, in_file
 from torchq.swap.heads import behind_last_layers, heads_in_float
 from torchq.swap.plan import ALREADY, Decision, Plan, canonical_groups
 
-Pass: TypeAlias = Callable[[Plan, Facts], Plan]
-
 _MOVING_MODULES = (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten)
 _PADDING_MODULES = (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LAYERS = (*_CONVOLUTIONS, nn.Linear)
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_POOLS = (
-    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
-    *(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
-    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
-)
-_ACTIVATIONS = frozenset(["silu", "hardswish", "leaky_relu", "elu", "mish"])
 #: Products with, and sums of, stored numbers: exporters fold them into the convolution.
 _AFFINE = frozenset(["mul", "add"])
 _BYTE = 8
@@ -96,7 +84,7 @@ class View:
     def moves_elements(self, call: Call) -> bool:
         """Return True for a call that rearranges the elements of a tensor, or returns it."""
         if call.module is None:
-            return _has(call, "move")
+            return has_effect(call, "move")
         return isinstance(call.module, _MOVING_MODULES) and not self.is_quantized(call)
 
     def is_stored(self, index: int) -> bool:
@@ -128,7 +116,7 @@ def _operator(call: Call) -> str:
     return "" if row is None else row.name
 
 
-def _has(call: Call, effect: str) -> bool:
+def has_effect(call: Call, effect: str) -> bool:
     """Return True for a function call that has an effect; see :class:`torchq.graph.Operator`."""
     return call.module is None and effect in effects_of(call.name)
 
@@ -140,7 +128,7 @@ def is_relu(call: Call) -> bool:
 
 def clips(call: Call) -> bool:
     """Return True for ReLU and its like, which a quantizer behind them includes."""
-    return isinstance(call.module, (nn.ReLU, nn.Hardtanh)) or _has(call, "clip")
+    return isinstance(call.module, (nn.ReLU, nn.Hardtanh)) or has_effect(call, "clip")
 
 
 def pads_with_zeros(call: Call) -> bool:
@@ -156,7 +144,7 @@ def pads_with_zeros(call: Call) -> bool:
 
 def switches(plan: Plan, facts: Facts) -> Plan:
     """Let quantizers that conversion leaves off stay off, unless the target wants them."""
-    on_for_target = facts.placement.operators
+    on_for_target = facts.operators
     rows = {d.name for d in plan.replaced}
     switched_off = {
         path: mode
@@ -182,182 +170,30 @@ def drop_unreached(plan: Plan, facts: Facts) -> Plan:
     as the anchors of a detector are: a file has the result, and so may the model after its first
     call, which then calls no quantizer.
     """
+    if facts.flow is None:
+        return plan
     operators = [decision.name for decision in plan.operator_rows()]
     reasons = {name: _NO_TENSOR for name in operators if name not in facts.reached}
-    calls = () if facts.flow is None else facts.flow.calls
+    calls = facts.flow.calls
     depends = {call.name for call in calls if call.module is not None and not call.stored}
     stored = {call.name for call in calls if call.stored} - depends
     reasons |= {name: _NO_INPUT for name in operators if name in stored}
     return plan.in_float(reasons, "run on the example")
 
 
-def float_results(plan: Plan, facts: Facts) -> Plan:
-    """Leave operators in float whose codes a target computes wrong numbers with.
-
-    Before: operators are quantized wherever they stand. After: those of the kinds that the target
-    names quantize only what quantizers read, at once or behind activations, norms that may be
-    folded and moves; and concatenations with stored numbers stay float where the target says so. A
-    module whose rule is its path is left alone.
-    """
-    placement = facts.placement
-    if facts.flow is None or (placement.stored_parts and not placement.read_as_codes):
-        return plan
-    view = View(plan, facts)
-    reasons: dict[str, str] = {}
-    for call in filter(view.is_quantized, view.flow.calls):
-        path = view.path(call)
-        # A quantizer stands in front of functions that pool.
-        results = view.flow.consumers(call) if isinstance(call.module, Tap) else [call]
-        kinds = placement.read_as_codes.intersection(map(_kind, results))
-        if kinds and any(_is_read_in_float(view, result) for result in results):
-            reasons[path] = f"{plan.target} computes wrong numbers where it is read in float"
-        joins_stored = isinstance(call.module, Cat) and any(map(view.is_stored, call.inputs))
-        if joins_stored and not placement.stored_parts:
-            reasons[path] = f"{plan.target} computes wrong numbers where stored ones are joined"
-    movable = {d.name for d in plan.replaced if d.by not in d.names}
-    return plan.in_float({p: why for p, why in reasons.items() if p in movable}, "float results")
-
-
-def _kind(call: Call) -> str:
-    """Return the kind of an operator that is called, as a function or as a module; "" for others.
-
-    Kinds are those of :attr:`torchq.runtime.Placement.operators`.
-    """
-    if call.module is None:
-        row = operator_named(call.name)
-        return "" if row is None else row.kind
-    if isinstance(call.module, Add):
-        return "add"
-    return "pool" if isinstance(call.module, _POOLS) else ""
-
-
-def _is_read_in_float(view: View, call: Call) -> bool:
-    """Return True if something reads a result, or a part of it, that quantizes nothing."""
-    return any(
-        _is_read_in_float(view, reader)
-        if _is_pointwise(view, reader) or _has(reader, "part") or _has(reader, "view")
-        else not _may_read_codes(view, reader)
-        for reader in view.flow.consumers(call)
-    )
-
-
-def _is_pointwise(view: View, call: Call) -> bool:
-    """Return True for norms, activations and quantizers."""
-    module = call.module
-    if isinstance(module, (*_NORMS, TensorQuantizer)):
-        return True
-    if view.is_quantized(call) and _quantizes_input_alone(module):
-        return "Pool" not in type(module).__name__
-    is_activation = module is None and call.name in _ACTIVATIONS
-    return is_activation or clips(call) or view.moves_elements(call)
-
-
-def _quantizes_input_alone(module: nn.Module | None) -> bool:
-    if module is None or isinstance(module, QuantModule):
-        return isinstance(module, InputQuantized)
-    twin = quantized_class(type(module))
-    return twin is not None and issubclass(twin, InputQuantized)
-
-
-def _may_read_codes(view: View, reader: Call) -> bool:
-    """Return True for a quantized module, and for a function that is a layer's.
-
-    Of an addition one operand may stay float: that which a layer computes for it.
-    """
-    row = None if reader.module is not None else operator_named(reader.name)
-    return view.is_quantized(reader) or (row is not None and bool(row.layer))
-
-
-# --- ranges -------------------------------------------------------------------------------------
-
-
-def separate_ranges(plan: Plan, facts: Facts) -> Plan:
-    """Give each tensor of a concatenation its own range where that gains something.
-
-    A tensor whose own range is a third of the shared one is left with a third of the codes, also
-    where other layers read it: chains of concatenated layers, as in HGNetV2, gain most. Codes that
-    begin at 0 include the ReLU in front of them, which a range with negative values leaves in
-    float, with the convolution before it.
-
-    Before: the tensors of each quantized concatenation have one range. After: they have one each
-    where, on the example, only some of them have negative values, or where the ratio of their
-    ranges is above ``most_unequal`` and another quantizer reads one of them, or a function or
-    module reads the result in float.
-    """
-    most = facts.placement.most_unequal
-    if most is None:
-        return plan
-    view = View(plan, facts)
-    readers: dict[tuple[int, int], set[str]] = {}
-    for slot, value in _read(plan, facts):
-        readers.setdefault(value.key, set()).add(slot)
-    rows = []
-    modes = dict(plan.modes)
-    for decision in plan.decisions:
-        slot = f"{decision.name}.input_quantizer"
-        is_cat = not decision.reason and decision.class_name == "Cat" and decision.input
-        calls = _calls_of(facts, slot) if is_cat and decision.ranges == 1 else []
-        if len({len(call) for call in calls}) == 1:
-            read_elsewhere = any(readers[v.key] - {slot} for call in calls for v in call)
-            needed = read_elsewhere or any(
-                _leads_to_float(view, c) for c in view.flow.calls if view.path(c) == decision.name
-            )
-            if any(_is_mixed(call) or (needed and _differ(call, most)) for call in calls):
-                decision = replace(decision, ranges=len(calls[0]))
-                if slot in modes:
-                    slots_of_ranges = (_own_slot(slot, i) for i in range(decision.ranges))
-                    modes |= dict.fromkeys(slots_of_ranges, modes[slot])
-        rows.append(decision)
-    return replace(plan, decisions=tuple(rows), modes=modes)
-
-
-def _own_slot(slot: str, position: int) -> str:
+def slot_of_range(slot: str, position: int) -> str:
     """Return the path of the quantizer of the tensor at a position of a concatenation."""
     return slot.replace("input_quantizer", f"input{position}_quantizer") if position else slot
 
 
-def _read(plan: Plan, facts: Facts) -> Iterator[tuple[str, Value]]:
+def values_read(plan: Plan, facts: Facts) -> Iterator[tuple[str, Value]]:
     """Yield the path of each quantizer of a plan with what it reads, once for each call."""
     gone = {d.name for d in plan.skipped if d.reason != ALREADY}
     ranges = {f"{d.name}.input_quantizer": d.ranges for d in plan.replaced}
     for value in facts.values:
         if value.slot.rpartition(".")[0] not in gone:
             position = value.position if value.position < ranges.get(value.slot, 1) else 0
-            yield _own_slot(value.slot, position), value
-
-
-def _calls_of(facts: Facts, slot: str) -> list[list[Value]]:
-    """Return the tensors of each call of a concatenation."""
-    calls: list[list[Value]] = []
-    for value in facts.values:
-        if value.slot == slot:
-            if value.position == 0:
-                calls.append([])
-            calls[-1].append(value)
-    return calls
-
-
-def _leads_to_float(view: View, call: Call) -> bool:
-    """Return True if a result, or a part of it, is returned by the model or read in float."""
-    if call.index in view.flow.outputs:
-        return True
-    return any(
-        _leads_to_float(view, reader)
-        if view.moves_elements(reader) or _has(reader, "part")
-        else not view.quantizes(reader)
-        for reader in view.flow.consumers(call)
-    )
-
-
-def _is_mixed(call: list[Value]) -> bool:
-    """Return True if only some tensors of a call have negative values."""
-    return len({value.is_signed for value in call}) > 1
-
-
-def _differ(call: list[Value], most_unequal: float) -> bool:
-    """Return True if the ranges of the tensors of a call differ too much to be shared."""
-    sizes = [value.amax for value in call]
-    return max(sizes) > most_unequal * min(sizes)
+            yield slot_of_range(value.slot, position), value
 
 
 def share_ranges(plan: Plan, facts: Facts) -> Plan:
@@ -370,7 +206,7 @@ def share_ranges(plan: Plan, facts: Facts) -> Plan:
     the same quantizer, if their descriptors and modes are equal.
     """
     slots_by_root: dict[int, list[str]] = {}
-    for slot, value in _read(plan, facts):
+    for slot, value in values_read(plan, facts):
         if value.slot not in facts.weights:
             slots_by_root.setdefault(value.root, []).append(slot)
     for decision in plan.replaced:
@@ -425,20 +261,20 @@ def _joined(groups: list[list[str]]) -> list[list[str]]:
 # --- results ------------------------------------------------------------------------------------
 
 
-def quantize_results(plan: Plan, facts: Facts) -> Plan:
-    """Quantize the results of layers that something reads in float, if the target asks.
+def quantize_results(plan: Plan, facts: Facts, *, linear: bool = False) -> Plan:
+    """Quantize the results of layers that something reads in float.
 
-    Before: some results of quantized convolutions, or of linear layers where the target wants
-    these too, are read by operators that quantize nothing.
+    Before: some results of quantized convolutions, or of linear layers with ``linear``, are read by
+    operators that quantize nothing.
     After: these decisions have an ``output``; it is unsigned where a ReLU alone reads the result.
     Results that the model returns, that the head of a detector makes boxes of, or that a layer
     reads which stays float, are left alone. So are depthwise convolutions in front of a norm that
     cannot be folded, say: their float kernel is the faster one there.
     """
-    if not facts.placement.quantized_results:
+    if facts.flow is None:
         return plan
     view = View(plan, facts)
-    layers = _LAYERS if facts.placement.linear_results else _CONVOLUTIONS
+    layers = _LAYERS if linear else _CONVOLUTIONS
     calls: dict[str, list[Call]] = {}
     for call in view.flow.calls:
         if isinstance(call.module, layers):
@@ -562,7 +398,7 @@ def choose_grids(plan: Plan, facts: Facts) -> Plan:
 def _without_negatives(plan: Plan, facts: Facts) -> list[str]:
     """Return the slots whose range holds no negative value for sure."""
     signs: dict[str, list[bool]] = {}
-    for slot, value in _read(plan, facts):
+    for slot, value in values_read(plan, facts):
         signs.setdefault(slot, []).append(value.is_nonnegative)
     for d in plan.replaced:
         if d.output is not None:
@@ -674,7 +510,7 @@ class _Results:
         slots = [s for s in self._facts.inputs[path] if s is not None and s not in inside]
         decision = self._plan.decision(path)
         if decision is not None and decision.ranges > 1:
-            slots = [_own_slot(slots[0], i) for i in range(decision.ranges)]
+            slots = [slot_of_range(slots[0], i) for i in range(decision.ranges)]
         if len(slots) != len(reader.inputs):
             return slots
         return [s for s, i in zip(slots, reader.inputs, strict=True) if i == call.index]
@@ -713,16 +549,16 @@ def results_behind_norms(plan: Plan, facts: Facts) -> Plan:
     return replace(plan, decisions=decisions, shared=canonical_groups(groups))
 
 
-#: Without an example only the first one and `choose_grids` have something to read.
-PASSES: tuple[Pass, ...] = (
-    switches,
-    drop_unreached,
-    heads_in_float,
-    float_results,
-    separate_ranges,
-    quantize_results,
+#: What becomes of a plan for any target, before the steps of the target and behind them.
+BEFORE_TARGET: tuple[PlanPass, ...] = (switches, drop_unreached, heads_in_float)
+BEHIND_TARGET: tuple[PlanPass, ...] = (
     share_ranges,
     choose_grids,
     integer_biases,
     results_behind_norms,
 )
+
+
+def passes_for(runtime: Runtime | None) -> tuple[PlanPass, ...]:
+    """Return the steps of planning behind conversion, in order."""
+    return (*BEFORE_TARGET, *(runtime.planning if runtime else ()), *BEHIND_TARGET)

@@ -1,4 +1,4 @@
-"""What a target adds to the rules: operators that become modules, and layers that stay float."""
+"""What a target adds to the rules: operators that become modules."""
 
 from dataclasses import replace
 
@@ -13,9 +13,7 @@ from torchq.nn.calls.find import Seen
 from torchq.runtime import Placement, Runtime
 from torchq.swap.decisions import Draft, Rules, decide
 from torchq.swap.find_operators import MODULES, Operator, find_operators
-from torchq.swap.passes import is_depthwise
-from torchq.swap.plan import FLOAT_INPUT
-from torchq.utils import matches, qualified_name
+from torchq.utils import qualified_name
 
 
 def decide_for_target(
@@ -28,30 +26,15 @@ def decide_for_target(
     """Return the rules with those of a target, every decision, and those about operators.
 
     Before: the rules say how activations are quantized. After: those of the target are in front, so
-    that the user's own win, every operator of the kinds that the target names has a decision, and
-    layers have what its integer kernels take.
+    that the user's own win, and every operator of the kinds that the target names has a decision.
     """
     rules, pairs, skipped, rewritten = _placed(model, rules, target, placement, seen)
-    layers = [_adapted(draft, target, placement) for draft in decide(model, rules, seen, rewritten)]
+    layers = decide(model, rules, seen, rewritten)
     sites = {id(d.module): {c.site for c in d.calls if not c.is_unseen} for d in layers if d.calls}
     beside = [pair for pair in pairs if pair[0].site in sites.get(id(pair[0].owner), ())]
     operators = tuple(pair for pair in pairs if pair not in beside)
     skipped = [*(replace(draft, reason=_BESIDE_CALL) for _, draft in beside), *skipped]
     return rules, (*layers, *(draft for _, draft in operators), *skipped), operators
-
-
-def has_one_scale(draft: Draft, target: Runtime | None) -> bool:
-    """Return True for a weight with one scale whose target takes no more for it."""
-    if target is None or draft.reason or draft.weight is None:
-        return False
-    if draft.weight.granularity != PerTensor():
-        return False
-    patterns = () if target.placement is None else target.placement.per_tensor_weights
-    if any(map(draft.matches, patterns)):
-        return True
-    rules = [rule for rule in target.recipe().rules if draft.matches(rule.pattern)]
-    weight = rules[-1].weight if rules else None
-    return weight is not None and weight.granularity == PerTensor()
 
 
 _BESIDE_CALL = "its operand is a weight, and the call is quantized as that of a layer"
@@ -115,31 +98,3 @@ def _activation_descriptor(config: QuantConfig, target: Runtime) -> QuantDescrip
         unsigned = False if descriptor.unsigned == "auto" else descriptor.unsigned
         return descriptor.replace(num_bits=8, unsigned=unsigned, name=None)
     return descriptor.replace(name=None)
-
-
-def _adapted(decision: Draft, target: Runtime, placement: Placement) -> Draft:
-    """Return a decision without what the integer kernels of a target cannot take.
-
-    Inputs are float where the target has no integer kernel, with a note in the report, and weights
-    have one scale where its kernels take no more.
-    """
-
-    def selected(patterns: tuple[str, ...]) -> bool:
-        return any(matches(pattern, decision.names, decision.module) for pattern in patterns)
-
-    if decision.reason:
-        return decision
-    module = decision.module
-    is_named = decision.rule in decision.names
-    if is_depthwise(module) and module.groups < placement.narrow_depthwise and not is_named:
-        reason = f"{target.name} runs {module.groups} channels faster in float"
-        return replace(decision, reason=reason, input=None, weight=None)
-    if selected(placement.float_inputs):
-        reason = f"{target.name} has no integer kernel for it"
-        if decision.weight is None:
-            return replace(decision, reason=reason)
-        decision = replace(decision, input=None, note=f"{FLOAT_INPUT}, as {reason}")
-    weight = decision.weight
-    if weight is not None and weight.axis is not None and selected(placement.per_tensor_weights):
-        decision = replace(decision, weight=weight.replace(axis=None, name=None))
-    return decision

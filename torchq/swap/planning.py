@@ -31,8 +31,8 @@ from torchq.swap.decisions import (
 )
 from torchq.swap.facts import Facts
 from torchq.swap.find_operators import READ_AGAIN, Operator, modules_with_other_readers
-from torchq.swap.passes import PASSES, choose_grids, switches
-from torchq.swap.placement import decide_for_target, has_one_scale
+from torchq.swap.passes import passes_for
+from torchq.swap.placement import decide_for_target
 from torchq.swap.plan import Operators, Plan
 from torchq.swap.same_results import (
     EQUAL,
@@ -220,30 +220,30 @@ def _planned(
 ) -> Plan:
     """Return what :func:`plan` does, without a warning where little is quantized."""
     runtime = runtime_of(target)
-    placement = None if runtime is None else runtime.placement
     config = config_or_default(config, runtime)
     _refuse_programs(model)
     config = config.with_rules(*(Rule(pattern, skip=True) for pattern in patterns(exclude)))
     rules = Rules(config, patterns(include))
     with random_kept(), state_kept(model):
         rules, drafts, operators, products = _decided(model, rules, runtime, example)
-    check_used(model, rules, drafts)
     planned = replace(
         as_it_is(model),
-        decisions=tuple(
-            replace(draft.decision(), one_scale=has_one_scale(draft, runtime)) for draft in drafts
-        ),
+        decisions=tuple(draft.decision() for draft in drafts),
         operators=_sites_of(operators),
         shared=(),
-        modes=_open_branches(operators) if placement and placement.one_branch else {},
+        modes={},
         target=None if runtime is None else runtime.name,
         settings=settings_of(runtime),
         recipe=rules.config.name,
         work=work_of(model, products),
     )
+    facts = Facts.before_conversion(model, runtime, _mains_of(operators))
+    for adapt in () if runtime is None else runtime.adapting:
+        planned = adapt(planned, facts)
+    check_used(model, rules, drafts, planned)
     with random_kept():
-        facts = Facts.of(model, planned, example, runtime)
-    for step in PASSES if example is not None else (switches, choose_grids):
+        facts = facts.converted(model, planned, example)
+    for step in passes_for(runtime):
         planned = step(planned, facts)
     return replace(planned, forwards=forward_digests(model, planned))
 
@@ -290,11 +290,10 @@ def _sites_of(operators: _Operators) -> dict[str, Operators]:
     return sites_by_owner
 
 
-def _open_branches(operators: _Operators) -> dict[str, str]:
-    """Return the quantizers of operands that come straight from a layer, which are off."""
-    slots = ("input_quantizer", "other_quantizer")
+def _mains_of(operators: _Operators) -> dict[str, int]:
+    """Return path of an addition -> its operand that comes straight from a layer."""
     mains = [(operator.names[0], operator.main) for operator, _ in operators]
-    return {f"{name}.{slots[main]}": "off" for name, main in mains if main is not None}
+    return {path: main for path, main in mains if main is not None}
 
 
 def _refuse_programs(model: nn.Module) -> None:

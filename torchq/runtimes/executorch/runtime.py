@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +15,7 @@ from torchq.errors import ExportError
 from torchq.graph import call_arguments
 from torchq.lowering.check import RESULT_TOLERANCE
 from torchq.onnx.interface import argument_names
-from torchq.runtime import Codes, Placement, Writer
+from torchq.runtime import Codes, Placement, PlanPass, Writer
 from torchq.runtimes.checks import ACTIVATIONS, AVG_POOLS, MAX_POOLS
 from torchq.runtimes.engine import Engine, Task
 from torchq.runtimes.executorch.lower import (
@@ -39,6 +40,7 @@ from torchq.runtimes.interface import (
     example_arguments,
     flatten,
 )
+from torchq.swap.passes import quantize_results
 from torchq.utils import copy_module, progress_stages
 from torchq.utils.optional import import_optional
 
@@ -46,9 +48,6 @@ _PLACEMENT = Placement(
     # Integer kernels exist between Q/DQ alone, so every tensor between layers needs a pair.
     operators=frozenset(["add", "mul", "cat", "pool", "activation"]),
     modules=(MAX_POOLS, AVG_POOLS, *ACTIVATIONS),
-    quantized_results=True,
-    linear_results=True,
-    most_unequal=None,  # what is concatenated must have one scale
 )
 #: Codes without negative values begin at 0: quantizers on both sides of a ReLU have one grid then.
 _CODES = Codes(int32_biases=True)
@@ -65,6 +64,8 @@ class ExecuTorch(FileEngine):
     extra: ClassVar[str] = EXTRA
     name: str = "executorch"
     placement: Placement | None = _PLACEMENT
+    # What is concatenated must have one scale, so no step separates ranges.
+    planning: tuple[PlanPass, ...] = (partial(quantize_results, linear=True),)
     codes: Codes | None = _CODES
     limits: tuple[str, ...] = (
         "A file takes inputs of the shapes that it was made with alone, batch size included.",

@@ -14,7 +14,7 @@ from typing import Any
 from torchq.errors import ConfigError
 from torchq.onnx.ir import load_model
 from torchq.onnx.passes.convolutions import fit_biases
-from torchq.runtime import Arithmetic, Codes, FileRules, Placement
+from torchq.runtime import Arithmetic, Codes, FileRules, Placement, PlanPass
 from torchq.runtimes.checks import (
     ACTIVATIONS,
     AVG_POOLS,
@@ -42,6 +42,11 @@ from torchq.runtimes.onnxruntime.pairs import (
     store_float_weights,
     widen_four_bit_weights,
 )
+from torchq.runtimes.onnxruntime.planning import (
+    narrow_depthwise_in_float,
+    separate_ranges,
+    transposed_convolutions_in_float,
+)
 from torchq.runtimes.onnxruntime.rules import (
     IN_FLOAT,
     IN_FLOAT_FOR_NORMS,
@@ -49,15 +54,12 @@ from torchq.runtimes.onnxruntime.rules import (
     check_transposed_convolutions,
 )
 from torchq.runtimes.onnxruntime.session import Session
+from torchq.swap.passes import quantize_results
 
 _PLACEMENT = Placement(
     # Integer kernels exist between Q/DQ alone, so every tensor between layers needs a pair.
     operators=frozenset(["add", "mul", "cat", "pool", "matmul", "attention", "activation"]),
     modules=(MAX_POOLS, AVG_POOLS, *ACTIVATIONS),
-    float_inputs=("type:torch.nn.modules.conv.ConvTranspose[123]d",),
-    quantized_results=True,
-    narrow_depthwise=16,
-    most_unequal=1.5,
 )
 # Unsigned codes include the ReLU in front of them; signed ones would keep it, and the convolution
 # in float.
@@ -106,6 +108,8 @@ class OnnxRuntime(SessionEngine):
 
     name: str = "onnxruntime"
     placement: Placement | None = _PLACEMENT
+    adapting: tuple[PlanPass, ...] = (narrow_depthwise_in_float, transposed_convolutions_in_float)
+    planning: tuple[PlanPass, ...] = (separate_ranges, quantize_results)
     codes: Codes | None = _CODES
     file: FileRules | None = _FILE
     limits: tuple[str, ...] = (

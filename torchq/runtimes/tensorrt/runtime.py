@@ -14,7 +14,7 @@ from torchq.errors import ConfigError
 from torchq.formats import SCALE_TYPES
 from torchq.onnx.ir import Model
 from torchq.onnx.qdq import read_record
-from torchq.runtime import Codes, FileRules, Placement
+from torchq.runtime import Codes, FileRules, Placement, PlanPass
 from torchq.runtimes.checks import (
     AVG_POOLS,
     LAYERS,
@@ -33,6 +33,7 @@ from torchq.runtimes.tensorrt.rules import (
     check_transposed_axis,
 )
 from torchq.runtimes.tensorrt.typed import store_typed
+from torchq.swap.layers import one_weight_scale, open_branches
 
 
 def check_own_scales(model: Model) -> Iterator[str]:
@@ -73,8 +74,6 @@ _PLACEMENT = Placement(
     # quantizers through max pooling by itself.
     operators=frozenset(["add", "cat"]),
     modules=(AVG_POOLS,),
-    one_branch=True,
-    per_tensor_weights=("type:torch.nn.modules.conv.ConvTranspose[123]d",),
 )
 _CODES = Codes(unsigned=False, zero_points=False, scales="float16")
 _FILE = FileRules(
@@ -119,6 +118,10 @@ class TensorRt(SessionEngine):
     measured: ClassVar[bool] = False  # it is for GPUs, and takes minutes to open a file
     name: str = "tensorrt"
     placement: Placement | None = _PLACEMENT
+    adapting: tuple[PlanPass, ...] = (
+        partial(one_weight_scale, ("torch.nn.modules.conv.ConvTranspose[123]d",)),
+        open_branches,
+    )
     codes: Codes | None = _CODES
     file: FileRules | None = _FILE
     limits: tuple[str, ...] = (
