@@ -21,7 +21,7 @@ from torchq import (
     runtimes,
     workflow,
 )
-from torchq.analysis import doctor, layer_errors, mixed_precision, report, sensitivity
+from torchq.analysis import doctor, forecast, layer_errors, mixed_precision, report, sensitivity
 from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
 from torchq.frontends import adopt_, from_caffe, from_mxnet, from_onnx
@@ -50,6 +50,7 @@ __all__ = [
     "doctor",
     "errors",
     "export_onnx",
+    "forecast",
     "formats",
     "from_caffe",
     "from_mxnet",

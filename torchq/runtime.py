@@ -142,6 +142,8 @@ class Runtime:
             ``"structure alone"``: files keep its rules, and it was not run. ``"numbers alone"``:
             there are no files for it.
         packages: Those that it needs beside torch.
+        timer: The command of its maker that times a file on another machine, with ``{file}`` for
+            its name.
         session: Opens an ONNX file as ``session(path, optimize=...)``, to run it tensor by tensor:
             :func:`torchq.verify_onnx` compares files of all runtimes so.
 
@@ -163,6 +165,7 @@ class Runtime:
     versions: str = ""
     proved: str = "numbers alone"
     packages: tuple[str, ...] = ()
+    timer: str = ""
     session: Callable[..., Any] | None = None
 
     @property

@@ -139,3 +139,16 @@ def test_interrupting_is_code_130(
     monkeypatch.setattr(torchq, "doctor", stop)
     assert main(["doctor", *SOURCE]) == 130
     assert "interrupted" in capsys.readouterr().err
+
+
+def test_a_forecast_needs_a_model_alone(printed: Callable[..., str]) -> None:
+    shown = printed(
+        "forecast", "--model", "user_net:build", "--shape", "2,3,16,16", "--targets", "torch"
+    )
+    assert "one call of (2, 3, 16, 16) on 1 thread" in shown
+    assert "\nfastest: torch, " in shown
+
+
+def test_a_forecast_names_a_shape_that_the_model_refuses(refused: Callable[..., str]) -> None:
+    text = refused("forecast", "--model", "user_net:build", "--shape", "2,4,16,16")
+    assert "--shape 2,4,16,16: RuntimeError" in text

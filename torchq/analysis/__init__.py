@@ -3,6 +3,7 @@
 from torchq.analysis.checks import CHECKS, Finding
 from torchq.analysis.detections import Detected, DetectionAgreement, Detections
 from torchq.analysis.doctor import DoctorReport, doctor
+from torchq.analysis.forecast import Forecast, TargetForecast, TimedFile, forecast
 from torchq.analysis.layer_errors import LayerError, LayerErrors, QuantizerRow, layer_errors
 from torchq.analysis.mixed_precision import FrontPoint, LayerChoice, MixedPrecision, mixed_precision
 from torchq.analysis.outputs import compare_outputs
@@ -16,6 +17,7 @@ __all__ = [
     "Detections",
     "DoctorReport",
     "Finding",
+    "Forecast",
     "FrontPoint",
     "LayerChoice",
     "MixedPrecision",
@@ -25,10 +27,13 @@ __all__ = [
     "Report",
     "SensitivityReport",
     "SensitivityRow",
+    "TargetForecast",
+    "TimedFile",
     "check_path",
     "compare",
     "compare_outputs",
     "doctor",
+    "forecast",
     "layer_errors",
     "mixed_precision",
     "report",

@@ -280,6 +280,22 @@ def run_plan(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_forecast(args: argparse.Namespace) -> int:
+    """Time the files of a model on the runtimes that are here."""
+    require(args, "model")
+    model = read_model(args)
+    shapes = [] if args.shape is None else [_sizes(args.shape)]
+    if is_network_file(args.model):
+        example = _random_inputs(model, shapes)
+    else:
+        example = (torch.randn(shapes[0] if shapes else [1, 3, 224, 224]),)
+    with explained(f"--shape {args.shape}" if args.shape else "--model"), torch.no_grad():
+        model.eval()(*(tensor.to(args.device) for tensor in example))
+    found = torchq.forecast(model, example, args.targets, threads=args.threads, folder=args.out)
+    print(found)
+    return 0
+
+
 def _check_plan(args: argparse.Namespace) -> None:
     """Raise an error for options of a plan under a budget that do not fit."""
     if args.out is not None and not (args.budget and args.out.endswith(".json")):

@@ -14,6 +14,7 @@ from torchq.calib import methods
 from torchq.cli.commands import (
     run_convert,
     run_doctor,
+    run_forecast,
     run_inspect,
     run_plan,
     run_quantize,
@@ -216,6 +217,14 @@ _PLAN = [
     _row("--out", "write the config, for --recipe", "FILE.json"),
 ]
 
+_TARGETS = "runtimes, those of torchq.targets() (default: all that are here)"
+_FORECAST = [
+    _row("--targets", _TARGETS, "NAME", nargs="+", choices=torchq.targets()),
+    _row("--shape", "of the input (default: that of the file, or images)", "1,3,224,224"),
+    _count("--threads", "that compute a call", 1, 1),
+    _row("--out", "a folder for the files of runtimes that are not here", "FOLDER"),
+]
+
 #: Command -> what carries it out and returns the exit code, its help, its groups of arguments, and
 #: an example of these.
 COMMANDS: dict[str, tuple[Callable[..., int], str, dict[str, list[Any]], str]] = {
@@ -236,6 +245,12 @@ COMMANDS: dict[str, tuple[Callable[..., int], str, dict[str, list[Any]], str]] =
         "quantize, calibrate and export your own model",
         _QUANTIZE,
         "--model torchvision:resnet18 --data photos/ --export resnet18.onnx --report report.html",
+    ),
+    "forecast": (
+        run_forecast,
+        "say whether INT8 pays on a runtime, before any other work",
+        {"what to time": [*_SOURCE, *_FORECAST]},
+        "--model torchvision:mobilenet_v2 --targets onnxruntime openvino",
     ),
     "doctor": (
         run_doctor,

@@ -118,4 +118,5 @@ QNN = Runtime(
     limits=("Biases stay float; the provider rounds them to int32.",),
     versions="its provider's documents",
     proved="structure alone",
+    timer="onnxruntime_perf_test -e qnn -i backend_path|libQnnHtp.so {file}",
 )

@@ -120,6 +120,7 @@ class OnnxRuntime(SessionEngine):
     )
     versions: str = "1.31 and 1.32"
     proved: str = "equal codes"
+    timer: str = "onnxruntime_perf_test -I {file}"
     session: Callable[..., Any] | None = Session
     provider: str = "cpu"
 

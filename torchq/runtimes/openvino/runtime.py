@@ -109,6 +109,7 @@ class OpenVino(OnnxEngine):
     )
     versions: str = "2026.4"
     proved: str = "per layer"
+    timer: str = "benchmark_app -m {file} -hint latency"
     packages: tuple[str, ...] = ("openvino", "onnx", "onnx_ir")
     extra: ClassVar[str] = "openvino"
     precision: str = "f32"

@@ -130,6 +130,7 @@ class TensorRt(SessionEngine):
     )
     versions: str = "documents of 10 and 11"
     proved: str = "structure alone"
+    timer: str = "trtexec --onnx={file}"  # of TensorRT 11; 10 also wants --stronglyTyped
     precision: str = "float16"
     typed_io: bool = False
 
