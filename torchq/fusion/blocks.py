@@ -24,8 +24,9 @@ from torchq.fusion.linear_map import (
     random_inputs,
     relative_error,
 )
-from torchq.fusion.modules import CONVOLUTIONS, block_obstacle, is_layer, is_norm, spatial_dims_of
+from torchq.fusion.modules import block_obstacle, is_layer, is_norm, spatial_dims_of
 from torchq.fusion.report import Fusion, Refusal
+from torchq.graph.operators import CONVOLUTIONS
 from torchq.utils import Registry, copy_module, set_submodule
 
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torchq.fusion.algebra import KernelBias, fold_affine_after, fold_affine_before
 from torchq.fusion.linear_map import relative_error
 from torchq.fusion.modules import (
-    TRANSPOSED,
     RescalesOutput,
     calls_children,
     holders_of,
@@ -26,6 +25,7 @@ from torchq.fusion.modules import (
 )
 from torchq.fusion.pairs import Pair
 from torchq.fusion.report import Fusion, Refusal
+from torchq.graph.operators import TRANSPOSED
 from torchq.utils import copy_module, set_submodule
 
 TOLERANCE = 1e-10  # of one fold, float64, relative to the largest output

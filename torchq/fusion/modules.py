@@ -15,10 +15,8 @@ from torch.nn.utils import parametrize
 
 from torchq.fusion.algebra import batch_norm_affine
 from torchq.graph import forward_hook_kind, is_torch_leaf
+from torchq.graph.operators import BATCH_NORMS, LAYERS, TRANSPOSED
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _NORM_TENSORS = ("weight", "bias", "running_mean", "running_var")
 
 
@@ -132,12 +130,12 @@ def holders_of(model: nn.Module, part: object, other_than: nn.Module) -> list[st
 
 def is_layer(module: nn.Module | None) -> TypeGuard[Any]:
     """Return True for a convolution, a transposed convolution or a linear layer."""
-    return isinstance(module, (*CONVOLUTIONS, *TRANSPOSED, nn.Linear))
+    return isinstance(module, (*LAYERS, *TRANSPOSED))
 
 
 def is_norm(module: nn.Module | None) -> TypeGuard[Any]:
     """Return True for a BatchNorm of torch, a subclass, or a frozen one, of four buffers."""
-    if isinstance(module, _NORMS):
+    if isinstance(module, BATCH_NORMS):
         return True
     if isinstance(module, nn.Identity):  # what norm_remainder has left
         return False
@@ -228,7 +226,7 @@ def layer_obstacle(layer: nn.Module) -> str | None:
 
 def norm_obstacle(norm: nn.Module) -> str | None:
     """Return why ``norm`` is not a fixed per-channel map that could be folded, or None if it is."""
-    if norm.training and isinstance(norm, _NORMS):
+    if norm.training and isinstance(norm, BATCH_NORMS):
         return "in training mode; call .eval() first"
     if getattr(norm, "running_mean", None) is None or getattr(norm, "running_var", None) is None:
         return "keeps no running statistics (track_running_stats=False)"
@@ -239,7 +237,7 @@ def norm_obstacle(norm: nn.Module) -> str | None:
         return f"has {hook}; remove it first"
     if quantizes_result:
         return _tensor_obstacle(norm, _NORM_TENSORS)
-    if not _inherits_forward(norm) and isinstance(norm, _NORMS) and not hasattr(norm, "act"):
+    if not _inherits_forward(norm) and isinstance(norm, BATCH_NORMS) and not hasattr(norm, "act"):
         return f"is a {type(norm).__name__}, whose forward may do more than BatchNorm"
     drop = getattr(norm, "drop", None)
     if isinstance(drop, nn.Module) and drop.training and type(drop) is not nn.Identity:
@@ -294,7 +292,7 @@ def block_obstacle(block: nn.Module) -> str | None:
         return QUANTIZED_FIRST
     for path, module in block.named_modules():
         where = path or "it"
-        if is_norm(module) and module.training and isinstance(module, _NORMS):
+        if is_norm(module) and module.training and isinstance(module, BATCH_NORMS):
             return f"{where} is in training mode; call .eval() first"
         if path and (hook := forward_hook_kind(module)):
             return f"{where} has {hook}; remove it first"

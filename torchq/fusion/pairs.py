@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from torchq.fusion.modules import (
-    TRANSPOSED,
     RescalesOutput,
     is_fuse_leaf,
     is_layer,
@@ -22,6 +21,7 @@ from torchq.fusion.modules import (
 )
 from torchq.fusion.report import Refusal
 from torchq.graph import Call, Flow, flow_of_graph, forward_hook_kind, record, trace_modules
+from torchq.graph.operators import DROPOUTS, TRANSPOSED
 
 
 def find_flow(
@@ -93,7 +93,6 @@ def _traceable_parts(module: nn.Module, prefix: str) -> Iterator[tuple[str, Flow
             yield path, flow
 
 
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 _KEEP_NDIM = (nn.Linear, nn.ReLU, nn.Hardswish, nn.GELU)
 _FLATTENING = (("flatten", (1,)), ("flatten", (1, -1)))
 
@@ -101,7 +100,7 @@ _FLATTENING = (("flatten", (1,)), ("flatten", (1, -1)))
 def does_nothing(call: Call) -> bool:
     """Return True if ``call`` returns its input: an Identity, or dropout in eval mode."""
     module = call.module
-    dropout = is_plain(module, *_DROPOUTS) and not (module is None or module.training)
+    dropout = is_plain(module, *DROPOUTS) and not (module is None or module.training)
     return dropout or is_plain(module, nn.Identity)
 
 

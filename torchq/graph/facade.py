@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchq.errors import ConfigError, GraphError
 from torchq.graph.calling import tensors_in, with_copies
-from torchq.graph.operators import may_write, operator_name
+from torchq.graph.operators import DROPOUTS, may_write, operator_name
 from torchq.graph.runner import GraphRunner
 from torchq.graph.tracing import trace
 from torchq.utils import Registry, evaluating, random_kept, state_kept
@@ -248,8 +248,10 @@ def _plain(value: object) -> Any:
     return value if value is None or isinstance(value, (bool, int, float)) else str(value)
 
 
-_DROPOUTS: tuple[Any, ...] = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-_DROPOUTS += (nn.AlphaDropout, nn.functional.dropout, torch.dropout)
+_DROPOUTS: tuple[Any, ...] = (
+    *DROPOUTS,
+    *(nn.AlphaDropout, nn.functional.dropout, torch.dropout),
+)
 #: Dimensions of what a BatchNorm reads behind the channels.
 _SPATIAL: dict[type, int] = {nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}
 #: The largest constant, in elements, that replaces its computation.

@@ -25,6 +25,25 @@ Place: TypeAlias = tuple[int, str]
 Operands: TypeAlias = Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[Any, ...] | None]
 
 
+# --- kinds of layers ----------------------------------------------------------------------------
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+#: Layers whose results have their output channels along one axis of the weight, the first one.
+LAYERS = (*CONVOLUTIONS, nn.Linear)
+#: Norms with running statistics, which may be folded into the layer in front of them.
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+#: Pools that take the largest element of a window, or the mean.
+POOLS = (
+    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
+    *(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
+    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+)
+
+# --- operators ----------------------------------------------------------------------------------
+
+
 def _first(args: tuple[object, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
     return args[:1] or None
 

@@ -20,6 +20,7 @@ from torchq.graph import (
     trace_or_none,
     writes,
 )
+from torchq.graph.operators import DROPOUTS
 from torchq.lowering import match
 from torchq.lowering.eligible import active
 from torchq.lowering.qparams import ByteQParams
@@ -30,7 +31,7 @@ from torchq.utils import copy_module
 
 #: A node of torch.fx, whose arguments have a type of many alternatives.
 Node: TypeAlias = Any
-_IDENTITIES = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_IDENTITIES = (nn.Identity, *DROPOUTS)
 
 
 def rounded(x: Tensor, qparams: ByteQParams) -> Tensor:

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchq.fusion.modules import is_layer
 from torchq.graph import Call, Flow, is_torch_leaf, record
+from torchq.graph.operators import DROPOUTS, POOLS
 from torchq.nn import QuantModule, quantizing_only
 from torchq.ptq.layers import (
-    LAYERS,
     change_checked,
     check_not_calibrated,
     float_outputs,
@@ -38,16 +39,9 @@ from torchq.workflow.layer_matrices import channel_ranges, spread
 # The rounds over all pairs end when no factor differs from 1 by more, or after so many.
 _CONVERGED, _ROUNDS = 1e-4, 20
 # What keeps positive factors, element by element.
-_HOMOGENEOUS = (
-    *(nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.Identity),
-    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
-)
+_HOMOGENEOUS = (nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.Identity, *DROPOUTS)
 _HOMOGENEOUS_FUNCTIONS = frozenset(["relu", "relu_", "leaky_relu", "leaky_relu_", "dropout"])
-# The same for the pixels of one channel.
-_POOLING = (
-    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
-    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
-)
+# Pools do the same for the pixels of one channel.
 _POOLING_FUNCTIONS = frozenset(
     f"{kind}_pool{d}d" for kind in ("max", "avg", "adaptive_avg") for d in (1, 2, 3)
 )
@@ -170,7 +164,7 @@ class _Pair:
 
 def _find_pairs(model: nn.Module, flow: Flow) -> tuple[list[_Pair], dict[str, str]]:
     """Return the pairs of layers in running order, and why other layers are no first of a pair."""
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, LAYERS)}
+    layers = {name: m for name, m in model.named_modules() if is_layer(m)}
     obstacles = {m: _obstacle(model, flow, m) for m in layers.values()}
     skipped = {
         name: obstacles[m] or "the example did not reach it"
@@ -179,7 +173,7 @@ def _find_pairs(model: nn.Module, flow: Flow) -> tuple[list[_Pair], dict[str, st
     }
     pairs: list[_Pair] = []
     for call in flow.calls:
-        if not isinstance(call.module, LAYERS) or call.name in skipped:
+        if not is_layer(call.module) or call.name in skipped:
             continue
         second, reason = _second_layer(flow, call)
         if second is not None:
@@ -203,7 +197,7 @@ def _obstacle(model: nn.Module, flow: Flow, layer: nn.Module) -> str | None:
 def _second_layer(flow: Flow, call: Call) -> tuple[Any, str | None]:
     """Return the call that alone reads the output of a layer, or the reason why there is none."""
     is_image = not isinstance(call.module, nn.Linear)  # Pooling keeps its channels apart.
-    kinds = (*_HOMOGENEOUS, *(_POOLING if is_image else ()))
+    kinds = (*_HOMOGENEOUS, *(POOLS if is_image else ()))
     names = _HOMOGENEOUS_FUNCTIONS | (_POOLING_FUNCTIONS if is_image else frozenset())
     current = call
     flattened = False
@@ -215,7 +209,7 @@ def _second_layer(flow: Flow, call: Call) -> tuple[Any, str | None]:
             return None, f"{len(readers)} operators read its output"
         current = readers[0]
         module = current.module
-        if isinstance(module, LAYERS):
+        if is_layer(module):
             if flattened and not isinstance(module, nn.Linear):
                 return None, f"a flattened tensor is read by {current.name}"
             return current, None

@@ -13,8 +13,8 @@ from torchq.errors import CalibrationError, ConfigError, QuantizationError
 from torchq.formats import Format
 from torchq.functional import compute_dtype, scale_from_amax
 from torchq.functional.scale import divisor
-from torchq.fusion.modules import CONVOLUTIONS, TRANSPOSED
 from torchq.graph import Flow, Forward, call_model, tensors_in
+from torchq.graph.operators import LAYERS
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.nn.correction import forget_corrections
 from torchq.utils import device_of, state_kept, table, undone_on_error
@@ -23,8 +23,6 @@ from torchq.workflow.layer_matrices import weight_channels, weight_matrix
 
 T = TypeVar("T")
 
-#: Layers with a weight of two or more dimensions that are channels.
-LAYERS = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)
 SHARED = "it shares its weight with another module"
 
 # What factors may change of 16-bit weights, in units in the last place.
@@ -110,7 +108,7 @@ def why_fixed(flow: Flow, layer: Any) -> str | None:
 
 def _obstacle(model: nn.Module, module: QuantModule, integer: bool) -> str | None:
     """Return why the weight of a quantized module cannot be rounded otherwise, or None."""
-    if not isinstance(module, (nn.Linear, *CONVOLUTIONS)):
+    if not isinstance(module, LAYERS):
         return f"{type(module).__name__} is no convolution or linear layer"
     if parametrize.is_parametrized(module):
         return "its weight is computed by a parametrization"

@@ -22,7 +22,7 @@ from torchq.calib import methods
 from torchq.config import QuantConfig
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import CalibrationError, ConfigError, TorchqError
-from torchq.fusion.modules import CONVOLUTIONS
+from torchq.graph.operators import CONVOLUTIONS, LAYERS
 from torchq.nn import QuantModule
 from torchq.ptq.adaround import adaround_
 from torchq.ptq.bias_correction import correct_bias_
@@ -47,7 +47,6 @@ log = logging.getLogger(__name__)
 Metric = Callable[[nn.Module], float]
 
 _FEW_BITS, _BYTE, _FLOAT_BITS = 4, 8, 32
-_LAYERS = (nn.Linear, *CONVOLUTIONS)
 
 
 #: Algorithms of :mod:`torchq.ptq` before calibration, in the order in which they run.
@@ -456,7 +455,7 @@ def _mean_weight_bits(model: nn.Module) -> float:
                 on = quantizer.quantizing
                 bits = quantizer.descriptor.format.bits if on else _FLOAT_BITS
                 ranked.append((bits, weight.numel()))
-        elif isinstance(module, _LAYERS):
+        elif isinstance(module, LAYERS):
             ranked.append((_FLOAT_BITS, module.weight.numel()))
     total = sum(count for _, count in ranked)
     return sum(bits * count for bits, count in ranked) / total if total else math.nan

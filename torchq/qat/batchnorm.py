@@ -7,10 +7,10 @@ from torch import nn
 
 from torchq.errors import ConfigError
 from torchq.graph import Forward, call_model
+from torchq.graph.operators import BATCH_NORMS
 from torchq.nn import freeze_norm_, unfreeze_norm_
 from torchq.utils import check_batches, device_of, evaluating, progress_bar, undone_on_error
 
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -88,7 +88,9 @@ def reestimate_bn_(
     Reference: Nagel et al., A White Paper on Neural Network Quantization (2021), section 4.2.1.
     """
     check_batches("reestimate_bn_", batches, num_batches)
-    norms = [m for m in model.modules() if isinstance(m, _NORMS) and m.running_mean is not None]
+    norms = [
+        m for m in model.modules() if isinstance(m, BATCH_NORMS) and m.running_mean is not None
+    ]
     if not norms:
         raise ConfigError(
             f"reestimate_bn_: {type(model).__name__} has no BatchNorm with running statistics; "

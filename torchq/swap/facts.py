@@ -24,6 +24,7 @@ from torchq.graph import (
     tensors_in,
     version_of,
 )
+from torchq.graph.operators import CONVOLUTIONS
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.nn.modules.operators import QuantCat
 from torchq.runtime import Codes, Runtime
@@ -31,8 +32,6 @@ from torchq.swap.apply import public_path, quantizer_slots, shared_paths, tried
 from torchq.swap.folds import FoldingNorm, folding_pairs, norms_behind_layers, without_norms
 from torchq.swap.plan import Plan
 from torchq.swap.same_results import computing_in_float
-
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True)
@@ -211,7 +210,7 @@ class _Seen:
                 self.reached.add(path)
             if isinstance(module, QuantCat) and module.ranges == 1 and args:
                 self._concatenated(f"{path}.input_quantizer", module, args[0])
-        elif isinstance(module, _CONVOLUTIONS) and isinstance(result, Tensor):
+        elif isinstance(module, CONVOLUTIONS) and isinstance(result, Tensor):
             self._results.setdefault(path, []).append(self._roots.of(result))
         elif is_norm(module):
             self._normalised(path, args, kwargs, result)

@@ -21,6 +21,7 @@ from torchq.graph import (
     reads_metadata,
     writes,
 )
+from torchq.graph.operators import DROPOUTS
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.nn.calls.find import Seen
 from torchq.nn.calls.modules import recording_operators, trace_forward
@@ -32,7 +33,7 @@ from torchq.utils import modules_with_names
 MODULES: dict[str, type[nn.Module]] = {kind: OPERATORS[name] for kind, name in KINDS.items()}
 _LINEAR = (_ConvNd, nn.Linear, _BatchNorm)
 #: What fusing leaves behind, and what evaluation mode removes.
-_NOTHING = (nn.Identity, nn.Dropout, nn.Dropout2d, nn.Dropout3d)
+_NOTHING = (nn.Identity, *DROPOUTS)
 #: Classes of torchvision and timm that drop whole branches in training.
 _DROPS_BRANCHES = frozenset(["StochasticDepth", "DropPath"])
 

@@ -16,6 +16,7 @@ from torch import nn
 from torchq.descriptor import QuantDescriptor
 from torchq.formats import PerTensor
 from torchq.graph import OPERATORS, Call, Flow, effects_of, operator_named
+from torchq.graph.operators import CONVOLUTIONS, LAYERS
 from torchq.nn import (
     Add,
 )
@@ -27,8 +28,6 @@ from torchq.swap.plan import ALREADY, Decision, Plan, canonical_groups
 
 _MOVING_MODULES = (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten)
 _PADDING_MODULES = (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_LAYERS = (*_CONVOLUTIONS, nn.Linear)
 #: Products with, and sums of, stored numbers: exporters fold them into the convolution.
 _AFFINE = frozenset(["mul", "add"])
 _BYTE = 8
@@ -41,7 +40,7 @@ _FUNCTIONS = {row.module: row.name for row in _ROWS if row.module not in (None, 
 
 def is_depthwise(module: nn.Module | None) -> TypeGuard[nn.Conv1d | nn.Conv2d | nn.Conv3d]:
     """Return True for a convolution of each channel by itself."""
-    if not isinstance(module, _CONVOLUTIONS):
+    if not isinstance(module, CONVOLUTIONS):
         return False
     return 1 < module.groups == module.in_channels == module.out_channels
 
@@ -79,7 +78,7 @@ class View:
 
     def is_float_layer(self, call: Call) -> bool:
         """Return True for a layer with weights that is not quantized."""
-        return isinstance(call.module, _LAYERS) and not self.is_quantized(call)
+        return isinstance(call.module, LAYERS) and not self.is_quantized(call)
 
     def moves_elements(self, call: Call) -> bool:
         """Return True for a call that rearranges the elements of a tensor, or returns it."""
@@ -274,7 +273,7 @@ def quantize_results(plan: Plan, facts: Facts, *, linear: bool = False) -> Plan:
     if facts.flow is None:
         return plan
     view = View(plan, facts)
-    layers = _LAYERS if linear else _CONVOLUTIONS
+    layers = LAYERS if linear else CONVOLUTIONS
     calls: dict[str, list[Call]] = {}
     for call in view.flow.calls:
         if isinstance(call.module, layers):
@@ -352,7 +351,7 @@ class _Readers:
         """Return True if quantized convolutions are all that reads a result."""
         readers = self._flow.consumers(call)
         return bool(readers) and all(
-            isinstance(reader.module, _CONVOLUTIONS) and self._view.quantizes(reader)
+            isinstance(reader.module, CONVOLUTIONS) and self._view.quantizes(reader)
             for reader in readers
         )
 
@@ -426,7 +425,7 @@ def integer_biases(plan: Plan, facts: Facts) -> Plan:
     results = _Results(plan, facts)
     calls: dict[str, list[Call]] = {}
     for call in filter(view.is_quantized, view.flow.calls):
-        if isinstance(call.module, (*_LAYERS, Add)) and not call.functional:
+        if isinstance(call.module, (*LAYERS, Add)) and not call.functional:
             calls.setdefault(call.name, []).append(call)
     rows = []
     for d in plan.decisions:

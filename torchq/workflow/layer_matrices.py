@@ -10,7 +10,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchq.fusion.modules import TRANSPOSED
+from torchq.graph.operators import TRANSPOSED
 
 
 def _groups(layer: Any) -> int:

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 
 from torchq.formats import Granularity, PerAxis, PerBlock, PerTensor
 from torchq.functional import fake_quantize, reduce_amax
-from torchq.fusion.modules import CONVOLUTIONS
+from torchq.graph.operators import LAYERS
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.utils import watching
 from torchq.workflow.layer_matrices import input_matrix, weight_from_matrix, weight_matrix
 
 #: The largest magnitude times these is tried; of equal errors the first wins.
 WEIGHT_FRACTIONS = tuple(1 - i / 40 for i in range(33))
-_LAYERS = (nn.Linear, *CONVOLUTIONS)
 # Calls whose inputs are kept, and what is kept of each call.
 _CALLS, _COLUMNS, _IMAGES = 8, 64, 2
 
@@ -36,7 +35,7 @@ class OutputSamples:
         self.layers: dict[int, Tensor] = {}
         self._calls: dict[int, int] = {}
         self._watched = [
-            m for m in model.modules() if isinstance(m, _LAYERS) and isinstance(m, QuantModule)
+            m for m in model.modules() if isinstance(m, LAYERS) and isinstance(m, QuantModule)
         ]
 
     def watches(self, layer: nn.Module) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchq.errors import ExportError, TorchqError
 from torchq.formats import SCALE_TYPES
 from torchq.graph import call_arguments, call_model, tensors_in
+from torchq.graph.operators import BATCH_NORMS
 from torchq.nn import TensorQuantizer, quantizing_only
 from torchq.nn.correction import folded_corrections
 from torchq.nn.integer_bias import rounded_biases
@@ -67,7 +68,6 @@ from torchq.utils import check_batches, evaluating, progress_bar
 from torchq.workflow import quantizers, weight_quantizers
 
 _FEW_BITS = 4
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 #: Products of weights of more bits overflow the kernels of some CPUs.
 _NARROW = 7
 
@@ -476,7 +476,7 @@ def _hint(model: nn.Module, runtime: Runtime | None) -> str:
             f"torchq.quantize_(model, target={runtime.name!r}, example=...) before calibration, so "
             "that the model has the codes and biases of the file"
         )
-    if any(isinstance(module, _NORMS) for module in model.modules()):
+    if any(isinstance(module, BATCH_NORMS) for module in model.modules()):
         return (
             "call torchq.fuse_(model.eval(), example), which keeps the codes, and export again: "
             "runtimes fold a BatchNorm into the weight in front of it, and quantize that anew"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from torchq.graph import Call, operator_named
+from torchq.graph.operators import BATCH_NORMS, POOLS
 from torchq.nn import Add, Cat, InputQuantized, QuantModule, Tap, TensorQuantizer, quantized_class
 from torchq.swap.facts import Facts
 from torchq.swap.passes import View, clips, has_effect
@@ -13,12 +14,6 @@ from torchq.swap.plan import Plan
 #: Kinds of operators that stay float where something else than a quantizer reads their result: a
 #: norm, a recurrent layer or the like behind a pool or sum of codes reads wrong numbers.
 _READ_AS_CODES = frozenset(["add", "pool"])
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_POOLS = (
-    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
-    *(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
-    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
-)
 _ACTIVATIONS = frozenset(["silu", "hardswish", "leaky_relu", "elu", "mish"])
 
 
@@ -58,7 +53,7 @@ def _kind(call: Call) -> str:
         return "" if row is None else row.kind
     if isinstance(call.module, Add):
         return "add"
-    return "pool" if isinstance(call.module, _POOLS) else ""
+    return "pool" if isinstance(call.module, POOLS) else ""
 
 
 def _is_read_in_float(view: View, call: Call) -> bool:
@@ -74,7 +69,7 @@ def _is_read_in_float(view: View, call: Call) -> bool:
 def _is_pointwise(view: View, call: Call) -> bool:
     """Return True for norms, activations and quantizers."""
     module = call.module
-    if isinstance(module, (*_NORMS, TensorQuantizer)):
+    if isinstance(module, (*BATCH_NORMS, TensorQuantizer)):
         return True
     if view.is_quantized(call) and _quantizes_input_alone(module):
         return "Pool" not in type(module).__name__
