@@ -164,7 +164,7 @@ def test_untraceable_modules_are_reported_and_left() -> None:
     model = nn.Sequential(Untraceable(), Residual().blocks[0])
     report = torchq.quantize_(model, target="openvino")
     reasons = {d.name: d.reason for d in report.skipped}
-    assert "its forward cannot be traced (TraceError" in reasons["0"]
+    assert reasons["0"].startswith("its code decides by the values of tensors; operators in it")
     assert "QuantAdd" in reasons["0"]
     assert type(model[0]) is Untraceable
     assert {d.name for d in report.replaced} >= {"0.conv", "1.quant_add"}

@@ -20,7 +20,15 @@ from torchq.fusion.modules import (
     output_quantizer_of,
 )
 from torchq.fusion.report import Refusal
-from torchq.graph import Call, Flow, flow_of_graph, forward_hook_kind, record, trace_modules
+from torchq.graph import (
+    Call,
+    Flow,
+    flow_of_graph,
+    forward_hook_kind,
+    record,
+    trace_modules,
+    why_untraceable,
+)
 from torchq.graph.operators import DROPOUTS, TRANSPOSED
 
 
@@ -40,11 +48,10 @@ def find_flow(
     try:
         flow = flow_of_graph(trace_modules(model, is_fuse_leaf), model)
     except Exception as error:  # a model may fail to trace in any way it likes
-        first_line = str(error).partition("\n")[0]
-        failure = f"not traceable with torch.fx ({type(error).__name__}: {first_line})"
+        reason = why_untraceable(error)
         if recorded is not None:
-            return recorded, (f"{failure}; recorded one forward pass instead",)
-        note = f"{failure}; traced its parts. Give an example to see the whole"
+            return recorded, (f"{reason}, so a run on the example was followed instead",)
+        note = f"{reason}, so its parts were followed alone. Give an example to see the whole"
         return _flow_of_parts(model), (note,)
     return (flow if recorded is None else _with_ndims(flow, recorded)), ()
 

@@ -49,6 +49,7 @@ from torchq.graph.tracing import (
     trace_call,
     trace_modules,
     trace_or_none,
+    why_untraceable,
 )
 
 __all__ = [
@@ -94,6 +95,7 @@ __all__ = [
     "reads_metadata",
     "reads_shape",
     "results_in",
+    "why_untraceable",
     "writes",
     "record",
     "tensors_in",

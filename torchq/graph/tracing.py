@@ -325,7 +325,7 @@ def trace(model: nn.Module, example: object) -> Trace:
     try:
         return _with_fx(model, args, kwargs)
     except Exception as error:  # code whose control flow looks at a tensor may raise anything
-        reason = f"{type(error).__name__}: {_first_line(error)}"
+        reason = why_untraceable(error)
     try:
         return _with_export(model, args, kwargs, reason)
     except Exception as error:
@@ -334,6 +334,22 @@ def trace(model: nn.Module, example: object) -> Trace:
             f"torch.export cannot either ({type(error).__name__}: {_first_line(error)}). "
             "Trace the parts of the model that hold no such code"
         ) from error
+
+
+#: Parts of the messages of torch.fx -> what the code of the user does.
+_UNTRACEABLE = {
+    "cannot be iterated": "its code loops over tensors whose number a trace does not know",
+    "inputs to control flow": "its code decides by the values of tensors",
+    "'len' is not supported": "its code asks for the length of a tensor or list",
+}
+
+
+def why_untraceable(error: Exception) -> str:
+    """Return in the words of a user why code cannot be traced, given what the trace raised."""
+    message = _first_line(error)
+    sentence = message.partition(". ")[0]
+    stated = f"its code cannot be followed: {type(error).__name__}: {sentence}"
+    return next((words for part, words in _UNTRACEABLE.items() if part in message), stated)
 
 
 def _first_line(error: Exception) -> str:

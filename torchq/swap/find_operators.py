@@ -19,6 +19,7 @@ from torchq.graph import (
     overwritten_values,
     read_arguments,
     reads_metadata,
+    why_untraceable,
     writes,
 )
 from torchq.graph.operators import DROPOUTS
@@ -92,8 +93,7 @@ def find_operators(
             if number:
                 hidden[id(module)] = f"its source does not show {number} of its operators"
         except Exception as error:  # whatever the model's code raises on a Proxy
-            line = str(error).partition("\n")[0]
-            failed[id(module)] = f"its forward cannot be traced ({type(error).__name__}: {line})"
+            failed[id(module)] = why_untraceable(error)
     if failed and seen is not None:
         shown = {key: _shown(model, kinds, seen, key) for key in failed if key in seen.visits}
         candidates |= shown

@@ -65,7 +65,8 @@ def _placed(
     ]
     skipped = [decision for _, decision in decisions if decision.reason]
     for owner, names, reason in untraceable:
-        obstacle = f"{reason}; its operators stay float. {_WRITE}"
+        advice = _RUN_OR_WRITE if seen is None else _WRITE
+        obstacle = f"{reason}; operators in it stay float. {advice}"
         skipped.append(Draft(names, owner, type(owner), reason=obstacle))
     quantized = [pair for pair in decisions if not pair[1].reason]
     rewritten = {id(operator.owner) for operator, _ in quantized}
@@ -77,7 +78,8 @@ def _has_convolution(module: nn.Module) -> bool:
     return any(isinstance(part, _ConvNd) for part in module.modules())
 
 
-_WRITE = (
+_WRITE = "Where it has any, write torchq.nn.QuantAdd() and the like in it"
+_RUN_OR_WRITE = (
     "Let a run show them: pass example=... (its source must be readable), or write "
     "torchq.nn.QuantAdd() and the like in it"
 )
