@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchq.errors import FuseError
-from torchq.utils import wrap
+from torchq.utils import listed, wrap
 
 _INDENT = "      "  # of the later lines of a row that is wider than the terminal
 _SCREEN = 12  # rows of which each one is shown
-_NAMES = 6  # of layers with one reason
 
 
 @dataclass(frozen=True)
@@ -139,8 +138,8 @@ class FuseReport:
         for fusion in self.fused:
             for remark in fusion.remarks:
                 remarks.setdefault(f"note: {remark}", []).append(fusion.name)
-        rows = [f"  {_listed(names)}  {reason}" for reason, names in refusals.items()]
-        rows += [f"  {_listed(names)}  {remark}" for remark, names in remarks.items()]
+        rows = [f"  {listed(names)}  {reason}" for reason, names in refusals.items()]
+        rows += [f"  {listed(names)}  {remark}" for remark, names in remarks.items()]
         rows += [f"  note: {note}" for note in self.notes]
         if len(rows) > _SCREEN:
             rows = [*rows[: _SCREEN - 1], f"  and {len(rows) - _SCREEN + 1} rows of table()"]
@@ -155,10 +154,3 @@ class FuseReport:
         is_compared = self.error is not None and self.tolerance is not None
         failed = is_compared and not (self.error or 0.0) <= (self.tolerance or 0.0)
         return f"model unchanged ({'comparison failed' if failed else 'dry run'})"
-
-
-def _listed(names: list[str]) -> str:
-    """Return the first names, and how many there are beside them."""
-    shown = ", ".join(name or "(root)" for name in names[:_NAMES])
-    hidden = len(names) - _NAMES
-    return f"{shown} and {hidden} more" if hidden > 0 else shown

@@ -38,7 +38,7 @@ from torchq.utils.random_state import (
     repeated_draws,
 )
 from torchq.utils.registry import Registry
-from torchq.utils.text import bullets, markdown_table, table, wrap
+from torchq.utils.text import bullets, listed, markdown_table, table, wrap
 
 __all__ = [
     "bullets",
@@ -58,6 +58,7 @@ __all__ = [
     "is_torchs_own",
     "item_count",
     "kept_batches",
+    "listed",
     "markdown_table",
     "matches",
     "modules_with_names",

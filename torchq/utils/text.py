@@ -69,6 +69,12 @@ def wrap(text: str, *, indent: str = "", width: int | None = None) -> str:
     )
 
 
+def listed(names: Sequence[str]) -> str:
+    """Return the first names, and how many there are beside them."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(name or "(root)" for name in names[:_NAMED]) + more
+
+
 def bullets(findings: Sequence[str], *, width: int | None = None) -> str:
     """Return findings as a list, one line or paragraph each, the places of one finding together."""
     places: dict[str, list[str]] = {}
@@ -77,9 +83,6 @@ def bullets(findings: Sequence[str], *, width: int | None = None) -> str:
         places.setdefault(message, []).append(place)
     lines = []
     for message, names in places.items():
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        where = ", ".join(names[:_NAMED]) + more
-        lines.append(
-            wrap(f"- {where}: {message}" if message else f"- {where}", indent="  ", width=width)
-        )
+        row = f"- {listed(names)}: {message}" if message else f"- {listed(names)}"
+        lines.append(wrap(row, indent="  ", width=width))
     return "\n".join(lines)

@@ -35,6 +35,9 @@ _READ_ONCE = (
     "got batches that can be read only once; expected a list or a loader, which the correction of "
     "results reads again. Pass one, or correct=False"
 )
+#: A table of more rows is no screen; then so many of the widest ranges are shown.
+_SCREEN = 30
+_SHOWN = 5
 _ALL = " (all batches; num_batches=N stops earlier)"
 
 
@@ -60,20 +63,44 @@ class CalibrationReport:
     signs: Mapping[str, str] = field(default_factory=dict)
     correction: Correction | None = None
 
-    def __str__(self) -> str:
-        rows = [("quantizer", "amax")]
-        for name, (smallest, largest) in self.ranges.items():
-            one = smallest == largest
-            amax = f"{largest:.4g}" if one else f"{smallest:.4g} .. {largest:.4g}"
-            rows.append((name, f"{amax} ({self.signs[name]})" if name in self.signs else amax))
+    def table(self) -> str:
+        """Return a row for every quantizer, and how many there are."""
+        rows = [(name, self._range_text(name)) for name in self.ranges]
         rows += [(name, "no data reached it") for name in self.unseen]
+        return utils.table([("quantizer", "amax"), *rows], self._verdict())
+
+    def __str__(self) -> str:
+        """Return how many ranges there are, and what stands out; a short :meth:`table` whole."""
+        if len(self.ranges) + len(self.unseen) <= _SCREEN:
+            return self.table()
+        lines = [self._verdict()]
+        if self.unseen:
+            lines.append(f"no data reached {utils.listed(self.unseen)}")
+        activations = [name for name in self.ranges if not name.endswith("weight_quantizer")]
+        widest = sorted(activations, key=self._width, reverse=True)[:_SHOWN]
+        lines += ["the widest ranges:", *(f"  {n}  {self._range_text(n)}" for n in widest)]
+        empty = [name for name in activations if self._width(name) == 0]
+        if empty:
+            lines.append(f"nothing but zeros reached {utils.listed(empty)}")
+        lines.append("each range: report.table(); next: torchq.doctor(model, batches)")
+        return "\n".join(utils.wrap(line, indent="  ") for line in lines)
+
+    def _width(self, name: str) -> float:
+        return max(map(abs, self.ranges[name]))
+
+    def _range_text(self, name: str) -> str:
+        smallest, largest = self.ranges[name]
+        amax = f"{largest:.4g}" if smallest == largest else f"{smallest:.4g} .. {largest:.4g}"
+        return f"{amax} ({self.signs[name]})" if name in self.signs else amax
+
+    def _verdict(self) -> str:
         batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
         end = f"{len(self.ranges)} ranges from {batches}"
         if self.kept:
             end += f", {len(self.kept)} kept from before"
         if self.correction is not None:
             end += f"; {self.correction.line}"
-        return utils.table(rows, end)
+        return end
 
 
 def calibrate(

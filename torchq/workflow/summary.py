@@ -1,15 +1,23 @@
 """A table of what is quantized and how, or of what a deployed model runs on."""
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
 
 from torchq.nn import QuantModule, TensorQuantizer
-from torchq.utils import table, wrap
+from torchq.utils import listed, table, wrap
 
 _SIMULATED = (
     "simulated: tensors are rounded to these formats but stored and computed in floating point"
 )
+
+
+#: A table of more rows is no screen; then those alike are counted.
+_SCREEN = 24
+_OF_EACH_CALL = "of each call"
+_NOT_CALIBRATED = "of each call (not calibrated)"
 
 
 @dataclass(frozen=True)
@@ -66,8 +74,32 @@ class Summary:
     layers: tuple[LayerRow, ...] = ()
     checked: str = ""
 
-    def __str__(self) -> str:
+    def table(self) -> str:
+        """Return a row for every quantizer, or for every layer of a deployed model."""
         return self._deployed_text() if self.layers else self._simulated_text()
+
+    def __str__(self) -> str:
+        """Return one screen: a row for those alike, or a short :meth:`table` whole."""
+        if max(len(self.rows), len(self.layers)) <= _SCREEN:
+            return self.table()
+        if self.layers:
+            kinds = _counted((row.kernel, row.layer, row.note) for row in self.layers)
+            head = ("layers", "kernel", "class", "note")
+        else:
+            kinds = _counted((row.descriptor, row.mode, _range_kind(row)) for row in self.rows)
+            head = ("quantizers", "format", "mode", "range")
+        shown = kinds[:_SCREEN]
+        lines = [table([head, *shown])]
+        if len(kinds) > len(shown):
+            lines.append(f"and {len(kinds) - len(shown)} kinds more")
+        if self.float_modules:
+            lines.append(f"{len(self.float_modules)} in float: {listed(self.float_modules)}")
+        elif not self.layers:
+            lines.append("no layer with weights is left in float")
+        total = sum(row.bytes for row in self.layers)
+        lines.append(f"{total:,} bytes in {len(self.layers)} layers" if self.layers else _SIMULATED)
+        lines += [line for line in (self.checked,) if line]
+        return "\n".join(map(wrap, (*lines, "each of them: summary.table()")))
 
     def _simulated_text(self) -> str:
         head = ("quantizer", "in", "format", "amax", "mode")
@@ -120,13 +152,22 @@ def summary(model: nn.Module) -> Summary:
     return Summary(tuple(rows), tuple(float_modules), tuple(layers), checked)
 
 
+def _counted(kinds: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return each kind once with how many there are of it, the most first."""
+    return [(str(count), *kind) for kind, count in Counter(kinds).most_common()]
+
+
+def _range_kind(row: SummaryRow) -> str:
+    return row.amax if row.amax in (_OF_EACH_CALL, _NOT_CALIBRATED) else "fixed"
+
+
 def _has_weight(module: nn.Module) -> bool:
     return any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
 
 
 def _range_text(quantizer: TensorQuantizer) -> str:
     if quantizer.descriptor.dynamic:
-        return "of each call"
+        return _OF_EACH_CALL
     if not quantizer.calibrated:
-        return "of each call (not calibrated)"
+        return _NOT_CALIBRATED
     return quantizer.range_text()
