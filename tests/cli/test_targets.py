@@ -64,3 +64,16 @@ def test_help_lists_the_registered_targets(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         main(["quantize", "--help"])
     assert "{" + ",".join(torchq.targets()) + "}" in capsys.readouterr().out.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [("rknn", "a target that reads ONNX"), ("executorch", "a name that ends in .pte")],
+)
+def test_targets_without_files_are_refused_before_data_is_read(
+    target: str, expected: str, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    without_data = [*command[:-1], "residual_net:missing"]
+    assert main([*without_data, "--export", "m.onnx", "--target", target]) == 2
+    message = f"there are no ONNX files for {target}; expected {expected}"
+    assert message in capsys.readouterr().err

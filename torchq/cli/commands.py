@@ -128,12 +128,28 @@ def _check(args: argparse.Namespace) -> None:
         check_different({"--export": args.export, "--save": args.save, "--report": report})
     if args.report:
         check_path(args.report)
+    if args.export:
+        _check_has_files(args)
     if args.export and _own_writer(args) is None:
         for package in reference_runtime().packages:
             import_optional(package, "--export")
     elif args.export and isinstance(runtime := runtime_of(args.target), Engine):
         runtime.check()
     read_metric(args)
+
+
+def _check_has_files(args: argparse.Namespace) -> None:
+    """Raise an error for a target that reads no such file."""
+    runtime = runtime_of(args.target)
+    if runtime is None or runtime.file is not None or _own_writer(args) is not None:
+        return
+    endings = ", ".join(runtime.writers())
+    expected = f"a name that ends in {endings}" if endings else "a target that reads ONNX"
+    advice = "" if endings else ". Leave out --export, and --save the numbers that it would compute"
+    raise ConfigError(
+        f"--export {args.export}: there are no ONNX files for {runtime.name}; expected {expected}"
+        f"{advice}"
+    )
 
 
 def _own_writer(args: argparse.Namespace) -> Writer | None:

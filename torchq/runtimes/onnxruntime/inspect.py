@@ -26,7 +26,7 @@ from torchq.onnx.ir import (
     stored_size,
     value_of,
 )
-from torchq.onnx.qdq import starts_at_zero
+from torchq.onnx.qdq import read_record, starts_at_zero
 from torchq.runtimes.checks import (
     layers_in_front_of_norms,
     norms_text,
@@ -61,7 +61,9 @@ _WEIGHTS = {"QLinearConv": 3, "QGemm": 3, "QLinearMatMul": 3, "MatMulIntegerToFl
 #: QGemm returns codes if it has the parameters of its output, inputs 7 and 8.
 _QGEMM_INPUTS = 8
 _FLOAT = "quantize the model and export it again, or the file itself: torchq quantize"
-_PLACE = "quantize_(..., target='onnxruntime', example=...)"
+_PLACE = "quantize_(..., target='onnxruntime', example=...), or a rule with its path"
+#: The same for a file of a model that was quantized for this runtime.
+_PLACE_MORE = "a rule with its path"
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,8 @@ def inspect_onnx(path: str | os.PathLike[str]) -> InspectReport:
             for node in nodes_of(model, *_WEIGHTS)
             if _is_wide(node.inputs[_WEIGHTS[node.op_type]])
         )
-        placements = tuple(_placements(model))
+        is_for_this = read_record(written).get("target") == "onnxruntime"
+        placements = tuple(_placements(model, _PLACE_MORE if is_for_this else _PLACE))
         norms = tuple(layers_in_front_of_norms(written, IN_FLOAT_FOR_NORMS))
         coverage = Coverage.of(written)
         size = (stored_size(written), float_size(written))
@@ -210,7 +213,7 @@ def _is_wide(weight: Value) -> bool:
     return bool((value_of(weight).int().abs() > 64).any())
 
 
-def _placements(model: Model) -> list[NodePlacement]:
+def _placements(model: Model, place: str) -> list[NodePlacement]:
     placements = []
     codes, shapes = _values_of_codes(model), _values_of_shapes(model)
     for node in model.graph:
@@ -219,7 +222,7 @@ def _placements(model: Model) -> list[NodePlacement]:
         if kind.startswith("QLinear") or kind in _INTEGER or moves_codes:
             placements.append(NodePlacement(_name(node), kind, True))
         elif kind in _NO_KERNEL | _HAS_KERNEL and _matters(node, kind, shapes):
-            placements.append(NodePlacement(_name(node), kind, False, _reason(node, kind)))
+            placements.append(NodePlacement(_name(node), kind, False, _reason(node, kind, place)))
     return placements
 
 
@@ -267,8 +270,11 @@ def _is_dequantized(value: Value) -> bool:
     return computed_by(value, "DequantizeLinear") is not None
 
 
-def _reason(node: Node, kind: str) -> str:
-    """Return why ONNX Runtime left a node in float, as the graph shows it."""
+def _reason(node: Node, kind: str, place: str) -> str:
+    """Return why ONNX Runtime left a node in float, as the graph shows it.
+
+    ``place`` says how a quantizer gets where there is none.
+    """
     inputs = [value for value in node.inputs[:2] if value is not None]
     if kind in _NO_KERNEL:
         wasted = any(_is_dequantized(v) and not is_constant(v.producer().inputs[0]) for v in inputs)
@@ -278,16 +284,16 @@ def _reason(node: Node, kind: str) -> str:
         if is_constant(value):
             return f"its weight {value.name} is stored in float"
         if not _is_dequantized(value):
-            return f"input {value.name} is not quantized; put a quantizer there ({_PLACE})"
+            return f"input {value.name} is not quantized; put a quantizer there ({place})"
     if kind == "Gemm":
         return (
             "ONNX Runtime has no Gemm from integers to float; "
             "torchq.export_onnx(..., target='onnxruntime') writes MatMul and Add"
         )
-    return _output_reason(node)
+    return _output_reason(node, place)
 
 
-def _output_reason(node: Node) -> str:
+def _output_reason(node: Node, place: str) -> str:
     """Return why a node with quantized operands has no integer kernel: what follows it."""
     value = node.outputs[0]
     activation = node.op_type == "FusedConv"
@@ -302,7 +308,7 @@ def _output_reason(node: Node) -> str:
     if others or not users:
         return (
             f"its output is not quantized for {', '.join(others)}; put a quantizer there "
-            f"({_PLACE}, or torchq.nn.QuantIdentity() behind it)"
+            f"({place}, or torchq.nn.QuantIdentity() behind it)"
         )
     if activation and not all(starts_at_zero(user) for user in users):
         return (

@@ -25,8 +25,8 @@ def check_float_outputs(model: Model) -> Iterator[str]:
             continue  # Float is the faster one; see ``decide_outputs``.
         if not leads_only_to_quantizers(node.outputs[0], "Relu", "Clip", "Max", "Min"):
             yield (
-                f"{layer_name(node)}: its output is not quantized, so it runs in float; use "
-                "quantize_ with target='onnxruntime' and an example, or put "
+                f"{layer_name(node)}: its output is not quantized, so it runs in float. "
+                "Last layers of a detector may; else quantize what reads it, or put "
                 "torchq.nn.QuantIdentity() behind it, or exclude it"
             )
 
