@@ -297,6 +297,11 @@ def quantized_as(cls: type[nn.Module]) -> type[nn.Module] | None:
     return base if changes_nothing(cls, base) else None
 
 
+def float_class_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module has, or had before it was quantized."""
+    return type(module).float_class if isinstance(module, QuantModule) else type(module)
+
+
 def quantized_class(cls: type[nn.Module]) -> type[QuantModule] | None:
     """Return the class that :func:`convert_` gives to modules of class ``cls``, or None.
 

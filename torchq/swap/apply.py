@@ -21,7 +21,7 @@ from torchq.nn import (
 )
 from torchq.nn.calls.modules import CHANGED, OperatorOwner, RoutedModule, forward_digest, route_
 from torchq.nn.calls.routes import CallSite
-from torchq.nn.convert import unchanged_on_error, unparametrized
+from torchq.nn.convert import float_class_of, unchanged_on_error, unparametrized
 from torchq.nn.integer_kernel import IntegerKernel
 from torchq.nn.modules.frozen_batchnorm import thawed
 from torchq.nn.modules.operators import OPERATORS, QuantCat, stand_in
@@ -46,8 +46,7 @@ _ATTRIBUTE = "_torchq_plan"
 
 def class_name(module: nn.Module) -> str:
     """Return the qualified name of the float class of a module, without parametrizations."""
-    cls = type(module).float_class if isinstance(module, QuantModule) else type(module)
-    return qualified_name(thawed(unparametrized(cls)))
+    return qualified_name(thawed(unparametrized(float_class_of(module))))
 
 
 def public_path(path: str) -> str:

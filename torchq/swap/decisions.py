@@ -1,8 +1,10 @@
 """What the rules decide about each module, and about function calls with weights in forwards."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import fx, nn
@@ -11,7 +13,6 @@ from torch.nn.utils import parametrize
 
 from torchq import recipes
 from torchq.config import QuantConfig, Rule
-from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError, InputError
 from torchq.nn import (
     QUANTIZED,
@@ -23,7 +24,7 @@ from torchq.nn import (
 )
 from torchq.nn.calls.find import WHOLE_ATTENTION, FoundCalls, Seen, weighted_calls
 from torchq.nn.calls.routes import CallSite, equivalent_class, site_descriptors
-from torchq.nn.convert import unparametrized
+from torchq.nn.convert import float_class_of, unparametrized
 from torchq.nn.modules.operators import Call
 from torchq.runtime import Runtime
 from torchq.swap.plan import ALREADY, Decision, Plan
@@ -48,37 +49,39 @@ def no_twin(cls: type[nn.Module]) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Draft:
-    """What happens to one module; attributes as of :class:`Decision`, whose ``by`` is the ``rule``.
+@dataclass(frozen=True, kw_only=True)
+class Draft(Decision):
+    """A decision while it is made, with the module that it is about.
 
     Attributes:
+        module: in its place in the model, or what will stand for a call or an operator.
         float_class: its class before the swap.
         parent: the module that adopts a new ``module`` for a call; None for one in its place.
         layer: the class that it is quantized as, whose rules apply; None is its own.
     """
 
-    names: tuple[str, ...]
     module: nn.Module
     float_class: type[nn.Module]
-    rule: str | None = None
-    input: QuantDescriptor | None = None
-    weight: QuantDescriptor | None = None
-    reason: str = ""
     parent: nn.Module | None = None
     layer: type[nn.Module] | None = None
-    calls: tuple[CallSite, ...] = ()
-    note: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        names: tuple[str, ...],
+        module: nn.Module,
+        float_class: type[nn.Module] | None = None,
+        **fields: Any,
+    ) -> Draft:
+        """Return a draft about a module whose class is float, unless another one is named."""
+        float_class = float_class or type(module)
+        name = qualified_name(unparametrized(float_class))
+        return cls(names, name, module=module, float_class=float_class, **fields)
 
     @property
     def is_without_twin(self) -> bool:
         """True if the module stays float only because no class is registered for it."""
         return self.reason.startswith(_NO_TWIN)
-
-    @property
-    def name(self) -> str:
-        """The first dotted path."""
-        return self.names[0]
 
     def matches(self, pattern: Pattern) -> bool:
         """Return True if a pattern selects it, by its class or the one it is quantized as."""
@@ -87,9 +90,7 @@ class Draft:
 
     def decision(self) -> Decision:
         """Return the decision without its module."""
-        cls = qualified_name(unparametrized(self.float_class))
-        explanation: Any = {"reason": self.reason, "by": self.rule or "", "note": self.note}
-        return Decision(self.names, cls, self.input, self.weight, calls=self.calls, **explanation)
+        return Decision(**{one.name: getattr(self, one.name) for one in fields(Decision)})
 
 
 def obstacle(module: nn.Module, parent: nn.Module | None) -> str | None:
@@ -163,16 +164,16 @@ class Rules:
         self, names: tuple[str, ...], module: nn.Module, layer: type[nn.Module] | None = None
     ) -> Draft:
         """Return what they say about one module that can be swapped, or has been."""
-        cls = type(module).float_class if isinstance(module, QuantModule) else type(module)
+        cls = float_class_of(module)
         layer = layer or quantized_as(cls)
-        base = Draft(names, module, cls, layer=layer)
+        base = Draft.of(names, module, cls, layer=layer)
         rule = next((r for r in reversed(self.config.rules) if base.matches(r.pattern)), None)
         if self.include and not any(map(base.matches, self.include)):
             return replace(base, reason="not in include")
         if rule is None:
             hint = _RECURRENT if issubclass(cls, nn.RNNBase) else ""
             return replace(base, reason=f"no rule matches{hint}")
-        base = replace(base, rule=str(rule))
+        base = replace(base, by=str(rule))
         if rule.skip:
             return replace(base, reason="excluded")
         twin = None if layer is None else quantized_class(layer)
@@ -206,7 +207,7 @@ def decide(
         parts = module.modules() if _is_container(module) else ()
         if any(id(part) in swapped or isinstance(part, QuantModule) for part in parts):
             rule = "(contains quantized modules)"
-            decisions.append(Draft(names, module, type(module), rule=rule))
+            decisions.append(Draft.of(names, module, by=rule))
     return tuple(decisions)
 
 
@@ -227,7 +228,7 @@ def _decide_layers(model: nn.Module, rules: Rules) -> list[Draft]:
         reason = obstacle(module, parents.get(id(module)))
         parents |= {id(child): module for child in module.children()}
         if reason:
-            decisions.append(Draft(names, module, type(module), reason=reason))
+            decisions.append(Draft.of(names, module, reason=reason))
         elif reason is not None:
             twin = quantized_class(type(module))
             by_places = _by_places(model, names, module, rules)
@@ -239,8 +240,8 @@ def _decide_layers(model: nn.Module, rules: Rules) -> list[Draft]:
 
 def _is_named(draft: Draft) -> bool:
     """Return True where a rule quantizes a module by its path or type, not with all others."""
-    by_word = str(draft.rule).startswith(("type:", "re:"))
-    return not draft.reason and (by_word or draft.rule in draft.names)
+    by_word = draft.by.startswith(("type:", "re:"))
+    return not draft.reason and (by_word or draft.by in draft.names)
 
 
 def resolve_positions(
@@ -368,7 +369,7 @@ def _with_unreached(
         return decisions
     note = f"its forward {' and '.join(sorted(calls.unreached.values()))}, which stays float"
     if not any(d.module is module for d in decisions):
-        return [Draft(names, module, type(module), reason=note), *decisions]
+        return [Draft.of(names, module, reason=note), *decisions]
     return [
         replace(d, note=d.note or note) if d.module is module and not d.reason else d
         for d in decisions
@@ -438,7 +439,6 @@ def _decide_module(
     is_rewritten: bool,
 ) -> list[Draft]:
     """Return the decisions about the calls of one module, and about the module itself."""
-    cls = type(module)
     held, direct = _by_holder(module, calls, quantized)
     if is_rewritten:
         direct = [(site, ndim) for site, ndim in direct if site.kind != "attention"]
@@ -456,20 +456,20 @@ def _decide_module(
         # Patterns select the call by its own paths, and by those of the module that makes it.
         decision = rules.about((*paths, *names), child, equivalent_class(site.kind))
         decision = replace(decision, names=paths)
-        if decision.rule is None and decision.reason:
+        if decision.reason and not decision.by:
             continue  # No rule asks for it.
         if not decision.reason and calls.obstacle:
-            decision = Draft(paths, child, type(child), reason=calls.obstacle)
+            decision = Draft.of(paths, child, reason=calls.obstacle)
         input, weight = site_descriptors(site, ndim, decision.input, decision.weight)
         decisions.append(replace(decision, input=input, weight=weight, parent=module))
         if not decision.reason:
             sites.append(site)
     if calls.obstacle and held:
-        return [Draft(names, module, cls, reason=calls.obstacle)]
+        return [Draft.of(names, module, reason=calls.obstacle)]
     if sites:
         rule = "(contains quantized calls)"
         chosen = (*sites, *calls.unseen)
-        decisions.insert(0, Draft(names, module, cls, rule=rule, calls=chosen))
+        decisions.insert(0, Draft.of(names, module, by=rule, calls=chosen))
     return decisions
 
 
@@ -484,7 +484,7 @@ def _decide_leaf(
     """Return the decision about a module without children whose forward makes one call."""
     decision = rules.about(names, module, equivalent_class(site.kind))
     if not decision.reason and calls.obstacle:
-        return Draft(names, module, type(module), reason=calls.obstacle)
+        return Draft.of(names, module, reason=calls.obstacle)
     input, weight = site_descriptors(site, ndim, decision.input, decision.weight)
     chosen = () if decision.reason else (site, *calls.unseen)
     return replace(decision, input=input, weight=weight, calls=chosen)

@@ -67,7 +67,7 @@ def _placed(
     for owner, names, reason in untraceable:
         advice = _RUN_OR_WRITE if seen is None else _WRITE
         obstacle = f"{reason}; operators in it stay float. {advice}"
-        skipped.append(Draft(names, owner, type(owner), reason=obstacle))
+        skipped.append(Draft.of(names, owner, reason=obstacle))
     quantized = [pair for pair in decisions if not pair[1].reason]
     rewritten = {id(operator.owner) for operator, _ in quantized}
     rewritten |= {id(op.owner) for op, _ in decisions if op.kind == "attention"}

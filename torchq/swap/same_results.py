@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from torchq.errors import QuantizationError
 from torchq.graph import call_arguments, with_copies
-from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
+from torchq.nn import TensorQuantizer, quantizing_only
+from torchq.nn.convert import float_class_of
 from torchq.nn.optional_buffers import OPTIONAL
 from torchq.swap.plan import Plan
 from torchq.utils import random_kept, unfused_attention, untouched
@@ -266,6 +267,4 @@ _SHOWN = 4
 
 
 def _class_name(model: nn.Module, path: str) -> str:
-    module = model.get_submodule(path)
-    cls = type(module).float_class if isinstance(module, QuantModule) else type(module)
-    return cls.__name__
+    return float_class_of(model.get_submodule(path)).__name__

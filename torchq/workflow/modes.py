@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from torchq.errors import ConfigError
 from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
+from torchq.nn.convert import float_class_of
 from torchq.utils import Pattern, check_pattern, matches, pattern_text
 
 
@@ -80,8 +81,8 @@ def select_quantizers(
 def _selects(model: nn.Module, pattern: Pattern, name: str, quantizer: TensorQuantizer) -> bool:
     owner = name.rpartition(".")[0]
     module = model.get_submodule(owner)
-    cls = type(module).float_class if isinstance(module, QuantModule) else type(module)
-    return matches(pattern, (name,), quantizer) or matches(pattern, (owner,), module, cls)
+    of_owner = matches(pattern, (owner,), module, float_class_of(module))
+    return of_owner or matches(pattern, (name,), quantizer)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchq.errors import QuantizationError
 from torchq.graph import KINDS
 from torchq.graph import OPERATORS as ROWS
-from torchq.nn.convert import QuantModule, register
+from torchq.nn.convert import QuantModule, float_class_of, register
 from torchq.nn.integer_kernel import integer_sum
 from torchq.nn.modules.input_quantized import InputQuantized
 from torchq.nn.tensor_quantizer import TensorQuantizer
@@ -109,7 +109,7 @@ OPERATORS: dict[str, type[nn.Module]] = {name: globals()[name] for name in KINDS
 
 def function_of(module: nn.Module) -> Callable[..., Any]:
     """Return the function of torch that a module of this file computes, quantized or not."""
-    cls = type(module).float_class if isinstance(module, QuantModule) else type(module)
+    cls = float_class_of(module)
     row = next(row for row in map(ROWS.__getitem__, ROWS) if row.module == cls.__name__)
     functions = (f for f in row.functions if getattr(f, "__module__", None) != operator.__name__)
     return cast("Callable[..., Any]", next(functions))
