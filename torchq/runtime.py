@@ -25,8 +25,8 @@ from torchq.utils import Registry, short_repr, table
 Writer = Callable[[nn.Module, Any, Path], Any]
 
 
-#: A step of planning: the plan so far and the facts about a model -> the plan. The types are those
-#: of :mod:`torchq.swap`, where shared steps are; those of one runtime stand in its folder.
+#: A planning pass: the plan so far and the facts about a model -> the plan. The types are those
+#: of :mod:`torchq.swap`, where shared passes are; those of one runtime stand in its folder.
 PlanPass = Callable[[Any, Any], Any]
 
 
@@ -128,9 +128,9 @@ class Runtime:
         name: The word of ``target=``.
         recipe: Returns the configuration of :func:`torchq.quantize_` where none is given.
         placement: Where it wants quantizers beside the inputs of layers; None for nowhere.
-        adapting: Steps of planning that change what the rules decide, before the model is looked
+        adapting: Planning passes that change what the rules decide, before the model is looked
             at quantized: what its kernels cannot take of a layer. See :mod:`torchq.swap.layers`.
-        planning: Steps of planning that read what a run on the example shows, after operators that
+        planning: Planning passes that read what a run on the example shows, after operators that
             nobody reaches were left float and before ranges are shared. See
             :mod:`torchq.swap.passes`.
         codes: The codes of activations that it has; None takes any.

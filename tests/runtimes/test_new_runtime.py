@@ -36,7 +36,7 @@ from torchq.swap.layers import one_weight_scale
 
 
 def narrow_layers_in_float(least: int, plan: Plan, facts: Facts) -> Plan:
-    """Leave layers float that return fewer numbers: a step of planning of this runtime alone."""
+    """Leave layers float that return fewer numbers: a planning pass of this runtime alone."""
     calls = () if facts.flow is None else facts.flow.calls
     narrow = {c.name for c in calls if c.module is not None and c.shape and c.shape[-1] < least}
     return plan.in_float(dict.fromkeys(sorted(narrow), "toy has no kernel so narrow"), "toy")

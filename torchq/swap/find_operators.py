@@ -40,7 +40,7 @@ _DROPS_BRANCHES = frozenset(["StochasticDepth", "DropPath"])
 
 
 @dataclass(frozen=True)
-class Operator:
+class OperatorSite:
     """One operator in the forward of ``owner``, where its ``child`` will stand.
 
     ``site`` says where it is; see :mod:`torchq.nn.calls.routes`. Of an addition, ``main`` is the
@@ -75,7 +75,7 @@ _Candidates = dict[str, tuple[str, int | None]]
 
 def find_operators(
     model: nn.Module, kinds: frozenset[str], seen: Seen | None = None
-) -> tuple[list[Operator], list[Untraceable]]:
+) -> tuple[list[OperatorSite], list[Untraceable]]:
     """Find operators between tensors in the forwards of all modules that are not torch's own.
 
     Operands that are numbers, parameters or buffers do not count. Each module is traced alone, so
@@ -146,14 +146,14 @@ def _is_of_the_user(module: nn.Module) -> bool:
 
 def _named(
     module: nn.Module, names: tuple[str, ...], candidates: _Candidates
-) -> Iterator[Operator]:
+) -> Iterator[OperatorSite]:
     counts: Counter[str] = Counter()
     for site, (kind, main) in candidates.items():
         child = f"quant_{kind}_{counts[kind]}".removesuffix("_0")
         counts[kind] += 1
         while hasattr(module, child):  # The author of the module has one of this name.
             child += "_"
-        yield Operator(module, names, site, kind, child, main)
+        yield OperatorSite(module, names, site, kind, child, main)
 
 
 # --- operators of a trace -----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Steps of planning that several runtimes adapt layers with, before the model is looked at.
+"""Planning passes that several runtimes adapt layers with, before the model is looked at.
 
 Each is a function ``(plan, facts) -> plan``, behind what it is set to. Of the facts there are the
 modules, and which operands layers compute; see :attr:`torchq.runtime.Runtime.adapting`.

@@ -1,9 +1,9 @@
-"""The steps of planning that read what a run shows; each is a function ``(plan, facts) -> plan``.
+"""The planning passes that read what a run shows; each is a function ``(plan, facts) -> plan``.
 
-A step reads the plan so far and the facts of one float run, nothing else: no module and no config.
+A pass reads the plan so far and the facts of one float run, nothing else: no module and no config.
 So a plan depends on no order in which things were tried, and nothing needs to be undone. Here are
-the steps that all targets have, and what several have; those of one stand in its folder. Without
-an example there was no run, ``facts.flow`` is None, and most steps change nothing.
+the passes that all targets have, and what several have; those of one stand in its folder. Without
+an example there was no run, ``facts.flow`` is None, and most passes change nothing.
 """
 
 from collections.abc import Iterator
@@ -548,7 +548,7 @@ def results_behind_norms(plan: Plan, facts: Facts) -> Plan:
     return replace(plan, decisions=decisions, shared=canonical_groups(groups))
 
 
-#: What becomes of a plan for any target, before the steps of the target and behind them.
+#: What becomes of a plan for any target, before the passes of the target and behind them.
 BEFORE_TARGET: tuple[PlanPass, ...] = (switches, drop_unreached, heads_in_float)
 BEHIND_TARGET: tuple[PlanPass, ...] = (
     share_ranges,
@@ -559,5 +559,5 @@ BEHIND_TARGET: tuple[PlanPass, ...] = (
 
 
 def passes_for(runtime: Runtime | None) -> tuple[PlanPass, ...]:
-    """Return the steps of planning behind conversion, in order."""
+    """Return the planning passes behind conversion, in order."""
     return (*BEFORE_TARGET, *(runtime.planning if runtime else ()), *BEHIND_TARGET)

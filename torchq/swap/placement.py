@@ -12,7 +12,7 @@ from torchq.formats import PerTensor
 from torchq.nn.calls.find import Seen
 from torchq.runtime import Placement, Runtime
 from torchq.swap.decisions import Draft, Rules, decide
-from torchq.swap.find_operators import MODULES, Operator, find_operators
+from torchq.swap.find_operators import MODULES, OperatorSite, find_operators
 from torchq.utils import qualified_name
 
 
@@ -22,7 +22,7 @@ def decide_for_target(
     target: Runtime,
     placement: Placement,
     seen: Seen | None,
-) -> tuple[Rules, tuple[Draft, ...], tuple[tuple[Operator, Draft], ...]]:
+) -> tuple[Rules, tuple[Draft, ...], tuple[tuple[OperatorSite, Draft], ...]]:
     """Return the rules with those of a target, every decision, and those about operators.
 
     Before: the rules say how activations are quantized. After: those of the target are in front, so
@@ -42,7 +42,7 @@ _BESIDE_CALL = "its operand is a weight, and the call is quantized as that of a 
 
 def _placed(
     model: nn.Module, rules: Rules, target: Runtime, placement: Placement, seen: Seen | None
-) -> tuple[Rules, list[tuple[Operator, Draft]], list[Draft], frozenset[int]]:
+) -> tuple[Rules, list[tuple[OperatorSite, Draft]], list[Draft], frozenset[int]]:
     """Return the rules with those for operators, the operators to quantize, and the others.
 
     The last are the ids of modules whose attention is an operator, quantized or not: what a rule

@@ -56,7 +56,7 @@ class Decision:
             then on.
         one_scale: its weight has one scale, as the kernels of the target take no more.
         reason: why it stays float; empty where it is quantized.
-        by: the pattern of the rule, or the step of planning, that decided; empty for none.
+        by: the pattern of the rule, or the planning pass, that decided; empty for none.
         note: what else there is to know about it.
     """
 

@@ -30,7 +30,7 @@ from torchq.swap.decisions import (
     resolve_positions,
 )
 from torchq.swap.facts import Facts
-from torchq.swap.find_operators import READ_AGAIN, Operator, modules_with_other_readers
+from torchq.swap.find_operators import READ_AGAIN, OperatorSite, modules_with_other_readers
 from torchq.swap.passes import passes_for
 from torchq.swap.placement import decide_for_target
 from torchq.swap.plan import Operators, Plan
@@ -55,7 +55,7 @@ from torchq.utils import (
     uncompiled,
 )
 
-_Operators: TypeAlias = tuple[tuple[Operator, Draft], ...]
+_Operators: TypeAlias = tuple[tuple[OperatorSite, Draft], ...]
 
 
 def quantize_(
@@ -243,8 +243,8 @@ def _planned(
     check_used(model, rules, drafts, planned)
     with random_kept():
         facts = facts.converted(model, planned, example)
-    for step in passes_for(runtime):
-        planned = step(planned, facts)
+    for planning_pass in passes_for(runtime):
+        planned = planning_pass(planned, facts)
     return replace(planned, forwards=forward_digests(model, planned))
 
 

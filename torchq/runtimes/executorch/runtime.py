@@ -64,7 +64,7 @@ class ExecuTorch(FileEngine):
     extra: ClassVar[str] = EXTRA
     name: str = "executorch"
     placement: Placement | None = _PLACEMENT
-    # What is concatenated must have one scale, so no step separates ranges.
+    # What is concatenated must have one scale, so no pass separates ranges.
     planning: tuple[PlanPass, ...] = (partial(quantize_results, linear=True),)
     codes: Codes | None = _CODES
     limits: tuple[str, ...] = (

@@ -1,4 +1,4 @@
-"""Steps of planning for ONNX Runtime: layers that its kernels lose with, and concatenations."""
+"""Planning passes for ONNX Runtime: layers that its kernels lose with, and concatenations."""
 
 from __future__ import annotations
 

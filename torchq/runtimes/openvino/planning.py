@@ -1,4 +1,4 @@
-"""A step of planning for OpenVINO: operators whose codes it computes wrong numbers with."""
+"""A planning pass for OpenVINO: operators whose codes it computes wrong numbers with."""
 
 from __future__ import annotations
 
