@@ -20,6 +20,7 @@ from tests.lowering.common import recipe, sqnr
 from tests.models import simulated
 from torchq.lowering import Int8Layer
 from torchq.lowering.codes import Quantize
+from torchq.lowering.match import is_inactive_dropout
 
 
 class Net(nn.Module):
@@ -315,3 +316,21 @@ def test_a_clamp_becomes_bounds_of_codes(unsigned: Any, codes: tuple[int, int]) 
     assert isinstance(layer, Int8Layer) and layer.output_qparams is not None
     found = layer.output_qparams
     assert (found.zero_point, found.quant_min, found.quant_max) == (0, *codes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "inactive"),
+    [
+        ((0.5, False), {}, True),
+        ((0.5,), {"training": False}, True),
+        ((), {"p": 0.5, "training": False}, True),
+        ((0.5, True), {}, False),
+        ((0.5,), {}, False),
+    ],
+)
+def test_a_dropout_that_is_off_is_known_however_it_was_called(
+    arguments: tuple[Any, ...], keywords: dict[str, Any], inactive: bool
+) -> None:
+    graph = fx.Graph()
+    node = graph.call_function(F.dropout, (graph.placeholder("x"), *arguments), keywords)
+    assert is_inactive_dropout(node) is inactive

@@ -15,6 +15,7 @@ import torchq
 from tests.onnx.exported import calibrated, run_file
 from tests.onnx.exported import exported as write
 from torchq.errors import ExportError
+from torchq.onnx.ir import set_opset
 from torchq.onnx.torch_exporters import optimize_
 
 ir = pytest.importorskip("onnx_ir")
@@ -66,6 +67,14 @@ def test_what_changes_nothing_goes(path: Path) -> None:
     _exported(lambda x: (x + 0) * 1 - 0, path)
     kinds = Counter(node.op_type for node in onnx.load(path).graph.node)
     assert not {"Add", "Sub", "Mul", "Div"} & set(kinds), kinds
+
+
+@pytest.mark.parametrize("opset", [21, 22, 23])
+def test_an_opset_has_the_version_of_files_that_onnx_gives_it(opset: int) -> None:
+    model = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 18}), ir_version=8)
+    set_opset(model, opset)
+    expected = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)])
+    assert model.ir_version == expected
 
 
 class Program:
