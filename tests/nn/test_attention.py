@@ -164,25 +164,40 @@ def test_training_reaches_every_parameter() -> None:
     )
 
 
-def test_rows_without_a_key_stay_finite() -> None:
-    """torch gives NaN for the weights of such a row.
-
-    NaN in a calibration batch would be an error.
-    """
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_without_a_key_give_zero(dtype: torch.dtype) -> None:
+    """torch gives NaN for the weights of such a row, which would be an error in calibration."""
     module = attention(batch_first=True)
-    inputs = tokens(module)
     hidden = torch.tensor([[True] * 5, [False] * 5])
-    for dtype in (torch.float32, torch.float16):
-        twin = quantized(module).to(dtype)
-        quantize_products(twin)
-        y, weights = twin(
-            *(x.to(dtype) for x in inputs),
-            key_padding_mask=hidden,
-            attn_mask=torch.ones(4, 5).triu(2).bool(),
-        )
-        assert bool(y.isfinite().all()) and torch.allclose(
-            weights.sum(-1), torch.ones((), dtype=dtype), atol=0.1
-        )
+    twin = quantized(module).to(dtype)
+    quantize_products(twin)
+    inputs = [x.to(dtype) for x in tokens(module)]
+    masks = {"key_padding_mask": hidden, "attn_mask": torch.ones(4, 5).triu(2).bool()}
+    y, weights = twin(*inputs, **masks)
+    assert torch.equal(weights[0], torch.zeros_like(weights[0]))
+    torch.testing.assert_close(weights[1].sum(-1), torch.ones(4, dtype=dtype), rtol=0, atol=0.1)
+    no_attention = twin._project_out(torch.zeros(4, module.embed_dim, dtype=dtype))
+    assert torch.equal(y[0], no_attention)
+
+
+def test_two_masks_may_leave_a_row_without_a_key_together() -> None:
+    module = attention(batch_first=True)
+    twin = quantized(module)
+    quantize_products(twin)
+    first_alone = torch.full((4, 5), -torch.inf)
+    first_alone[:, 0] = 0
+    padded = torch.tensor([[True, False, False, False, False], [False] * 5])
+    _, weights = twin(*tokens(module), key_padding_mask=padded, attn_mask=first_alone)
+    assert not weights[0].any()
+    assert torch.equal(weights[1, :, 0] > 0.9, torch.ones(4, dtype=torch.bool))
+
+
+def test_extra_keys_are_left_where_all_others_are_masked() -> None:
+    module = attention(batch_first=True, add_zero_attn=True)
+    twin = quantized(module)
+    quantize_products(twin)
+    _, weights = twin(*tokens(module), key_padding_mask=torch.ones(2, 5, dtype=torch.bool))
+    assert bool((weights[..., -1] > 0.9).all())
 
 
 def test_revert_copies_and_state() -> None:
@@ -320,6 +335,21 @@ def test_the_module_is_the_function(options: dict[str, Any]) -> None:
     set_modes(module, "quantize")
     assert not torch.equal(module(q, k, v, **options), expected)
     assert type(revert_(module)).__name__ == "ScaledDotProductAttention"
+
+
+@pytest.mark.parametrize("as_numbers", [False, True])
+def test_a_row_without_a_key_is_that_of_the_function(as_numbers: bool) -> None:
+    q, k, v = (torch.randn(2, 3, 4, 5) for _ in range(3))
+    mask = torch.ones(4, 4, dtype=torch.bool)
+    mask[1] = False
+    if as_numbers:
+        mask = torch.zeros(4, 4).masked_fill(~mask, -torch.inf)
+    module = QuantScaledDotProductAttention()
+    expected = F.scaled_dot_product_attention(q, k, v, mask)
+    set_modes(module, "observe")
+    torch.testing.assert_close(module(q, k, v, mask), expected, rtol=0, atol=1e-6)
+    set_modes(module, "quantize")
+    assert not module(q, k, v, mask)[..., 1, :].any() and not expected[..., 1, :].any()
 
 
 def test_blocks_follow_the_axis_that_is_summed_over() -> None:

@@ -7,6 +7,7 @@ models. The layers of this file add projections and quantizers.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from typing import ClassVar, cast
 
 import torch
@@ -29,7 +30,7 @@ def is_passive(quantizer: nn.Module) -> bool:
 
 
 def _most_negative(dtype: torch.dtype) -> float:
-    """Return minus infinity for masks: a row that is masked as a whole stays finite."""
+    """Return minus infinity for masks: a softmax of a row that is masked as a whole is finite."""
     return torch.finfo(dtype).min / 4
 
 
@@ -41,19 +42,26 @@ def additive_mask(mask: Tensor, excluded: Tensor | None, dtype: torch.dtype) -> 
     return zeros.masked_fill(excluded, _most_negative(dtype))
 
 
+def _excluded(mask: Tensor) -> Tensor:
+    """Return where a mask of :class:`torch.nn.MultiheadAttention` excludes a key for good."""
+    return mask if mask.dtype is torch.bool else mask == -torch.inf
+
+
 def attend(
     quantizers: tuple[nn.Module, ...],
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
+    unattended: Tensor | None,
     dropout_p: float,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Return attention (..., L, D) and its weights (..., L, S), with quantized operands.
 
     The quantizers are those of the scaled query (..., L, D), the transposed key (..., S, D), the
-    value (..., S, D) and the softmax; the mask is added to the scores.
+    value (..., S, D) and the softmax; the mask is added to the scores. Rows that are
+    ``unattended``, bools (..., L, 1), have no key: their weights and results are 0.
     """
     of_query, of_key, of_value, of_weights = quantizers
     # The key is transposed before it is quantized: a Transpose between DequantizeLinear and MatMul
@@ -61,7 +69,11 @@ def attend(
     scores = of_query(query * scale) @ of_key(key.transpose(-2, -1))
     weights = (scores if mask is None else scores + mask).softmax(-1)
     weights = of_weights(F.dropout(weights, dropout_p) if dropout_p else weights)
-    return weights @ of_value(value), weights
+    result = weights @ of_value(value)
+    if unattended is None:
+        return result, weights
+    # Behind the product, so that nothing stands between the softmax and its quantizer.
+    return result.masked_fill(unattended, 0), weights.masked_fill(unattended, 0)
 
 
 class ProjectedAttention(nn.Module):
@@ -108,12 +120,15 @@ class ProjectedAttention(nn.Module):
         second = first if key is query else self._batch_first(key, batched)
         third = second if value is key else self._batch_first(value, batched)
         q, k, v = self._heads(self._project(first, second, third))
-        mask = self._mask(attn_mask, key_padding_mask, q)
+        masks = self._masks(attn_mask, key_padding_mask)
+        mask = self._additive_mask(masks, q)
         products = self._quantizers(self.products)
         dropout_p = self.dropout if self.training else 0.0
         weights = None
         if need_weights or not all(map(is_passive, products)):
-            y, weights = attend(products, q, k, v, mask, dropout_p, 1 / math.sqrt(self.head_dim))
+            scale = 1 / math.sqrt(self.head_dim)
+            unattended = self._unattended(masks)
+            y, weights = attend(products, q, k, v, mask, unattended, dropout_p, scale)
         else:
             y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p)
         y = self._project_out(y.transpose(1, 2).flatten(2))
@@ -157,10 +172,10 @@ class ProjectedAttention(nn.Module):
             result.append(F.pad(x, (0, 0, 0, 1)) if number and self.add_zero_attn else x)
         return tuple(result)
 
-    def _mask(
-        self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor
-    ) -> Tensor | None:
-        """Return one additive mask that broadcasts with (N, heads, L, S), or None."""
+    def _masks(
+        self, attn_mask: Tensor | None, key_padding_mask: Tensor | None
+    ) -> Sequence[Tensor]:
+        """Return the masks that are given, so that they broadcast with (N, heads, L, S)."""
         masks = []
         if attn_mask is not None and attn_mask.dim() == 3:
             masks.append(attn_mask.view(-1, self.num_heads, *attn_mask.shape[1:]))
@@ -170,14 +185,29 @@ class ProjectedAttention(nn.Module):
             batched = key_padding_mask.dim() == 2
             padded = key_padding_mask if batched else key_padding_mask.unsqueeze(0)
             masks.append(padded[:, None, None, :])
+        return masks
+
+    @property
+    def _extra_keys(self) -> int:
+        """The number of keys beside those of the input, which no mask excludes."""
+        return int(self.bias_k is not None) + int(self.add_zero_attn)
+
+    def _additive_mask(self, masks: Sequence[Tensor], query: Tensor) -> Tensor | None:
+        """Return one mask to add to the scores, or None."""
         if not masks:
             return None
         added = [
             additive_mask(mask, mask if mask.dtype is torch.bool else None, query.dtype)
             for mask in masks
         ]
-        extra = int(self.bias_k is not None) + int(self.add_zero_attn)
-        return F.pad(sum(added[1:], added[0]), (0, extra))
+        return F.pad(sum(added[1:], added[0]), (0, self._extra_keys))
+
+    def _unattended(self, masks: Sequence[Tensor]) -> Tensor | None:
+        """Return which rows have no key left, (N, heads, L, 1) or what broadcasts, or None."""
+        if not masks or self._extra_keys:
+            return None
+        excluded = reduce(torch.logical_or, map(_excluded, masks))
+        return excluded.all(-1, keepdim=True)
 
 
 def _product_descriptors(input: QuantDescriptor | None) -> tuple[QuantDescriptor | None, ...]:
@@ -204,8 +234,8 @@ def _thirds(packed: Tensor) -> tuple[Tensor, ...]:
 class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention):
     """:class:`ScaledDotProductAttention` with the operands of both matrix products quantized.
 
-    They are the scaled query, the transposed key, the softmax (unsigned) and the value. A row
-    whose keys are all masked attends to all of them alike.
+    They are the scaled query, the transposed key, the softmax (unsigned) and the value. The result
+    of a row whose keys are all masked is 0, as that of torch.
     """
 
     input_slots = ("input", "key", "value", "softmax")
@@ -239,16 +269,20 @@ class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention):
             heads = query.shape[-3]
             key = key.repeat_interleave(heads // key.shape[-3], dim=-3)
             value = value.repeat_interleave(heads // value.shape[-3], dim=-3)
+        unattended = None
         if is_causal:
             shape = (query.shape[-2], key.shape[-2])
             device = query.device
             attn_mask = torch.ones(shape, dtype=torch.bool, device=device).tril()
+        elif attn_mask is not None:
+            is_bool = attn_mask.dtype is torch.bool
+            unattended = _excluded(~attn_mask if is_bool else attn_mask).all(-1, keepdim=True)
         if attn_mask is not None:
             excluded = ~attn_mask if attn_mask.dtype is torch.bool else None
             attn_mask = additive_mask(attn_mask, excluded, query.dtype)
         with constant_while_tracing():
             scale = 1 / math.sqrt(int(query.shape[-1])) if scale is None else scale
-        return attend(quantizers, query, key, value, attn_mask, dropout_p, scale)[0]
+        return attend(quantizers, query, key, value, attn_mask, unattended, dropout_p, scale)[0]
 
 
 @register(nn.MultiheadAttention)
@@ -264,8 +298,8 @@ class QuantMultiheadAttention(QuantModule, ProjectedAttention, nn.MultiheadAtten
     ``value_heads_quantizer`` and ``softmax_quantizer`` (unsigned). These four are off unless
     ``quantize_`` turns them on, as for "onnxruntime" and "openvino".
 
-    With every quantizer off this is torch's own forward, bit for bit. Otherwise a row whose keys
-    are all masked attends to all of them alike, where torch gives NaN or zero.
+    With every quantizer off this is torch's own forward, bit for bit. Otherwise the weights of a
+    row whose keys are all masked are 0, where torch gives 0 or NaN: calibration refuses NaN.
 
     Raises:
         QuantizationError: An input is a nested tensor, which only torch's fused kernel accepts.
@@ -379,7 +413,9 @@ class QuantTransformerEncoder(_WithoutFusedKernel, nn.TransformerEncoder):
     """:class:`torch.nn.TransformerEncoder` that passes padded tensors to its layers.
 
     With a padding mask, in eval mode, torch packs the batch into a nested tensor for the fused
-    kernel of the layers. Quantized layers do not accept nested tensors.
+    kernel of the layers. Quantized layers do not accept nested tensors. So the results at padded
+    positions are those that torch gives with gradients, where without them it gives 0; all others
+    are the same.
     """
 
     setting = "use_nested_tensor"
