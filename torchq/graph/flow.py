@@ -19,6 +19,7 @@ from torchq.graph.operators import (
     reads_metadata,
 )
 from torchq.graph.tracing import is_torch_leaf
+from torchq.graph.values import ValueTracker
 from torchq.utils import random_kept, untouched
 
 #: How the names of functions begin that make random numbers.
@@ -199,8 +200,10 @@ def _is_random(function: str) -> bool:
 class _Recorder(TorchFunctionMode):
     """Notes every torch function that is called outside leaf modules, which hooks note."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, tracker: ValueTracker | None) -> None:
         super().__init__()
+        self._tracker = tracker
+        self.is_showing = False
         self.names = {id(module): name for name, module in model.named_modules()}
         self.owners: dict[int, tuple[str, nn.Module]] = {}
         self.holders: dict[int, set[int]] = {}
@@ -258,9 +261,9 @@ class _Recorder(TorchFunctionMode):
         out: object = None,
     ) -> None:
         """Let a function see a call, and record nothing of what it computes."""
-        self.depth += 1
+        self.is_showing = True
         see(args, kwargs, out)
-        self.depth -= 1
+        self.is_showing = False
 
     def note_parameters(self, module: nn.Module | None, *values: object) -> None:
         """Note the modules whose parameters a call reads, other than the called ``module``."""
@@ -281,14 +284,21 @@ class _Recorder(TorchFunctionMode):
             self._stored.update(map(id, results))
         self._alive += results
 
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if self._tracker is None:
+            return func(*args, **kwargs)
+        return self._tracker.run(func, args, kwargs)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.depth or "metadata" in effects_of(function_name(func)):
+        if self.is_showing:
             return func(*args, **kwargs)
+        if self.depth or "metadata" in effects_of(function_name(func)):
+            return self._run(func, args, kwargs)
         values = read_arguments(function_name(func), args, kwargs)
         inputs = self.sources(values)
         read = {id(tensor) for tensor in tensors_in(values)}
-        out = func(*args, **kwargs)
+        out = self._run(func, args, kwargs)
         name = function_name(func)
         module = None
         if _is_layer(func):
@@ -319,6 +329,7 @@ def record(
     *,
     forward: Forward | None = None,
     watch: Mapping[nn.Module, Callable[[Any, Any, Any], None]] | None = None,
+    tracker: ValueTracker | None = None,
 ) -> Flow:
     """Run ``model`` once on ``example``, in eval mode without gradients, and return its flow.
 
@@ -329,8 +340,9 @@ def record(
         forward: called as ``forward(model, example)`` instead of the model itself.
         watch: module -> a function of its arguments, keyword arguments and result that is called
             before each of its calls, with None as the result, and after it, unrecorded.
+        tracker: follows the values of the run; functions of ``watch`` may ask it.
     """
-    recorder = _Recorder(model)
+    recorder = _Recorder(model, tracker)
     call = prepared_call(model, example, forward=forward)
     leaf = (recorder.begin_leaf, recorder.end_leaf)
     inner = (recorder.enter, recorder.leave)

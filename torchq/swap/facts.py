@@ -8,23 +8,18 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from torchq.descriptor import QuantDescriptor
 from torchq.fusion.modules import is_norm
 from torchq.graph import (
     Flow,
-    effects_of,
     is_torch_leaf,
-    never_negative,
-    operator_name,
     record,
     tensors_in,
-    version_of,
 )
 from torchq.graph.operators import CONVOLUTIONS
+from torchq.graph.values import ValueTracker
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.nn.modules.operators import QuantCat
 from torchq.runtime import Codes, Runtime
@@ -164,7 +159,7 @@ class _Seen:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._roots = _Roots()
+        self._tracker = ValueTracker()
         self.values: list[Value] = []
         self._results: dict[str, list[int]] = {}
         self._of_norms: dict[str, list[int]] = {}
@@ -178,9 +173,8 @@ class _Seen:
                 if isinstance(module, TensorQuantizer):
                     stack.enter_context(module.register_forward_hook(_as_new_tensor))
             stack.enter_context(computing_in_float(self._model))
-            stack.enter_context(self._roots)
-            flow = record(self._model, example, is_leaf, watch=watched)
-        self._roots.forget()
+            flow = record(self._model, example, is_leaf, watch=watched, tracker=self._tracker)
+        self._tracker.forget()
         names = ("values", "reached")
         return {"flow": flow, **{name: getattr(self, name) for name in names}}
 
@@ -211,14 +205,14 @@ class _Seen:
             if isinstance(module, QuantCat) and module.ranges == 1 and args:
                 self._concatenated(f"{path}.input_quantizer", module, args[0])
         elif isinstance(module, CONVOLUTIONS) and isinstance(result, Tensor):
-            self._results.setdefault(path, []).append(self._roots.of(result))
+            self._results.setdefault(path, []).append(self._tracker.root_of(result))
         elif is_norm(module):
             self._normalised(path, args, kwargs, result)
 
     def _normalised(self, path: str, args: Any, kwargs: Any, result: Any) -> None:
         """Note the result of a BatchNorm, which may be folded into the layer in front of it."""
         if isinstance(result, Tensor):
-            self._of_norms.setdefault(path, []).append(self._roots.of(result))
+            self._of_norms.setdefault(path, []).append(self._tracker.root_of(result))
 
     def _concatenated(self, slot: str, module: QuantCat, tensors: Any) -> None:
         is_quantized = isinstance(module.input_quantizer, TensorQuantizer)
@@ -228,16 +222,18 @@ class _Seen:
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
                 size = float(tensor.abs().max()) if tensor.numel() else 0.0
                 is_signed = bool(tensor.numel()) and bool(tensor.min() < 0)
-                root = self._roots.of(tensor)
+                root = self._tracker.root_of(tensor)
                 key = _key(tensor)
-                proved = self._roots.is_nonnegative(tensor)
+                proved = self._tracker.is_nonnegative(tensor)
                 self.values.append(Value(slot, root, key, position, size, is_signed, proved))
 
     def _read(self, slot: str, args: Any, kwargs: Any, result: Any) -> None:
         if result is None and args:
             x = args[0]
-            proved = self._roots.is_nonnegative(x)
-            self.values.append(Value(slot, self._roots.of(x), _key(x), is_nonnegative=proved))
+            proved = self._tracker.is_nonnegative(x)
+            self.values.append(
+                Value(slot, self._tracker.root_of(x), _key(x), is_nonnegative=proved)
+            )
 
 
 def _as_new_tensor(quantizer: nn.Module, args: Any, result: Tensor) -> Tensor:
@@ -247,63 +243,3 @@ def _as_new_tensor(quantizer: nn.Module, args: Any, result: Tensor) -> Tensor:
 
 def _key(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.numel()
-
-
-def adds_zeros(function: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """Return True for a call that pads a tensor with zeros; ``arguments`` are those behind it."""
-    values = {**dict(zip(("pad", "mode", "value"), arguments, strict=False)), **options}
-    return (
-        function == "pad" and values.get("mode") in (None, "constant") and not values.get("value")
-    )
-
-
-class _Roots(TorchFunctionMode):
-    """Tells which tensors hold the same values, and which no negative ones, while it is active."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._origin: dict[int, int] = {}
-        # An id is unique while its tensor lives; the copy shows changes in place.
-        self._alive: dict[int, tuple[Tensor, Tensor]] = {}
-        self._count = 0
-        self._nonnegative: dict[int, tuple[Tensor, int]] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Carry out ``func``; the result of one that moves values has the origin of its input."""
-        name = operator_name(func)
-        proved = never_negative(name, args, kwargs or {}, self.is_nonnegative)
-        out = func(*args, **(kwargs or {}))
-        for tensor in tensors_in(out) if proved else ():
-            self._nonnegative[id(tensor)] = (tensor, version_of(tensor))
-        moves = not {"move", "max"}.isdisjoint(effects_of(name))
-        moves |= adds_zeros(name, args[1:], kwargs or {})
-        if moves and args and isinstance(args[0], Tensor) and isinstance(out, Tensor):
-            origin = self.of(args[0])
-            if not self._is_known(out):
-                self._keep(out, origin)
-        return out
-
-    def is_nonnegative(self, tensor: Tensor) -> bool:
-        """Return True if operators show that a tensor holds no negative value."""
-        noted = self._nonnegative.get(id(tensor))
-        return noted is not None and noted[1] == version_of(tensor)
-
-    def of(self, tensor: Tensor) -> int:
-        """Return the number that stands for the values of a tensor."""
-        if not self._is_known(tensor):
-            self._keep(tensor, self._count)
-            self._count += 1
-        return self._origin[id(tensor)]
-
-    def _is_known(self, tensor: Tensor) -> bool:
-        noted = self._alive.get(id(tensor))
-        return noted is not None and torch.equal(noted[1], tensor)
-
-    def _keep(self, tensor: Tensor, origin: int) -> None:
-        self._alive[id(tensor)] = (tensor, tensor.clone())
-        self._origin[id(tensor)] = origin
-
-    def forget(self) -> None:
-        """Let the tensors go."""
-        self._alive.clear()
-        self._nonnegative.clear()

@@ -17,11 +17,12 @@ from torchq.descriptor import QuantDescriptor
 from torchq.formats import PerTensor
 from torchq.graph import OPERATORS, Call, Flow, effects_of, operator_named
 from torchq.graph.operators import CONVOLUTIONS, LAYERS
+from torchq.graph.values import adds_zeros
 from torchq.nn import (
     Add,
 )
 from torchq.runtime import PlanPass, Runtime
-from torchq.swap.facts import Facts, Value, adds_zeros
+from torchq.swap.facts import Facts, Value
 from torchq.swap.grids import has_choice, in_codes, in_file
 from torchq.swap.heads import behind_last_layers, heads_in_float
 from torchq.swap.plan import ALREADY, Decision, Plan, canonical_groups
