@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchq.onnx.ir import Model, Node, Value, is_constant, names, nodes_of, readers
-from torchq.onnx.qdq import FLOAT_WEIGHT
+from torch import Tensor
+
+from torchq.onnx.ir import Model, Node, Value, infer_shapes, is_constant, names, nodes_of, readers
+from torchq.onnx.qdq import FLOAT_WEIGHT, read_record
+
+#: The entry of the record that holds the lengths of open dimensions in the example of an export.
+EXAMPLE_LENGTHS = "example_lengths"
 
 #: Operators whose result is a sum of products of their first two inputs.
 _PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "Einsum")
@@ -44,9 +50,14 @@ class Coverage:
 
     @classmethod
     def of(cls, graph: Model) -> Coverage:
-        """Return the coverage of a file as it is written; its runtime may have fewer kernels."""
+        """Return the coverage of a file as it is written; its runtime may have fewer kernels.
+
+        The graph gets the shapes of its values, which TorchScript leaves out.
+        """
+        infer_shapes(graph)
         nodes = nodes_of(graph, *_PRODUCTS, *_RECURRENT)
-        work = {id(node): _multiply_adds(node) for node in nodes}
+        lengths = _recorded_lengths(graph)
+        work = {id(node): _multiply_adds(node, lengths) for node in nodes}
         weights = [node for node in nodes if _has_float_weight(node)]
         coded = [node for node in nodes if _reads_codes(node)]
         norms = [node for node in coded if _stands_before_norm(node)]
@@ -133,29 +144,50 @@ def _before_moves(value: Value) -> Value:
     return value
 
 
-def _multiply_adds(node: Node) -> float:
-    """Return the products of one node for one sample: open lengths and unknown ones count as 1."""
+def example_lengths(graph: Model, feeds: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the open lengths of a file by name, but those of batches, as its example has them."""
+    lengths: dict[str, int] = {}
+    for value in graph.graph.inputs:
+        example = feeds.get(str(value.name))
+        dims = () if value.shape is None or example is None else tuple(value.shape)[1:]
+        for number, dim in enumerate(dims, start=1):
+            if not isinstance(dim, int) and example is not None:
+                lengths[str(dim.value)] = example.shape[number]
+    return lengths
+
+
+def _recorded_lengths(graph: Model) -> dict[str, int]:
+    """Return the lengths that an export noted; none from a record that is damaged."""
+    recorded = read_record(graph).get(EXAMPLE_LENGTHS)
+    entries = recorded.items() if isinstance(recorded, dict) else ()
+    return {name: length for name, length in entries if isinstance(length, int) and length > 0}
+
+
+def _multiply_adds(node: Node, lengths: Mapping[str, int]) -> float:
+    """Return the products of one node for one sample: lengths that are not known count as 1."""
+
+    def dims(value: Value) -> list[int]:
+        return _dims(value, lengths)
+
+    def size(value: Value) -> int:
+        return math.prod(dims(value))
+
     factors = _factors(node)
-    sizes = [_size(value) for value in factors]
+    sizes = [size(value) for value in factors]
     if node.op_type in _RECURRENT:
-        steps = _dims(factors[0])[:1]
+        steps = dims(factors[0])[:1]
         return math.prod(steps) * sum(sizes[1:])
     if node.op_type == "ConvTranspose":
-        return math.prod(_dims(factors[0])[2:]) * sizes[1]
+        return math.prod(dims(factors[0])[2:]) * sizes[1]
     if node.op_type == "Conv":
-        return math.prod(_dims(node.outputs[0])[2:]) * sizes[1]
+        return math.prod(dims(node.outputs[0])[2:]) * sizes[1]
     if node.op_type == "Einsum":
         return max(sizes)
-    depth = _dims(factors[0])[-1:]
-    return _size(node.outputs[0]) * math.prod(depth)
+    return size(node.outputs[0]) * math.prod(dims(factors[0])[-1:])
 
 
-def _size(value: Value) -> int:
-    return math.prod(_dims(value))
-
-
-def _dims(value: Value) -> list[int]:
-    """Return the lengths of a value, 1 for those that are open; TorchScript leaves some out."""
+def _dims(value: Value, lengths: Mapping[str, int]) -> list[int]:
+    """Return the lengths of a value, 1 for those that are not known."""
     if value.shape is None:
         return []
-    return [dim if isinstance(dim, int) else 1 for dim in value.shape]
+    return [dim if isinstance(dim, int) else lengths.get(str(dim.value), 1) for dim in value.shape]

@@ -18,8 +18,8 @@ from torchq.errors import ExportError
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.nn.correction import folded_corrections
 from torchq.nn.integer_bias import rounded_biases
-from torchq.onnx.coverage import Coverage
-from torchq.onnx.interface import ExampleCall, fixes_batch
+from torchq.onnx.coverage import EXAMPLE_LENGTHS, Coverage, example_lengths
+from torchq.onnx.interface import ExampleCall, fixes_batch, output_names_in
 from torchq.onnx.ir import (
     Model,
     Rewrite,
@@ -31,6 +31,7 @@ from torchq.onnx.ir import (
     save_model,
     set_opset,
 )
+from torchq.onnx.lengths import problem_with_half, token_lengths
 from torchq.onnx.passes import EXPORT_PASSES
 from torchq.onnx.passes.pairs import merge_duplicates
 from torchq.onnx.preflight import (
@@ -165,7 +166,9 @@ def export_onnx(
         dynamic_batch: Leave the first dimension of every tensor argument open. Where torch cannot
             trace that, the file has the batch size of the example, and a warning says so. A model
             that was read from a file with a fixed batch size keeps that.
-        dynamic_shapes: More open dimensions: input name -> {dimension: name}.
+        dynamic_shapes: More open dimensions: input name -> {dimension: name}. None opens the number
+            of tokens, the second dimension of arguments named ``..._ids`` and ``..._mask``, where
+            the model runs with half as many; ``{}`` leaves all of them fixed.
         input_names: Names in the file; default those of the file that the model was read from
             (:func:`torchq.from_onnx` and its like), or the arguments of ``forward``.
         output_names: Names in the file; default those of the file that the model was read from, or
@@ -195,9 +198,12 @@ def export_onnx(
     modern = choose_exporter(dynamo, version)
     active = check_quantizers(model, version, runtime)
     warn_of_own_grid(model, active, runtime)
-    names = (dynamic_shapes, input_names, output_names)
+    names = (input_names, output_names)
     batches = (True, False) if dynamic_batch and not fixes_batch(model) else (False,)
-    calls = [ExampleCall(model, example, is_open, *names) for is_open in batches]
+    calls = [ExampleCall(model, example, is_open, dynamic_shapes, *names) for is_open in batches]
+    lengths = _open_lengths(model, example) if dynamic_shapes is None else {}
+    if lengths:
+        calls.insert(0, ExampleCall(model, example, batches[0], lengths, *names))
     stages = progress_stages("export", _STAGES, enabled=progress)
     with folded_corrections(model), stages as next_stage:
         graph = _first_that_traces(calls, version, modern, active)
@@ -207,6 +213,8 @@ def export_onnx(
         broken_rules = _shape_for(runtime, graph)
         next_stage()
         write_record(graph, target=None if runtime is None else runtime.name)
+        if recorded := example_lengths(graph, graph.meta["feeds"]()):
+            write_record(graph, **{EXAMPLE_LENGTHS: recorded})
         size = save_model(graph, path)
     exporter = "dynamo" if modern else "torchscript"
     coverage = Coverage.of(graph)
@@ -337,7 +345,7 @@ def _traced(
         stack.enter_context(evaluating(call.model))
         stack.enter_context(rounded_biases(call.model))
         stack.enter_context(marking(call.model, active, opset))
-        stack.enter_context(_without_unknown_outputs(call.model))
+        names = stack.enter_context(_known_outputs(call.model))
         stack.enter_context(plain_attention())
         graph = run_dynamo(call, opset) if modern else run_torchscript(call, opset)
     if not graph.graph.outputs:
@@ -345,43 +353,81 @@ def _traced(
             f"export_onnx: {type(call.model).__name__} returns no tensor; expected one at least"
         )
     write_pairs(graph, active, opset)
+    if call.output_names is None:
+        _name_outputs(graph, names)
     return graph
+
+
+def _name_outputs(graph: Model, names: Sequence[str]) -> None:
+    """Give the outputs of a graph the names that the model has for them, if it has any."""
+    outputs = graph.graph.outputs
+    values = [value for node in graph.graph for value in node.outputs]
+    values += [*graph.graph.inputs, *graph.graph.initializers.values()]
+    taken = {str(value.name) for value in values if value not in outputs}
+    if len(names) == len(outputs) == len({*names} - taken):
+        for value, name in zip(outputs, names, strict=True):
+            value.name = name
 
 
 def _first_that_traces(
     calls: Sequence[ExampleCall], opset: int, modern: bool, active: Mapping[str, TensorQuantizer]
 ) -> Model:
-    """Trace the first call; if torch cannot, trace the second one, with a fixed batch, and warn.
+    """Trace the first call; if torch cannot, the next one, with fewer open dimensions, and warn.
 
     A model that has stored the batch size of an earlier call cannot be traced for any other.
     """
-    try:
-        return _traced(calls[0], opset, modern, active)
-    except TorchExportError as error:
-        if len(calls) == 1:
-            raise
-        first = error
-    try:
-        graph = _traced(calls[1], opset, modern, active)
-    except TorchExportError:
-        raise first from None
-    reason = str(first).partition(". dynamo=")[0].removeprefix("export_onnx: ")
-    warnings.warn(
-        f"export_onnx: {reason} with an open batch size, so the file has the fixed batch size of "
-        "the example. Pass dynamic_batch=False to say so",
-        stacklevel=3,
-    )
-    return graph
+    first: TorchExportError | None = None
+    for call in calls:
+        try:
+            graph = _traced(call, opset, modern, active)
+        except TorchExportError as error:
+            first = first or error
+            continue
+        if first is not None:
+            _warn_of_fixed(calls[0], call, first)
+        return graph
+    assert first is not None
+    raise first
+
+
+def _warn_of_fixed(asked: ExampleCall, traced: ExampleCall, error: TorchExportError) -> None:
+    """Warn that dimensions have the size of the example, as torch cannot trace them open."""
+    reason = str(error).partition(". dynamo=")[0].removeprefix("export_onnx: ")
+    batch = "an open batch size, so the file has the fixed batch size of the example"
+    lengths = "open numbers of tokens, so the file takes as many as the example has"
+    is_batch_fixed = _opens(asked, 0) and not _opens(traced, 0)
+    what = batch if is_batch_fixed else lengths
+    option = "dynamic_batch=False" if is_batch_fixed else "dynamic_shapes={}"
+    warnings.warn(f"export_onnx: {reason} with {what}. Pass {option} to say so", stacklevel=4)
+
+
+def _opens(call: ExampleCall, dimension: int) -> bool:
+    return any(dimension in dims for dims in call.shapes.values())
+
+
+def _open_lengths(model: nn.Module, example: object) -> dict[str, dict[int, str]]:
+    """Return the dimensions that count tokens; none, with a warning, where the model fixes them."""
+    lengths = token_lengths(model, example)
+    problem = problem_with_half(model, example, lengths) if lengths else ""
+    if problem:
+        warnings.warn(
+            f"export_onnx: {', '.join(lengths)}: the model takes no other number of tokens than "
+            f"the example has ({problem}), and so does the file. Pass dynamic_shapes={{}} to say "
+            "so",
+            stacklevel=3,
+        )
+    return {} if problem else lengths
 
 
 @contextmanager
-def _without_unknown_outputs(model: nn.Module) -> Iterator[None]:
-    """Leave out of the outputs what is no tensor, number or text, and warn of it.
+def _known_outputs(model: nn.Module) -> Iterator[list[str]]:
+    """Leave out of the outputs what is no tensor, number or text, warn of it, and note their names.
 
     The exporters refuse objects of unknown classes, such as the cache of keys and values that
     language models of Hugging Face return beside their logits.
     """
     dropped: set[str] = set()
+    names: list[str] = []
 
     def known(value: object) -> Any:
         if value is None or isinstance(value, (Tensor, bool, int, float, str)):
@@ -397,9 +443,14 @@ def _without_unknown_outputs(model: nn.Module) -> Iterator[None]:
         dropped.add(qualified_name(type(value)))
         return None
 
-    handle = model.register_forward_hook(lambda module, args, out: known(out))
+    def noted(module: nn.Module, args: Any, out: Any) -> Any:
+        result = known(out)
+        names[:] = output_names_in(result)
+        return result
+
+    handle = model.register_forward_hook(noted)
     try:
-        yield
+        yield names
     finally:
         handle.remove()
     if dropped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -48,6 +49,29 @@ def output_names_of(model: nn.Module) -> list[str] | None:
     (results,) = model.graph.output_node().args
     count = len(results) if isinstance(results, (tuple, list)) else 1
     return names if len(names) == count else None
+
+
+def output_names_in(result: object) -> list[str]:
+    """Return a name for each tensor that a model returns; none where it names none of them.
+
+    Keys of mappings and fields of dataclasses are names, with a number behind them inside lists.
+    """
+    names = [*_names_in(result, "")]
+    return names if any(not name.startswith("output") for name in names) else []
+
+
+def _names_in(result: object, name: str) -> Iterator[str]:
+    if isinstance(result, Tensor):
+        yield name or "output"
+    elif isinstance(result, Mapping):
+        for key, member in result.items():
+            yield from _names_in(member, str(key))
+    elif isinstance(result, (tuple, list)):
+        for number, member in enumerate(result):
+            yield from _names_in(member, f"{name or 'output'}_{number}")
+    elif dataclasses.is_dataclass(result) and not isinstance(result, type):
+        for field in dataclasses.fields(result):
+            yield from _names_in(getattr(result, field.name), field.name)
 
 
 def fixes_batch(model: nn.Module) -> bool:

@@ -135,6 +135,11 @@ def run_passes(model: Model, passes: Iterable[Pass]) -> None:
         remove_unused(model)
 
 
+def infer_shapes(model: Model) -> None:
+    """Give the values of a graph the shapes that ONNX can tell; other values stay without."""
+    _passes.ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
+
+
 def names(text: str) -> frozenset[str]:
     """Return the names in a text, which are separated by spaces."""
     return frozenset(text.split())

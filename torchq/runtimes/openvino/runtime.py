@@ -238,7 +238,8 @@ def _bound(compiled: Any) -> Run:
             request = compiled.create_infer_request()
         try:
             for index, port_names in enumerate(names):
-                (array,) = (value.numpy() for name, value in feeds.items() if name in port_names)
+                (value,) = (value for name, value in feeds.items() if name in port_names)
+                array = value.contiguous().numpy()
                 request.set_input_tensor(index, tensor_of(array, shared_memory=True))
             request.infer()
             # Copies, because the next call overwrites what a request returns.
