@@ -15,12 +15,13 @@ pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 PAGE = Path(__file__).parents[2] / "docs" / "howto.md"
 
 
-def recipe(containing: str, **names: Any) -> dict[str, Any]:
-    """Return the names that a code block of the page defines."""
+def recipe(containing: str, instead: tuple[str, str] = ("", ""), **names: Any) -> dict[str, Any]:
+    """Return the names that a code block of the page defines, with one text instead of another."""
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.S | re.M)
     (block,) = (block for block in blocks if containing in block)
     found = {"torch": torch, "torchq": torchq, **names}
-    exec(compile(block, PAGE.name, "exec"), found)
+    assert instead[0] in block
+    exec(compile(block.replace(*instead), PAGE.name, "exec"), found)
     return found
 
 

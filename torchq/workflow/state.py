@@ -277,7 +277,9 @@ def _check_tensors(model: nn.Module, state: Mapping[str, Any]) -> None:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise QuantizationError(
             f"load: {qualified_name(type(model))}: {'; '.join(sorted(problems)[:5])}{more}; "
-            "expected the tensors of the model. Load into the architecture that was saved"
+            "expected the tensors of the model. Load into the architecture that was saved; "
+            "transformers 5 keeps the names of tensors with "
+            "save_pretrained(folder, save_original_format=False)"
         )
 
 
