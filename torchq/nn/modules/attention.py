@@ -172,9 +172,7 @@ class ProjectedAttention(nn.Module):
             result.append(F.pad(x, (0, 0, 0, 1)) if number and self.add_zero_attn else x)
         return tuple(result)
 
-    def _masks(
-        self, attn_mask: Tensor | None, key_padding_mask: Tensor | None
-    ) -> Sequence[Tensor]:
+    def _masks(self, attn_mask: Tensor | None, key_padding_mask: Tensor | None) -> Sequence[Tensor]:
         """Return the masks that are given, so that they broadcast with (N, heads, L, S)."""
         masks = []
         if attn_mask is not None and attn_mask.dim() == 3:
