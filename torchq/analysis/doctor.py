@@ -36,7 +36,15 @@ from torchq.graph import Forward, call_model
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.swap import plan_of
 from torchq.swap.plan import Decision, Plan
-from torchq.utils import device_of, kept_batches, progress_bar, uncompiled, unwrapped, wrap
+from torchq.utils import (
+    device_of,
+    kept_batches,
+    network_of,
+    progress_bar,
+    uncompiled,
+    unwrapped,
+    wrap,
+)
 from torchq.workflow import quantizers, weight_quantizers
 from torchq.workflow.correction import uncorrected
 
@@ -149,6 +157,7 @@ def doctor(
         >>> [finding.kind for finding in torchq.doctor(model).errors]
         ['uncalibrated', 'uncalibrated']
     """
+    model = network_of(model)
     model = unwrapped(model)
     user_metric(_WHERE, metric)
     sample_batches = None if batches is None else kept_batches(_WHERE, batches, num_batches)

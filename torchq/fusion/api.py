@@ -28,6 +28,7 @@ from torchq.graph import Graph, call_model, graph_pass, tensors_in
 from torchq.utils import (
     copy_module,
     evaluating,
+    network_of,
     progress_bar,
     progress_stages,
     random_seeded,
@@ -200,6 +201,7 @@ def fuse_(
         1 fused, 0 refused, applied
           0  <- 1  [norm after layer, fx, error ...]
     """
+    model = network_of(model)
     _check_model(model)
     # Some kernels are read from gradients, and new parameters are to be trained.
     with (

@@ -61,6 +61,7 @@ from torchq.utils import (
     bullets,
     deployed_part,
     evaluating,
+    network_of,
     plain_attention,
     progress_stages,
     qualified_name,
@@ -311,6 +312,7 @@ def unwrap(model: nn.Module) -> nn.Module:
             its forward in autocast; the file would compute in bfloat16, for which ONNX Runtime has
             few kernels.
     """
+    model = network_of(model)
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return unwrap(model.module)
     if isinstance(model, torch.jit.ScriptModule) or type(model).__name__ == "OptimizedModule":

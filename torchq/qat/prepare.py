@@ -15,7 +15,7 @@ from torchq.nn.convert import unchanged_on_error
 from torchq.swap import Plan, quantize_
 from torchq.swap.apply import keep_plan
 from torchq.swap.folds import narrow_weights_
-from torchq.utils import Pattern, device_of
+from torchq.utils import Pattern, device_of, network_of
 from torchq.workflow import CalibrationReport, calibrate, quantizers, weight_quantizers
 
 #: Enough for ranges that training starts from.
@@ -176,6 +176,7 @@ def prepare(
         BatchNorm: 1 layers train along; fuse_ folds them afterwards
         >>> optimizer = torch.optim.SGD(prepared.param_groups, momentum=0.9)
     """
+    model = network_of(model)
     first, batches = _with_first(loader)
     # A forward of the user's own knows how to read a batch, and nobody else does.
     example = None

@@ -15,7 +15,7 @@ from torchq.runtimes.engine import Engine, Task
 from torchq.runtimes.fastest import build_fastest
 from torchq.runtimes.file_engine import EngineModule
 from torchq.runtimes.torch import Torch
-from torchq.utils import kept_batches, uncompiled
+from torchq.utils import kept_batches, network_of, uncompiled
 
 #: Instead of the name of a runtime: the fastest one.
 _FASTEST = "fastest"
@@ -87,6 +87,7 @@ def deploy(
         >>> int8.target
         'torch'
     """
+    model = network_of(model)
     sample_batches = [] if batches is None else kept_batches("deploy", batches)
     with uncompiled():
         if target == _FASTEST:

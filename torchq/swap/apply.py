@@ -37,7 +37,14 @@ from torchq.swap.same_results import (
     refusal,
     unrepeatable_module,
 )
-from torchq.utils import device_of, modules_with_names, qualified_name, set_submodule, twin_of
+from torchq.utils import (
+    device_of,
+    modules_with_names,
+    network_of,
+    qualified_name,
+    set_submodule,
+    twin_of,
+)
 
 #: The attribute of a model that holds its plan, for what its modules do not tell: who decided
 #: what, and why modules stay float. What is quantized and how is read from the modules.
@@ -479,6 +486,7 @@ def restore_(model: nn.Module, example: Any = None) -> tuple[str, ...]:
     Raises:
         QuantizationError: The float model computes something else; the model stays quantized.
     """
+    model = network_of(model)
     restored = []
     outcome = None if example is None else Outcome.of(model, example)
     with unchanged_on_error(model):

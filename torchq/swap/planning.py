@@ -48,6 +48,7 @@ from torchq.swap.same_results import (
 from torchq.swap.share import counting_products, warn_if_small, work_of
 from torchq.utils import (
     Pattern,
+    network_of,
     progress_stages,
     qualified_name,
     random_kept,
@@ -110,6 +111,7 @@ def quantize_(
         >>> type(model[0]).__name__
         'QuantConv2d'
     """
+    model = network_of(model)
     stages = progress_stages("quantize", ("plan", "swap"), enabled=progress)
     # What is made in inference mode could not be calibrated or trained outside of it.
     with torch.inference_mode(False), uncompiled(), stages as next_stage:
@@ -204,6 +206,7 @@ def plan(
             selects no module that could be quantized; or nothing at all would be quantized; or
             the model is a program of torch.export.
     """
+    model = network_of(model)
     with torch.inference_mode(False), uncompiled():
         planned = _planned(model, config, include, exclude, target, example)
     warn_if_small(model, planned.share)

@@ -109,6 +109,21 @@ def twin_of(module: nn.Module) -> nn.Module:
     return twin
 
 
+def network_of(model: nn.Module) -> nn.Module:
+    """Return the network of an object that trains it, such as Ultralytics' ``YOLO``.
+
+    The method ``train`` of such a module takes the settings of a training by name, in place of a
+    mode, so that ``model.eval()`` would start one. Its network is its attribute ``model``. Any
+    other module is returned.
+    """
+    inside = getattr(model, "model", None) if isinstance(model, nn.Module) else None
+    if not isinstance(inside, nn.Module) or type(model).train is nn.Module.train:
+        return model
+    parameters = inspect.signature(type(model).train).parameters
+    takes_settings = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return inside if takes_settings and "mode" not in parameters else model
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the module inside wrappers of torch, also of one around another.
 

@@ -169,6 +169,7 @@ def calibrate(
         >>> print(torchq.calibrate(model, [torch.ones(2, 4)], progress=False).batches)
         1
     """
+    model = utils.network_of(model)
     _check_arguments(batches, forward, on_unseen, method, num_batches)
     # Wrappers would exchange buffers in their first forward, and wait for a rank without a batch.
     # In training mode parametrizations such as spectral_norm change where a weight is only read.

@@ -16,7 +16,14 @@ from torchq.nn.given_numbers import checked_numbers
 from torchq.nn.optional_buffers import CORRECTION, FACTORS, HELD, is_record, lacking_keys
 from torchq.swap.apply import apply_, name_quantizers, plan_of, public_path
 from torchq.swap.plan import Plan
-from torchq.utils import deployed_part, qualified_name, replacing, undone_on_error, unwrapped
+from torchq.utils import (
+    deployed_part,
+    network_of,
+    qualified_name,
+    replacing,
+    undone_on_error,
+    unwrapped,
+)
 from torchq.workflow.foreign_files import read_file, record_in
 from torchq.workflow.modes import quantized_weights, quantizers
 
@@ -43,6 +50,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         QuantizationError: The model was returned by :func:`torchq.deploy`, or traced.
         ExportError: The disk is full, or the file cannot be written for another reason.
     """
+    model = network_of(model)
     with _without_wrappers(model) as inside:
         _check_loadable(inside)
         data = {"torchq": plan_of(inside).to_dict(), "state_dict": public_state(inside)}

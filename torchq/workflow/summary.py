@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from torchq.nn import QuantModule, TensorQuantizer
-from torchq.utils import listed, table, wrap
+from torchq.utils import listed, network_of, table, wrap
 
 _SIMULATED = (
     "simulated: tensors are rounded to these formats but stored and computed in floating point"
@@ -133,6 +133,7 @@ def summary(model: nn.Module) -> Summary:
     Returns:
         The rows; ``print`` it.
     """
+    model = network_of(model)
     rows, float_modules, layers = [], [], []
     owners = {id(child): module for module in model.modules() for child in module.children()}
     for name, module in model.named_modules():
