@@ -6,7 +6,7 @@ import logging
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -152,7 +152,11 @@ class ModuleTracer(ForwardTracer):
 
 
 def trace_call(
-    tracer: fx.Tracer, module: nn.Module, given: Mapping[str, Any] | None = None
+    tracer: fx.Tracer,
+    module: nn.Module,
+    given: Mapping[str, Any] | None = None,
+    *,
+    restore: Callable[[], None] | None = None,
 ) -> fx.Graph:
     """Return the graph that ``tracer`` makes of the forward of ``module``.
 
@@ -160,12 +164,15 @@ def trace_call(
     with a default of None, a number or a flag keep that default: otherwise a Proxy would stand in
     for it, and ``if mask is not None`` would take a branch that ordinary calls do not take. A call
     with another value raises an AssertionError that names the argument.
+
+    A forward may store proxies in its modules. ``restore`` takes them out, where a caller keeps the
+    state of the module; None keeps it here.
     """
     function = getattr(type(module), tracer.traced_func_name)
     parameters = list(inspect.signature(function).parameters.values())
     values = {p.name: p.default for p in parameters} | dict(given or {})
     constants = {k: v for k, v in values.items() if v is None or isinstance(v, (bool, int, float))}
-    with state_kept(module):
+    with state_kept(module) if restore is None else nullcontext():
         before = [(tensor, version_of(tensor)) for tensor in _stored_tensors(module)]
         try:
             graph = tracer.trace(module, constants or None)
@@ -175,6 +182,8 @@ def trace_call(
             changed = any(version_of(tensor) != version for tensor, version in before)
             attributes = [v for part in module.modules() for v in vars(part).values()]
             tracer.stores_values = changed or any(map(_holds_proxy, attributes))
+    if restore is not None:
+        restore()
     names = [p.name for p in parameters[1:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for node, name in zip((n for n in graph.nodes if n.op == "placeholder"), names, strict=False):
         # torch.fx numbers arguments that are constant, which would hide them from keyword calls.
@@ -210,8 +219,8 @@ def trace_modules(
     """
     tracer = ModuleTracer(is_leaf)
     tracer.record_stack_traces = record_lines
-    with random_kept(), evaluating(model), state_kept(model):
-        graph = trace_call(tracer, model, given)
+    with random_kept(), evaluating(model), state_kept(model) as restore:
+        graph = trace_call(tracer, model, given, restore=restore)
         for tensor, name in tracer.tensor_attrs.items():
             if not hasattr(model, name.partition(".")[0]):
                 vars(model)[name] = tensor

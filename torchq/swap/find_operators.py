@@ -28,7 +28,7 @@ from torchq.nn.calls.find import Seen
 from torchq.nn.calls.modules import recording_operators, trace_forward
 from torchq.nn.calls.routes import Recorder
 from torchq.nn.modules.operators import OPERATORS, stand_in
-from torchq.utils import modules_with_names
+from torchq.utils import modules_with_names, state_kept
 
 #: The module that stands for each kind of operator.
 MODULES: dict[str, type[nn.Module]] = {kind: OPERATORS[name] for kind, name in KINDS.items()}
@@ -168,9 +168,9 @@ def _traced(module: nn.Module, kinds: frozenset[str]) -> tuple[_Candidates, set[
     candidates: _Candidates = {}
     read_again: set[str] = set()
     hidden = 0
-    with recording_operators([module]) as recorders:
+    with recording_operators([module]) as recorders, state_kept(module) as restore:
         for training in (False, True):
-            graph = trace_forward(module, training)
+            graph = trace_forward(module, training, restore)
             recorder = recorders.get(id(module))
             named = _sites_of_nodes(recorder, graph)
             read_again |= _with_other_readers(module, graph, recorder)

@@ -341,8 +341,10 @@ def undone_on_error(
 
 
 @contextmanager
-def state_kept(model: nn.Module) -> Iterator[None]:
+def state_kept(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Give every module of ``model`` its attributes, containers and buffers back at the end.
+
+    Yields the function that does so, for a block that runs the model several times.
 
     A forward may store results in its module, and while it is traced these are proxies: the first
     call of torchvision's RoI pooling notes scales, timm's LeViT fills a dictionary of biases. This
@@ -357,9 +359,8 @@ def state_kept(model: nn.Module) -> Iterator[None]:
     # Sparse tensors have no address to compare.
     plain = (p for p in model.parameters() if not is_lazy(p) and p.layout is torch.strided)
     data = [(p, p.data) for p in plain]
-    try:
-        yield
-    finally:
+
+    def restore() -> None:
         held.restore()
         with torch.no_grad():
             for tensor, content in contents:
@@ -368,6 +369,11 @@ def state_kept(model: nn.Module) -> Iterator[None]:
             for parameter, original_data in data:
                 if parameter.data_ptr() != original_data.data_ptr():
                     parameter.data = original_data
+
+    try:
+        yield restore
+    finally:
+        restore()
 
 
 @contextmanager

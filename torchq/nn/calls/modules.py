@@ -374,14 +374,19 @@ class _ShallowTracer(ForwardTracer):
         return True
 
 
-def trace_forward(module: nn.Module, training: bool) -> fx.Graph:
-    """Return the graph of the module's own forward, with its children kept whole."""
+def trace_forward(
+    module: nn.Module, training: bool, restore: Callable[[], None] | None = None
+) -> fx.Graph:
+    """Return the graph of the module's own forward, with its children kept whole.
+
+    ``restore`` is as for :func:`torchq.graph.trace_call`.
+    """
     if isinstance(module, fx.GraphModule):
         return copy.deepcopy(module.graph)
     before = module.training
     module.training = training
     try:
-        return trace_call(_ShallowTracer(), module)
+        return trace_call(_ShallowTracer(), module, restore=restore)
     finally:
         module.training = before
 
