@@ -247,28 +247,33 @@ def apply_(model: nn.Module, plan: Plan, example: Any = None) -> None:
             if example is None:
                 carry_out_(model, plan)
             else:
-                plan = replace(plan, check=_carry_out_and_check(model, plan, example))
+                plan = carry_out_compared_(model, plan, example)
         vars(model)[_ATTRIBUTE] = plan
         remember_target(model, runtime)
 
 
-def _carry_out_and_check(model: nn.Module, plan: Plan, example: Any) -> str:
-    """Quantize a float model as a plan says; return what the comparison of the two gives."""
+def carry_out_compared_(model: nn.Module, plan: Plan, example: Any) -> Plan:
+    """Quantize a float model as a plan says; return the plan with what the comparison gives.
+
+    Raises:
+        QuantizationError: The converted model computes something else; the model is float still.
+    """
     outcome = Outcome.of(model, example)
-    carry_out_(model, plan)
     try:
-        outcome.check(model, example)
-        return EQUAL
+        with unchanged_on_error(model):
+            carry_out_(model, plan)
+            outcome.check(model, example)
+            return replace(plan, check=EQUAL)
     except ResultsDiffer as error:
         problem = str(error)
-    after = calls_of(model, example, outcome)
-    restore_(model)
-    path = unrepeatable_module(model, example, outcome)
-    if path is None:
-        path = first_difference(calls_of(model, example, outcome), after)
-        raise refusal(path, problem, plan, model)
+    unrepeatable = unrepeatable_module(model, example, outcome)
+    if unrepeatable is None:
+        before = calls_of(model, example, outcome)
+        with tried(model, plan):
+            after = calls_of(model, example, outcome)
+        raise refusal(first_difference(before, after), problem, plan, model)
     carry_out_(model, plan)
-    return f"{NOT_REPEATABLE}: {path or '(root)'}"
+    return replace(plan, check=f"{NOT_REPEATABLE}: {unrepeatable or '(root)'}")
 
 
 def carry_out_(model: nn.Module, plan: Plan) -> None:

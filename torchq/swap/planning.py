@@ -8,17 +8,17 @@ import torch
 from torch import fx, nn
 
 from torchq.config import QuantConfig, Rule
-from torchq.errors import ConfigError, QuantizationError
+from torchq.errors import ConfigError
 from torchq.nn.calls.find import find_calls
 from torchq.nn.convert import unchanged_on_error
 from torchq.runtime import Runtime, remember_target, runtime_of, settings_of
 from torchq.swap.apply import (
     as_it_is,
     carry_out_,
+    carry_out_compared_,
     class_name,
     forward_digests,
     keep_plan,
-    tried,
 )
 from torchq.swap.decisions import (
     Draft,
@@ -35,15 +35,7 @@ from torchq.swap.passes import passes_for
 from torchq.swap.placement import decide_for_target
 from torchq.swap.plan import Operators, Plan
 from torchq.swap.same_results import (
-    EQUAL,
-    NOT_REPEATABLE,
     OFF,
-    Outcome,
-    ResultsDiffer,
-    calls_of,
-    first_difference,
-    refusal,
-    unrepeatable_module,
 )
 from torchq.swap.share import counting_products, warn_if_small, work_of
 from torchq.utils import (
@@ -117,55 +109,17 @@ def quantize_(
     with torch.inference_mode(False), uncompiled(), stages as next_stage:
         planned = _planned(model, config, include, exclude, target, example)
         next_stage()
-        if example is None:
-            _swap(model, planned, target)
-        elif not check:
-            planned = replace(planned, check=OFF)
-            _swap(model, planned, target)
-        else:
-            planned = _swap_and_check(model, planned, target, example)
+        with unchanged_on_error(model):
+            if example is not None and check:
+                planned = carry_out_compared_(model, planned, example)
+            else:
+                planned = planned if example is None else replace(planned, check=OFF)
+                carry_out_(model, planned)
+            keep_plan(model, planned)
+            if target is not None:
+                remember_target(model, runtime_of(target))
     warn_if_small(model, planned.share)
     return planned
-
-
-def _swap(model: nn.Module, plan: Plan, target: str | Runtime | None) -> None:
-    with unchanged_on_error(model):
-        carry_out_(model, plan)
-        keep_plan(model, plan)
-        if target is not None:
-            remember_target(model, runtime_of(target))
-
-
-def _swap_and_check(
-    model: nn.Module, plan: Plan, target: str | Runtime | None, example: Any
-) -> Plan:
-    """Carry out a plan unless the model would compute something else; return what was found."""
-    outcome = Outcome.of(model, example)
-    plan = replace(plan, check=EQUAL)
-    try:
-        with unchanged_on_error(model):
-            _swap(model, plan, target)
-            outcome.check(model, example)
-            return plan
-    except ResultsDiffer as error:
-        problem = str(error)
-    unrepeatable = unrepeatable_module(model, example, outcome)
-    if unrepeatable is None:
-        raise _refused(model, plan, example, outcome, problem)
-    plan = replace(plan, check=f"{NOT_REPEATABLE}: {unrepeatable or '(root)'}")
-    _swap(model, plan, target)
-    return plan
-
-
-def _refused(
-    model: nn.Module, plan: Plan, example: Any, outcome: Outcome, problem: str
-) -> QuantizationError:
-    """Return the error about the first module that computes something else when converted."""
-    before = calls_of(model, example, outcome)
-    with tried(model, plan):
-        after = calls_of(model, example, outcome)
-    path = first_difference(before, after)
-    return refusal(path, problem, plan, model)
 
 
 def plan(
