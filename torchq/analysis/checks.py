@@ -8,14 +8,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torchq.analysis.layers import channel_axes, joined, passing
+from torchq.analysis.layers import channel_axes, passing
 from torchq.analysis.outputs import Outputs
 from torchq.functional import reduce_amax
 from torchq.fusion.modules import is_layer, is_norm
 from torchq.graph import Call, Flow, is_torch_leaf, record
 from torchq.nn import QuantModule, TensorQuantizer, quantized_as
 from torchq.nn.calls.find import find_calls
-from torchq.utils import Registry, untouched, watching
+from torchq.utils import Registry, child_path, untouched, watching
 from torchq.workflow.layer_matrices import channel_ranges, spread
 from torchq.workflow.modes import quantized_weights
 
@@ -434,7 +434,7 @@ def functional_call(patient: Patient) -> Found:
         if not kinds:
             continue
         evidence = f"its forward calls {', '.join(kinds)} with a weight that stays float"
-        weights = [joined(names[key], site.weight) for site in sites if site.weight]
+        weights = [child_path(names[key], site.weight) for site in sites if site.weight]
         weights += sorted(parameters[source] for source in calls.sources)
         if weights:
             evidence += f" ({', '.join(dict.fromkeys(weights))})"
@@ -497,7 +497,7 @@ def range_spread(patient: Patient) -> Found:
                 f"weight=QuantDescriptor(axis={axes}), "
                 "or torchq.ptq.equalize_(model, example) before calibration"
             )
-            yield "warning", joined(path, "weight_quantizer"), evidence, remedy
+            yield "warning", child_path(path, "weight_quantizer"), evidence, remedy
 
 
 @check("batchnorm_left", needs_batches=True)

@@ -12,7 +12,7 @@ from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
 from torchq.nn.calls.modules import RoutedModule
 from torchq.nn.calls.routes import site_descriptors
 from torchq.nn.correction import corrected_layers
-from torchq.utils import state_kept
+from torchq.utils import child_path, state_kept
 from torchq.workflow import quantizers, weight_quantizers
 
 
@@ -53,7 +53,7 @@ def quantized_layers(model: nn.Module, where: str) -> list[QuantizedLayer]:
         direct = dict(_direct(name, module))
         if isinstance(module, QuantModule):
             for path, holder in _holders(module):
-                direct.update(_direct(joined(name, path), holder))
+                direct.update(_direct(child_path(name, path), holder))
             layers.append(_layer(name, module, direct, weights))
         else:
             layers += [_layer(path, q, {path: q}, weights) for path, q in direct.items()]
@@ -82,12 +82,7 @@ def _holders(module: nn.Module) -> list[tuple[str, nn.Module]]:
 def _direct(name: str, module: nn.Module) -> Iterator[tuple[str, TensorQuantizer]]:
     for child_name, child in module.named_children():
         if isinstance(child, TensorQuantizer) and child.quantizing:
-            yield joined(name, child_name), child
-
-
-def joined(parent: str, child: str) -> str:
-    """Return the dotted path of a child; the path of the root is empty."""
-    return f"{parent}.{child}" if parent else child
+            yield child_path(name, child_name), child
 
 
 def _layer(

@@ -20,7 +20,7 @@ from torchq.graph.operators import (
 )
 from torchq.graph.tracing import is_torch_leaf
 from torchq.graph.values import ValueTracker
-from torchq.utils import random_kept, untouched
+from torchq.utils import child_path, random_kept, untouched
 
 #: How the names of functions begin that make random numbers.
 _RANDOM = ("rand", "normal", "bernoulli", "poisson", "multinomial", "empty", "new_empty", "dropout")
@@ -147,7 +147,7 @@ def _layer_of(node: fx.Node, owners: Mapping[str, nn.Module]) -> nn.Module | Non
 def flow_of_graph(graph_module: fx.GraphModule, root: nn.Module) -> Flow:
     """Return the flow of a traced model."""
     modules = dict(root.named_modules(remove_duplicate=False))
-    owners = {f"{path}.weight" if path else "weight": module for path, module in modules.items()}
+    owners = {child_path(path, "weight"): module for path, module in modules.items()}
     calls: list[Call] = []
     index: dict[fx.Node, int] = {}
     outputs: set[int] = set()

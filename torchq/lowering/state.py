@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchq.graph import call_model, tensors_in
 from torchq.nn import TensorQuantizer
-from torchq.utils import RandomState, state_kept
+from torchq.utils import RandomState, child_path, state_kept
 
 #: Attributes that every module has; what they hold is looked at by name.
 _COMMON = frozenset(vars(nn.Module()))
@@ -46,7 +46,7 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Any]]:
             continue
         attributes = {name: value for name, value in vars(module).items() if name not in _COMMON}
         for name, value in {**attributes, **module._buffers}.items():
-            full = f"{path}.{name}" if path else name
+            full = child_path(path, name)
             if isinstance(value, Tensor):
                 yield full, value.detach().clone()
             else:

@@ -24,6 +24,7 @@ from torchq.ptq.layers import first_input, in_order
 from torchq.utils import (
     Pattern,
     check_pattern,
+    child_path,
     device_of,
     kept_batches,
     matches,
@@ -140,7 +141,7 @@ def _split(
             found[name] = module
         return
     for child_name, child in module.named_children():
-        path = f"{name}.{child_name}" if name else child_name
+        path = child_path(name, child_name)
         _split(child, path, layers, calls, found, inside_chain=is_chain)
 
 
@@ -148,8 +149,8 @@ def _holds_list_of_blocks(module: nn.Module, name: str, layers: dict[str, Any]) 
     """Return True if a list below ``module`` has two children or more with two layers each."""
     for path, part in module.named_modules(prefix=name):
         if isinstance(part, _LISTS):
-            inner = f"{path}." if path else ""
-            if sum(_count(inner + child, layers) > 1 for child, _ in part.named_children()) > 1:
+            counts = [_count(child_path(path, c), layers) for c, _ in part.named_children()]
+            if sum(count > 1 for count in counts) > 1:
                 return True
     return False
 

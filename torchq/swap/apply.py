@@ -38,6 +38,7 @@ from torchq.swap.same_results import (
     unrepeatable_module,
 )
 from torchq.utils import (
+    child_path,
     device_of,
     modules_with_names,
     network_of,
@@ -351,7 +352,7 @@ def _add_operators(model: nn.Module, plan: Plan) -> None:
     for path, entry in plan.operators.items():
         owner = _find(modules, path, entry.cls)
         for child in entry.sites.values():
-            decision = plan.decision(f"{path}.{child}" if path else child)
+            decision = plan.decision(child_path(path, child))
             cls = None if decision is None else OPERATORS.get(decision.class_name)
             problem = f"there is no operator for {child}; expected a decision about it"
             if hasattr(owner, child):

@@ -31,6 +31,7 @@ from torchq.swap.plan import ALREADY, Decision, Plan
 from torchq.utils import (
     Pattern,
     check_pattern,
+    child_path,
     matches,
     modules_with_names,
     pattern_text,
@@ -451,7 +452,7 @@ def _decide_module(
         is_again = any(site.weight == earlier.weight for earlier, _ in direct[:number])
         site = replace(site, holder=_holder_name(module, site, number, is_again))
         child = ScaledDotProductAttention() if site.kind == "attention" else Call()
-        paths = tuple(f"{name}.{site.holder}" if name else site.holder for name in names)
+        paths = tuple(child_path(name, site.holder) for name in names)
         child.train(module.training)
         # Patterns select the call by its own paths, and by those of the module that makes it.
         decision = rules.about((*paths, *names), child, equivalent_class(site.kind))

@@ -27,6 +27,7 @@ from torchq.swap.apply import public_path, quantizer_slots, shared_paths, tried
 from torchq.swap.folds import FoldingNorm, folding_pairs, norms_behind_layers, without_norms
 from torchq.swap.plan import Plan
 from torchq.swap.same_results import computing_in_float
+from torchq.utils import child_path
 
 
 @dataclass(frozen=True)
@@ -128,11 +129,13 @@ def _made(model: nn.Module) -> dict[str, Any]:
     optional: dict[str, str] = {}
     of_weights: set[int] = set()
     for path, module in model.named_modules(remove_duplicate=False):
-        start = f"{path}." if path else ""
         if isinstance(module, TensorQuantizer):
             inputs[path] = (public_path(path),)
         elif isinstance(module, QuantModule):
-            slots = {slot: public_path(f"{start}{slot}_quantizer") for slot in module.input_slots}
+            slots = {
+                slot: public_path(child_path(path, f"{slot}_quantizer"))
+                for slot in module.input_slots
+            }
             inputs[path] = tuple(p if p in quantizers else None for p in slots.values())
             of_weights |= {id(q) for q, _ in module.quantized_weights()}
             optional |= {slots[slot]: kind for slot, kind in module.optional_slots.items()}

@@ -28,7 +28,7 @@ from torchq.nn.calls.find import Seen
 from torchq.nn.calls.modules import recording_operators, trace_forward
 from torchq.nn.calls.routes import Recorder
 from torchq.nn.modules.operators import OPERATORS, stand_in
-from torchq.utils import modules_with_names, state_kept
+from torchq.utils import child_path, modules_with_names, state_kept
 
 #: The module that stands for each kind of operator.
 MODULES: dict[str, type[nn.Module]] = {kind: OPERATORS[name] for kind, name in KINDS.items()}
@@ -58,7 +58,7 @@ class OperatorSite:
     @property
     def names(self) -> tuple[str, ...]:
         """Dotted paths of the child."""
-        return tuple(f"{name}.{self.child}" if name else self.child for name in self.owner_names)
+        return tuple(child_path(name, self.child) for name in self.owner_names)
 
     def module(self) -> nn.Module:
         """Return a new float module that computes the operator."""

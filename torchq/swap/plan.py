@@ -15,7 +15,7 @@ from torchq.nn.calls.routes import CallSite
 from torchq.runtime import runtime_with
 from torchq.swap import schema
 from torchq.swap.share import Share, Work
-from torchq.utils import table
+from torchq.utils import child_path, table
 
 #: The classes whose products happen in the forward of the module around them.
 _PRODUCTS = frozenset(["MatMul", "ScaledDotProductAttention"])
@@ -240,7 +240,7 @@ class Plan:
     def operator_rows(self) -> Iterator[Decision]:
         """Yield the decisions about the operators that become children."""
         children = {
-            _joined(path, child)
+            child_path(path, child)
             for path, entry in self.operators.items()
             for child in entry.sites.values()
         }
@@ -262,7 +262,7 @@ class Plan:
         )
         operators = {}
         for path, entry in self.operators.items():
-            remaining = {s: c for s, c in entry.sites.items() if _joined(path, c) not in gone}
+            remaining = {s: c for s, c in entry.sites.items() if child_path(path, c) not in gone}
             if remaining:
                 operators[path] = replace(entry, sites=remaining)
         modes = {p: mode for p, mode in self.modes.items() if p.rpartition(".")[0] not in gone}
@@ -411,10 +411,6 @@ class Plan:
         if len(rows) > _SCREEN:
             hint = f"{len(rows) - _SCREEN} more kinds of decisions. {hint}"
         return table(rows[:_SCREEN], f"{hint}\n{self.verdict()}")
-
-
-def _joined(path: str, child: str) -> str:
-    return f"{path}.{child}" if path else child
 
 
 def _kinds_of(decisions: Sequence[Decision]) -> str:

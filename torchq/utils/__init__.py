@@ -26,6 +26,7 @@ from torchq.utils.modules import (
 from torchq.utils.names import (
     Pattern,
     check_pattern,
+    child_path,
     matches,
     modules_with_names,
     pattern_text,
@@ -62,6 +63,7 @@ __all__ = [
     "listed",
     "markdown_table",
     "matches",
+    "child_path",
     "modules_with_names",
     "network_of",
     "parse_json",

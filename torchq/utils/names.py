@@ -72,6 +72,11 @@ def pattern_text(pattern: Pattern) -> str:
     return getattr(pattern, "__qualname__", repr(pattern))
 
 
+def child_path(path: str, child: str) -> str:
+    """Return the dotted path of a child, or of what is below one; the path of the root is empty."""
+    return f"{path}.{child}" if path else child
+
+
 def modules_with_names(model: nn.Module) -> Iterator[tuple[tuple[str, ...], nn.Module]]:
     """Yield every distinct module of ``model`` once, in order, after all its dotted paths."""
     names: dict[int, list[str]] = {}
