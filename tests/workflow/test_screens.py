@@ -35,11 +35,13 @@ def test_reports_on_large_networks_fit_a_screen(large: tuple[nn.Module, list[Ten
     planned = torchq.quantize_(model, recipe, example=batches[0], progress=False)
     calibrated = torchq.calibrate(model, batches, progress=False)
     summed = torchq.summary(model)
+    errors = torchq.layer_errors(model, batches, progress=False)
+    ranks = torchq.sensitivity(model, batches, progress=False)
     deployed = torchq.summary(torchq.deploy(model, batches[0], target="torch"))
-    reports = (folded, planned, calibrated, summed, deployed)
+    reports = (folded, planned, calibrated, summed, errors, ranks, deployed)
     counts = [len(lines(report)) for report in reports]
     assert max(counts) <= SCREEN, counts
-    for report in (folded, planned, calibrated, summed):
+    for report in (folded, planned, calibrated, summed, errors, ranks):
         assert len(report.table().splitlines()) >= LAYERS
 
 

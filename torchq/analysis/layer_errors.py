@@ -25,6 +25,8 @@ from torchq.nn import TensorQuantizer, quantizing_only
 
 #: Elements of one call whose codes are counted; more of them change little.
 _COUNTED = 1 << 16
+#: Of more layers, those are printed that cost the most.
+_SCREEN = 20
 
 
 @dataclass(frozen=True)
@@ -233,9 +235,22 @@ class LayerErrors:
         return ending + (f"; not reached: {', '.join(self.unseen)}" if self.unseen else "")
 
     def __str__(self) -> str:
+        """Return the rows of the :attr:`worst` layers, in the order of the model."""
+        if len(self.rows) <= _SCREEN:
+            return self.table()
+        shown = {row.name for row in self.worst[:_SCREEN]}
+        rows = [row for row in self.rows if row.name in shown]
+        rest = f"{len(rows)} of {len(self.rows)} layers, with the lowest local SQNR"
+        return f"{self._table(rows)}\n{rest}; report.table() has all"
+
+    def table(self) -> str:
+        """Return a row for each layer."""
+        return self._table(self.rows)
+
+    def _table(self, layers: Sequence[LayerError]) -> str:
         head = ("layer", "type", "local SQNR", "SQNR", "cosine", "born here", "clipped", "codes")
         rows: list[tuple[str, ...]] = [(*head, "dead")]
-        for row in self.rows:
+        for row in layers:
             codes = str(row.used_codes) if row.used_codes else ""
             figures = (decibel_text(row.local_sqnr), decibel_text(row.sqnr), f"{row.cosine:.5f}")
             details = (bar(row.born, 10), percent_text(row.clipped), codes, str(row.dead_channels))

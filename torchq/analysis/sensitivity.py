@@ -66,6 +66,10 @@ _EVERYTHING = "everything quantized"
 _NOTHING = "nothing quantized"
 
 
+#: The ranks that are printed.
+_SCREEN = 20
+
+
 @dataclass(frozen=True)
 class SensitivityRow:
     """The effect of one layer.
@@ -139,8 +143,17 @@ class SensitivityReport:
         return [(v - start) / width if width and math.isfinite(v) else 0.0 for v in values]
 
     def __str__(self) -> str:
+        """Return the first ranks, and what follows from them."""
+        return self._table(_SCREEN)
+
+    def table(self) -> str:
+        """Return a row for each layer."""
+        return self._table(len(self.rows))
+
+    def _table(self, most: int) -> str:
         rows = [("rank", "layer", f"{self.metric}, only this quantized", "")]
-        for number, (row, share) in enumerate(zip(self.rows, self._shares(), strict=True), 1):
+        ranked = list(zip(self.rows, self._shares(), strict=True))
+        for number, (row, share) in enumerate(ranked[:most], 1):
             figures = (self._value_text(row.value), bar(share))
             rows.append((str(number), row.name or "(root)", *figures))
         parts = [f"everything quantized: {self._value_text(self.baseline)}"]
@@ -152,6 +165,8 @@ class SensitivityReport:
             parts.append("torchq.layer_errors names the layer that NaN or infinity comes from")
         elif self.rows:
             parts.append(f"try exclude={self.worst(2)!r}")
+        if len(ranked) > most:
+            parts.append(f"report.table() has all {len(ranked)}")
         return table(rows, wrap("; ".join(parts)))
 
 
