@@ -234,15 +234,25 @@ def open_session(path: str | os.PathLike[str], *, optimize: bool, **options: Any
     return open_file(path, optimize=optimize, **options)
 
 
+#: What may be proved of a runtime, the most first.
+_PROOFS = ("equal codes", "per layer", "structure alone", "numbers alone")
+
+
 class Targets(tuple[str, ...]):
-    """The names of the runtimes, in order; printed, a table of what is known of each."""
+    """The names of the runtimes, in order; printed, a table of each, those proved most first."""
 
     __slots__ = ()
 
     def __repr__(self) -> str:
         heading = ("target", "tried with", "formats", "grid", "proved", "extra", "here")
         note = "formats and grid: activations x weights, where no configuration is given"
-        return table([heading, *(_row(RUNTIMES[name]) for name in self)], note)
+        runtimes = sorted((RUNTIMES[name] for name in self), key=_proof)
+        return table([heading, *map(_row, runtimes)], note)
+
+
+def _proof(runtime: Runtime) -> int:
+    """Return how many proofs say more of a runtime than its own; others are the least."""
+    return _PROOFS.index(runtime.proved) if runtime.proved in _PROOFS else len(_PROOFS)
 
 
 def _row(runtime: Runtime) -> tuple[str, ...]:
