@@ -40,7 +40,7 @@ for parted in (HOW_TO, "docs/platforms.md"):
 BLOCK = re.compile(
     r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<shown>.*?)^```)?", re.MULTILINE | re.DOTALL
 )
-COMPLETE = ("docs/quickstart.md", "docs/howto.md")
+COMPLETE = ("README.md", "docs/quickstart.md", "docs/howto.md")
 # What the pages show was printed by this version of torch or a newer one.
 SHOWN_SINCE = (2, 11)
 IMPORTED = re.compile(r"^(?:from|import) (\w+)", re.MULTILINE)
