@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from torchq.analysis.layers import channel_axes, passing
 from torchq.analysis.outputs import Outputs
-from torchq.functional import reduce_amax
 from torchq.fusion.modules import is_layer, is_norm
 from torchq.graph import Call, Flow, is_torch_leaf, record
 from torchq.nn import QuantModule, TensorQuantizer, quantized_as
 from torchq.nn.calls.find import find_calls
 from torchq.utils import Registry, child_path, untouched, watching
+from torchq.workflow.changed_weights import has_range_of_its_weight, reach
 from torchq.workflow.layer_matrices import channel_ranges, spread
 from torchq.workflow.modes import quantized_weights
 
@@ -355,17 +355,21 @@ def wrong_order(patient: Patient) -> Found:
             yield "error", path, evidence, "torchq.calibrate(model, batches)"
     paths = {id(q): path for path, q in patient.quantizers.items()}
     for quantizer, weight in quantized_weights(patient.model):
-        if quantizer.quantizing and id(quantizer) in paths:
-            yield from _stale(paths[id(quantizer)], quantizer, weight.detach())
+        if id(quantizer) in paths:
+            yield from _stale(paths[id(quantizer)], quantizer, weight)
 
 
 def _stale(path: str, quantizer: TensorQuantizer, weight: Tensor) -> Found:
-    descriptor = quantizer.descriptor
-    if descriptor.dynamic or descriptor.learn_amax or not quantizer.calibrated or weight.is_meta:
+    if not has_range_of_its_weight(quantizer, weight):
         return
-    wide, narrow = _ratios(quantizer.amax.detach(), reduce_amax(weight, descriptor.granularity))
+    ratios = reach(quantizer, weight)
+    if not ratios.numel():
+        return
+    wide = float(1 / ratios.min())
+    narrow = float(ratios.max())
     # Other methods than "max" cut the range on purpose, but none makes it wider than the weight.
-    worst = max(wide, narrow if descriptor.calib_method == "max" else narrow / _CUT)
+    is_whole = quantizer.descriptor.calib_method == "max"
+    worst = max(wide, narrow if is_whole else narrow / _CUT)
     if worst > _CHANGED:
         evidence = (
             f"its range is off by a factor of {max(wide, narrow):.3g}: the weight changed after "
@@ -374,20 +378,6 @@ def _stale(path: str, quantizer: TensorQuantizer, weight: Tensor) -> Found:
         remedy = "fuse and load weights first; then torchq.calibrate(model, batches, force=True)"
         severe = worst > _STALE
         yield "error" if severe else "warning", path, evidence, remedy
-
-
-def _ratios(amax: Tensor, weight_amax: Tensor) -> tuple[float, float]:
-    """Return the largest ratio of range to weight, and of weight to range, over all channels."""
-    if weight_amax.numel() != amax.numel():
-        return 1.0, 1.0
-    now = weight_amax.reshape(-1)
-    calibrated = amax.reshape(-1)
-    # Dead channels and ranges that are not finite have checks of their own.
-    live = (now > 0) & (calibrated > 0) & torch.isfinite(calibrated)
-    if not bool(live.any()):
-        return 1.0, 1.0
-    ratio = now[live] / calibrated[live]
-    return float(1 / ratio.min()), float(ratio.max())
 
 
 def _is_computing(module: nn.Module) -> bool:

@@ -66,6 +66,7 @@ from torchq.onnx.verify.sizes import Sizes
 from torchq.runtime import RUNTIMES, Runtime, open_session, planned_target, reference_runtime
 from torchq.utils import check_batches, evaluating, progress_bar
 from torchq.workflow import quantizers, weight_quantizers
+from torchq.workflow.changed_weights import warn_of_changed_weights
 
 _FEW_BITS = 4
 #: Products of weights of more bits overflow the kernels of some CPUs.
@@ -125,6 +126,7 @@ def verify_onnx(
         True
     """
     check_batches("verify_onnx", batches, num_batches)
+    warn_of_changed_weights("verify_onnx", unwrap(model))
     shown = progress_bar(batches, description="verify", most=num_batches, enabled=progress)
     return _verified(unwrap(model), Path(path), shown, with_sizes=True)
 
