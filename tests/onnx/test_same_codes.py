@@ -118,6 +118,18 @@ def test_results_are_those_of_a_session_bit_for_bit(
         assert torch.equal(model(x[:5]), expected[:5])
 
 
+def test_float_results_of_four_bit_codes_are_those_of_a_session(path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 24), nn.ReLU(), nn.Linear(24, 7)).eval()
+    x = torch.randn(64, 40)
+    config = torchq.recipes.integer(4, 4)
+    torchq.quantize_(model, config, target="onnxruntime", example=x[:2], progress=False)
+    torchq.calibrate(model, [x], progress=False)
+    torchq.export_onnx(model, x[:2], path, dynamo=False, progress=False)
+    with torch.no_grad():
+        assert torch.equal(model(x), run_file(path, x, optimize=True)[0])
+
+
 @pytest.mark.slow
 def test_every_code_is_that_of_the_session(path: Path) -> None:
     model, x = made("int8", path)

@@ -228,7 +228,7 @@ def _made(
 ) -> _Product | None:
     """Return the numbers of a layer, made of its ranges and weights."""
     is_float = not layer.rounded_by
-    if any(layer.after_fold) or (is_float and grid.qparams.format.bits != _BYTE):
+    if any(layer.after_fold):
         return None
     if layer.weight.dtype is not torch.float32 or not _has_whole_weights(layer.weight_quantizer):
         return None
