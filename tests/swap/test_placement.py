@@ -103,6 +103,20 @@ def test_tensorrt_opens_the_branch_that_ends_in_a_layer() -> None:
     assert modes == [("off", "quantize")] * 2
 
 
+def test_kernels_take_no_more_of_a_parametrized_layer_than_of_others() -> None:
+    """Its class is one that torch makes, with another name."""
+    plain = nn.ConvTranspose2d(16, 4, 2)
+    normed = nn.utils.parametrizations.weight_norm(nn.ConvTranspose2d(16, 4, 2))
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), plain, nn.Conv2d(4, 16, 1), normed)
+    for target in ("onnxruntime", "qnn", "tensorrt"):
+        plan = torchq.plan(model, target=target, example=torch.randn(1, 3, 8, 8))
+        decisions = [plan.decision(path) for path in "13"]
+        first, second = ((d.input, d.weight, d.one_scale, d.note) for d in decisions if d)
+        assert first == second
+        assert (first[0] is None) == (target == "onnxruntime")
+        assert first[2] == (target != "onnxruntime")
+
+
 def test_readers_of_one_tensor_share_their_range() -> None:
     model = Residual().eval()
     x = torch.randn(2, 3, 16, 16)
