@@ -43,9 +43,9 @@ def main() -> None:
     # All processes calibrate together, so that they start from the same ranges.
     model = network()
     loader = [batch(generator) for _ in range(4)]
-    recipe = torchq.recipes.integer(4, 4, learn_ranges=True)
-    group = distributed.group.WORLD
-    prepared = torchq.qat.prepare(model, loader, recipe, lr=0.05, group=group, progress=False)
+    settings = {"lr": 0.05, "group": distributed.group.WORLD, "progress": False}
+    # The target is where the trained model will run.
+    prepared = torchq.qat.prepare(model, loader, target="onnxruntime", **settings)
     if rank == 0:
         print(prepared)
 

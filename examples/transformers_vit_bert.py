@@ -43,7 +43,8 @@ def bert(layers: int) -> tuple[Callable[[], nn.Module], dict[str, torch.Tensor]]
 def quantize(factory: Callable[[], nn.Module], batch: dict[str, torch.Tensor]) -> None:
     model = factory()
     expected = model(**batch).logits
-    report = torchq.quantize_(model, torchq.recipes.int8(), exclude=["classifier"], example=batch)
+    options = {"target": "onnxruntime", "example": batch}
+    report = torchq.quantize_(model, exclude=["classifier"], **options)
     print(type(model).__name__, str(report).splitlines()[-1])
     torchq.calibrate(model, [batch], progress=False)
     error = model(**batch).logits - expected

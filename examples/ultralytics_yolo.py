@@ -6,6 +6,7 @@ python examples/ultralytics_yolo.py --model yolov8n.yaml --size 160
 from __future__ import annotations
 
 import argparse
+from itertools import islice
 
 import torch
 from ultralytics import YOLO
@@ -19,9 +20,12 @@ EXCLUDE = ["*.dfl.*"]
 
 def quantize_at_start(trainer: object) -> None:
     """Quantize a trainer's model: a callback for "on_pretrain_routine_end"."""
-    torchq.quantize_(trainer.model, torchq.recipes.int8(), exclude=EXCLUDE)
-    images = (trainer.preprocess_batch(batch)["img"] for batch in trainer.train_loader)
-    torchq.calibrate(trainer.model, images, num_batches=16)
+    images = [trainer.preprocess_batch(batch)["img"] for batch in islice(trainer.train_loader, 16)]
+    training = trainer.model.training
+    options = {"target": "onnxruntime", "example": images[0]}
+    torchq.quantize_(trainer.model.eval(), exclude=EXCLUDE, **options)
+    torchq.calibrate(trainer.model, images, correct=False)
+    trainer.model.train(training)
     trainer.ema = ModelEMA(trainer.model)  # the copy that is validated and saved
 
 
@@ -38,9 +42,7 @@ def main() -> None:
     with torch.no_grad():
         expected = network(images)[0]
     torchq.fuse_(network, images[:1])
-    report = torchq.quantize_(
-        network, torchq.recipes.int8(), exclude=EXCLUDE, target="onnxruntime", example=images[:1]
-    )
+    report = torchq.quantize_(network, exclude=EXCLUDE, target="onnxruntime", example=images[:1])
     print(str(report).splitlines()[-1])
     torchq.calibrate(network, images.split(2), method="entropy")
     with torch.no_grad():

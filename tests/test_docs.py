@@ -177,7 +177,7 @@ def test_the_code_runs(
             names = stand_ins()
         exec(compile(code, page, "exec"), names)
         printed = capsys.readouterr().out
-        if "print(" in code:
+        if "print(" in code and not code.startswith("def "):
             assert printed.strip()
         if shown is not None and torch_version() >= SHOWN_SINCE:
             assert differences(shown, printed, 0.1) == []
