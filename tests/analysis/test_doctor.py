@@ -354,3 +354,16 @@ def test_healthy_networks_have_no_finding_but_channels_of_zeros(name: str) -> No
     report = torchq.doctor(model, batches, progress=False)
     assert report.errors == report.of("warning") == (), str(report)
     assert {finding.kind for finding in report.findings} <= {"zero_range"}
+
+
+def test_the_first_lines_say_how_near_the_simulation_is_and_how_much_is_quantized() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    batches = [torch.randn(16, 8)]
+    plan = torchq.quantize_(model, example=batches[0], exclude=["2"], progress=False)
+    torchq.calibrate(model, batches, progress=False)
+    report = torchq.doctor(model, batches, progress=False)
+    assert report.outputs is not None
+    first, second = str(report).splitlines()[:2]
+    assert first == f"the simulation beside the float model: {report.outputs.evidence}"
+    assert second == str(plan.share) == "66.7% of the multiply-adds quantized"

@@ -67,6 +67,7 @@ class DoctorReport:
         skipped: kinds that need batches, where none were given.
         outputs: what quantization does to the outputs; None without batches or with errors.
         cures: what helps where that is damage, the cheapest first.
+        share: how much of the model is quantized, as its plan says.
     """
 
     findings: tuple[Finding, ...]
@@ -74,6 +75,7 @@ class DoctorReport:
     skipped: tuple[str, ...] = ()
     outputs: Outputs | None = None
     cures: tuple[Cure, ...] = ()
+    share: str = ""
 
     def of(self, severity: Severity) -> tuple[Finding, ...]:
         """Return the findings of one severity."""
@@ -104,7 +106,9 @@ class DoctorReport:
         )
 
     def __str__(self) -> str:
-        lines = []
+        lines = [self.share] if self.share else []
+        if self.outputs is not None:
+            lines.insert(0, wrap(f"the simulation beside the float model: {self.outputs.evidence}"))
         groups: dict[tuple[str, str, str], list[Finding]] = {}
         for finding in self.findings:
             groups.setdefault((finding.severity, finding.kind, finding.remedy), []).append(finding)
@@ -212,7 +216,15 @@ def examine(
         findings += [Finding("damage", *row) for row in damage(patient)]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     skipped = tuple(kind for kind in CHECKS if kind not in chosen)
-    return DoctorReport(tuple(findings), tuple(chosen), skipped, patient.outputs, patient.cures)
+    share = plan_of(model).share
+    return DoctorReport(
+        findings=tuple(findings),
+        checks=tuple(chosen),
+        skipped=skipped,
+        outputs=patient.outputs,
+        cures=patient.cures,
+        share="" if share is None else str(share),
+    )
 
 
 def ranking_of(
