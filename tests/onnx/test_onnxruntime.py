@@ -362,3 +362,50 @@ def test_with_an_example_resized_results_are_codes(mode: str, path: Path) -> Non
     counts = torchq.inspect_onnx(path).counts
     assert counts["QLinearConv"] == 3
     assert torchq.verify_onnx(net, path, [x, torch.randn(3, 3, 8, 8)]).ok
+
+
+class Scaled(nn.Module):
+    """A residual sum whose second operand is a convolution with constants behind it."""
+
+    def __init__(self, constants: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.scaled = nn.Conv2d(8, 8, 3, padding=1)
+        self.constants = constants
+        self.last = nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        return self.last(x + self.constants(self.scaled(x)))
+
+
+OFFSETS = torch.linspace(-1, 1, 8).view(1, 8, 1, 1)
+
+
+def norm() -> nn.BatchNorm2d:
+    result = nn.BatchNorm2d(8)
+    generator = torch.Generator().manual_seed(1)
+    result.running_var = torch.rand(8, generator=generator) + 0.3
+    result.running_mean = torch.randn(8, generator=generator)
+    return result.eval()
+
+
+@pytest.mark.parametrize(
+    "constants",
+    [
+        lambda x: 0.1 * x,
+        lambda x: x + OFFSETS,
+        lambda x: (0.3 * x).relu(),
+        lambda x: 2 * x - 1,
+        norm(),
+    ],
+    ids=["factor", "offset", "factor and activation", "factor and offset", "norm"],
+)
+@pytest.mark.filterwarnings("ignore:export_onnx. rules of onnxruntime:UserWarning")
+def test_no_constant_is_folded_into_a_weight_that_is_then_quantized_anew(
+    constants: Callable[[Tensor], Tensor], path: Path
+) -> None:
+    """ONNX Runtime folds constants into float weights, and quantizes the result by itself."""
+    model = averaged(Scaled(constants), path)
+    report = torchq.verify_onnx(model, path, [IMAGES, IMAGES.flip(2)], progress=False)
+    assert report.ok, str(report)

@@ -45,11 +45,12 @@ def store_float_weights(model: Model) -> None:
     to three and a half times as long as in float32.
 
     Before: Conv(x, DequantizeLinear(codes)) whose result is not quantized, or any ConvTranspose.
-    After: Conv(x, weight), with ``weight`` the values of the codes.
+    After: Conv(x, weight), with ``weight`` the values of the codes. Left is what ONNX Runtime would
+    fold a constant into and quantize anew.
     """
     for node in nodes_of(model, "Conv", "ConvTranspose"):
         dequantize = weight_of(node)
-        if dequantize is None or _runs_on_integers(node):
+        if dequantize is None or _runs_on_integers(node) or _is_quantized_anew(node):
             continue
         qparams = qparams_of(dequantize)
         values = qparams.dequantize(qparams.centered(value_of(dequantize.inputs[0])))
@@ -71,6 +72,29 @@ def _runs_on_integers(node: Node) -> bool:
         result = activation.outputs[0]
     quantizers = _quantizers_behind(result)
     return bool(quantizers) and all(map(starts_at_zero, quantizers))
+
+
+#: What ONNX Runtime folds into the constant weight and bias of a convolution in front of it.
+_FOLDED = ("Add", "BatchNormalization", "Mul")
+
+
+def _is_quantized_anew(node: Node) -> bool:
+    """Return True if ONNX Runtime would quantize a float weight after it folded constants into it.
+
+    It does so where the folded result is quantized, and with one scale for the whole weight.
+    """
+    folds = False
+    result = node.outputs[0]
+    while not is_output(result) and (reader := _only_reader_of(result)) is not None:
+        others = [value for value in reader.inputs if value is not None and value is not result]
+        if reader.op_type == "QuantizeLinear":
+            return folds
+        if reader.op_type in _FOLDED and all(map(is_constant, others)):
+            folds = True
+        elif reader.op_type not in ("Relu", "Clip"):
+            break
+        result = reader.outputs[0]
+    return folds and bool(_quantizers_behind(result))
 
 
 def _quantizers_behind(value: Value) -> list[Node]:
