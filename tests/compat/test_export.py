@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import torchq
 from torchq.compat.pytorch_quantization import enable_onnx_export
 from torchq.compat.pytorch_quantization import nn as quant_nn
 from torchq.compat.pytorch_quantization.tensor_quant import (
@@ -275,3 +276,24 @@ def test_functions_in_a_forward_become_operators(
     file = export(Functional(function, *arguments), x, tmp_path / "model.onnx", dynamo=dynamo)
     names = [node.op_type for node in file.graph.node if node.op_type != "Constant"]
     assert names == ["QuantizeLinear", "DequantizeLinear"]
+
+
+@EXPORTERS
+def test_each_quantizer_is_one_pair_in_a_file_that_is_verified(
+    dynamo: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.onnx"
+    model = calibrated()
+    torchq.export_onnx(model, example(), path, dynamo=dynamo, progress=False)
+    assert count(onnx.load(str(path)), "QuantizeLinear") == 2
+    report = torchq.verify_onnx(model, path, [example()], progress=False)
+    assert report.ok, str(report)
+
+
+def test_a_delegate_takes_the_place_of_what_an_old_quantizer_computes() -> None:
+    quantizer = quantizers(calibrated())[0]
+    quantizer.delegate = lambda x, _: x + 1
+    x = example()
+    assert torch.equal(quantizer(x), x + 1)
+    quantizer.disable_quant()
+    assert torch.equal(quantizer(x), x)

@@ -336,6 +336,8 @@ class TensorQuantizer(core.TensorQuantizer):
         if self._if_calib:
             self.observe(inputs)
         if self._if_quant:
+            if self.delegate is not None:
+                return self.delegate(inputs, self)
             return self._quant_forward(inputs)
         return self.clip(inputs) if self._if_clip else inputs
 
