@@ -179,6 +179,36 @@ def test_products_read_joined_tokens(name: str, path: Path) -> None:
     assert agreement(model, x, path) > ALIKE_DB
 
 
+class Masked(nn.Module):
+    """Attention in the user's own words; some keys are masked by a sum with large numbers."""
+
+    def __init__(self, mask: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.q = nn.Linear(16, 16)
+        self.k = nn.Linear(16, 16)
+        self.mask = mask
+        self.last = nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.q(x) @ self.k(x).transpose(-1, -2) / 4
+        return self.last((scores + self.mask((x[..., 0] > 0).float())).softmax(-1))
+
+
+MASKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "of a billion": lambda kept: (1 - kept)[:, None, :] * -1e9,
+    "moved behind": lambda kept: ((1 - kept) * -1e8)[:, None, :],
+    "divided": lambda kept: (1 - kept)[:, None, :] / -1e-9,
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_of_large_numbers_leave_the_scores_their_digits(name: str, path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 6, 16)
+    model = quantized(Masked(MASKS[name]).eval(), x)
+    assert agreement(model, x, path) > ALIKE_DB
+
+
 #: Average pooling over padding that counts.
 AVERAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "padded": lambda a, b: F.avg_pool2d(a, 3, 1, 1) + b,

@@ -161,6 +161,39 @@ def separate_reductions(model: Model) -> None:
             separate(value, node)
 
 
+#: A factor beyond it costs more of a float32 sum than the order of its terms: 2**6 of 2**24.
+_LARGEST_FACTOR = 64.0
+
+
+def separate_scaled_terms(model: Model) -> None:
+    """Keep large factors of one term of a sum out of the sum, as in masks ``(1 - keep) * -1e9``.
+
+    OpenVINO 2026.4 takes any constant factor for the scale of codes, and moves it behind the sum:
+    ``(scores / factor + term) * factor`` keeps no digit of scores beside a factor of a million.
+
+    Before: Mul by a large constant, or Div by a small one -> what moves elements -> Add or Sub.
+    After: Max(x, x), which is x, stands behind the Mul or Div.
+    """
+    for node in nodes_of(model, "Add", "Sub"):
+        for operand in node.inputs:
+            value = operand
+            while (moved := computed_by(value, *_TRANSPARENT)) is not None:
+                value = moved.inputs[0]
+            scaled = computed_by(value, "Mul", "Div")
+            if scaled is not None and _largest_factor(scaled) > _LARGEST_FACTOR:
+                separate(value)
+
+
+def _largest_factor(node: Node) -> float:
+    """Return the largest size of what a Mul or Div multiplies by; 0 if it is not stored."""
+    places = (1,) if node.op_type == "Div" else (0, 1)
+    factors = [value_of(node.inputs[k]) for k in places if is_constant(node.inputs[k])]
+    if not factors or not factors[0].numel():
+        return 0.0
+    sizes = factors[0].double().abs()
+    return float((sizes.reciprocal() if node.op_type == "Div" else sizes).max())
+
+
 def _counts_padding(pool: Node) -> bool:
     padded = any(attribute(pool, "pads", ())) or attribute(pool, "auto_pad", "NOTSET") != "NOTSET"
     return padded and bool(attribute(pool, "count_include_pad", 0))

@@ -34,6 +34,7 @@ from torchq.runtimes.openvino.passes import (
     own_zero_points,
     separate_pairs,
     separate_reductions,
+    separate_scaled_terms,
     unequal_biases,
     unsigned_codes,
 )
@@ -55,6 +56,7 @@ _FILE = FileRules(
         separate_pairs,
         own_zero_points,
         separate_reductions,
+        separate_scaled_terms,
         unequal_biases,
     ),
     checks=(
