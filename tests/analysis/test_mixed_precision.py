@@ -197,3 +197,24 @@ def test_layers_that_read_one_tensor_have_one_format(forward: Any) -> None:
     assert len({choice.format for choice in projections}) == 1
     assert len({choice.group for choice in projections}) == 1
     assert len({choice.group for choice in found.values()}) == 3
+
+
+@pytest.mark.parametrize("metric", ["sqnr", "fisher"])
+def test_all_formats_are_judged_on_one_draw_of_random_numbers(metric: str) -> None:
+    draws: list[float] = []
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+            self.last = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            noise = torch.randn(())
+            draws.append(float(noise))
+            y: Tensor = self.last(self.first(x).relu() + noise)
+            return y
+
+    options: dict[str, Any] = {"budget": {"mean_bits": 6}, "formats": [8, 4], "progress": False}
+    torchq.mixed_precision(Noisy().eval(), [torch.ones(4, 8)], metric=metric, **options)
+    assert len(draws) > 4 and len(set(draws)) == 1

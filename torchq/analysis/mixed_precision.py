@@ -330,12 +330,16 @@ def _candidate(
     exclude: Sequence[utils.Pattern] | utils.Pattern | None,
     forward: Forward | None,
 ) -> _Candidate:
-    """Return a calibrated copy of a float model in one format."""
+    """Return a calibrated copy of a float model in one format.
+
+    All formats see what one state of the random numbers draws, as a forward may add noise.
+    """
     quantized = utils.copy_module(model)
     example = None if forward is not None else batches[0]
-    report = quantize_(quantized, config, exclude=exclude, example=example, progress=False)
     options: dict[str, Any] = {"forward": forward, "correct": False, "progress": False}
-    calibrate(quantized, batches, on_unseen="dynamic", **options)
+    with utils.random_kept():
+        report = quantize_(quantized, config, exclude=exclude, example=example, progress=False)
+        calibrate(quantized, batches, on_unseen="dynamic", **options)
     decisions = {d.name: d for d in report.replaced if d.input or d.weight}
     shared = [[path.rpartition(".")[0] for path in g] for g in shared_groups(quantized)]
     return _Candidate(quantized, decisions, shared)
@@ -362,7 +366,8 @@ def _damages(
             metric = "sqnr"
     damages: Damages = {}
     for format, candidate in candidates.items():
-        report = sensitivity(candidate.model, batches, metric, **options)
+        with utils.random_kept():
+            report = sensitivity(candidate.model, batches, metric, **options)
         for name, harm in report.harms().items():
             damages[name, format] = math.inf if math.isnan(harm) else harm
     return damages, metric if isinstance(metric, str) else getattr(metric, "__name__", "metric")
@@ -387,7 +392,8 @@ def _estimated(
             disturbances.append(Disturbance((name, format), model.get_submodule(name), run))
     call = partial(call_model, model, forward=forward, device=utils.device_of(model))
     shown = utils.progress_bar(batches, description="estimate damage", enabled=progress)
-    return fisher_costs(call, shown, disturbances)
+    with utils.random_kept():
+        return fisher_costs(call, shown, disturbances)
 
 
 @dataclass(frozen=True)
