@@ -30,6 +30,8 @@ SERVANTS = (
 )
 #: What Inductor, ONNX Runtime and multiprocessing keep among temporary files.
 CACHES = ("torchinductor_", ".ses", "pymp-")
+#: Torch 2.9 writes this file into a folder of its own when torch.distributed.nn is imported.
+REMOTE = "_remote_module_non_scriptable.py"
 PROCESSES = Path("/proc/self/task")
 
 
@@ -120,5 +122,8 @@ def files_of_the_sources() -> set[str]:
 def temporary_entries() -> set[str]:
     """Return what is in the folder for temporary files, which each session has for itself."""
     folder = tempfile.gettempdir()
-    names = [name for name in os.listdir(folder) if not name.startswith(CACHES)]
-    return {f"file {folder}/{name}" for name in names}
+    return {
+        f"file {folder}/{name}"
+        for name in os.listdir(folder)
+        if not name.startswith(CACHES) and not Path(folder, name, REMOTE).exists()
+    }

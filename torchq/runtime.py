@@ -139,6 +139,7 @@ class Runtime:
         versions: What the figures and the rules were found with.
         proved: How far it is proved that this runtime computes the simulation. ``"equal codes"``:
             in whole networks. ``"per layer"``: of layers that are given equal inputs.
+            ``"emulated"``: whole results are those of its maker's emulator, and it was not run.
             ``"structure alone"``: files keep its rules, and it was not run. ``"numbers alone"``:
             there are no files for it.
         packages: Those that it needs beside torch.
@@ -235,7 +236,7 @@ def open_session(path: str | os.PathLike[str], *, optimize: bool, **options: Any
 
 
 #: What may be proved of a runtime, the most first.
-_PROOFS = ("equal codes", "per layer", "structure alone", "numbers alone")
+_PROOFS = ("equal codes", "per layer", "emulated", "structure alone", "numbers alone")
 
 
 class Targets(tuple[str, ...]):

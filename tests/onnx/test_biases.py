@@ -109,12 +109,12 @@ def test_one_scale_for_a_tensor_becomes_one_by_channel(path: Path) -> None:
     assert torchq.verify_onnx(model, path, [x], progress=False).ok
 
 
-def test_qnn_keeps_one_scale_for_linear_layers(path: Path) -> None:
+def test_a_linear_layer_for_qnn_has_a_scale_for_each_channel(path: Path) -> None:
     model = Dying().eval()
     with torch.no_grad():
         model.linear.weight *= 1e-12
     x = exported(model, path, "qnn")
-    assert recorded(path)["linear.weight_quantizer"] == [0]
+    assert len(recorded(path)["linear.weight_quantizer"]) > 1
     assert torchq.verify_onnx(model, path, [x], progress=False).ok
 
 

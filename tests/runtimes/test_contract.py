@@ -62,7 +62,7 @@ CASES = {
     "qnn": Case(
         ("uint8", 0),
         ("uint8", None),
-        ("Conv",),
+        ("Conv", "Gemm"),
         odd_channels,
         "QNN takes symmetric int8 weights",
         QuantDescriptor(4, axis=0),
@@ -111,8 +111,8 @@ def test_the_plan_of_a_runtime_is_stable_and_no_other_one_takes_it(runtime: Runt
 
 
 def test_a_runtime_without_kernels_here_is_refused_by_deploy() -> None:
-    with pytest.raises(ConfigError, match=r"target 'qnn', which has no kernels here; .*'torch'"):
-        torchq.deploy(nn.Linear(2, 2), target="qnn")
+    with pytest.raises(ConfigError, match=r"target 'rknn', which has no kernels here; .*'torch'"):
+        torchq.deploy(nn.Linear(2, 2), target="rknn")
 
 
 @pytest.fixture(scope="module", params=sorted(CASES))

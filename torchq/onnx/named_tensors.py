@@ -94,7 +94,8 @@ def _stored(model: fx.GraphModule) -> dict[str, list[list[str]]]:
 def _read(model: fx.GraphModule, example: object) -> dict[str, list[list[str]]]:
     """Return the names of the tensor that each call of a quantizer of an activation reads.
 
-    One tensor has several where layers in between became nothing, as folded norms do.
+    One tensor has several where layers in between became nothing, as folded norms do. What the
+    quantizer of a layer's result reads is the result of its node.
     """
     weights = weight_quantizers(model)
     watched = {
@@ -115,6 +116,10 @@ def _read(model: fx.GraphModule, example: object) -> dict[str, list[list[str]]]:
         finally:
             for handle in handles:
                 handle.remove()
+    for node in model.graph.nodes:
+        path = f"{node.target}.output_quantizer"
+        if node.op == "call_module" and path in names_by_path:
+            names_by_path[path] = [list(node.meta.get("onnx_tensors", ()))]
     return names_by_path
 
 

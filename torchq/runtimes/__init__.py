@@ -13,7 +13,7 @@ from torchq.runtimes.file_engine import EngineModule, FileEngine
 from torchq.runtimes.onnx_engine import OnnxEngine
 from torchq.runtimes.onnxruntime import InspectReport, NodePlacement, OnnxRuntime, inspect_onnx
 from torchq.runtimes.openvino import OpenVino
-from torchq.runtimes.qnn import QNN
+from torchq.runtimes.qnn import Qnn
 from torchq.runtimes.tensorrt import TensorRt
 from torchq.runtimes.torch import Torch
 
@@ -33,6 +33,7 @@ __all__ = [
     "OnnxRuntime",
     "OpenVino",
     "Placement",
+    "Qnn",
     "RUNTIMES",
     "Runtime",
     "TensorRt",
@@ -40,5 +41,5 @@ __all__ = [
     "deploy",
 ]
 
-for _runtime in (Torch(), OnnxRuntime(), OpenVino(), TensorRt(), ExecuTorch(), QNN, *CHIPS):
+for _runtime in (Torch(), OnnxRuntime(), OpenVino(), TensorRt(), ExecuTorch(), Qnn(), *CHIPS):
     RUNTIMES.add(_runtime.name, _runtime)

@@ -261,15 +261,18 @@ def _joined(groups: list[list[str]]) -> list[list[str]]:
 # --- results ------------------------------------------------------------------------------------
 
 
-def quantize_results(plan: Plan, facts: Facts, *, linear: bool = False) -> Plan:
+def quantize_results(
+    plan: Plan, facts: Facts, *, linear: bool = False, returned: bool = False
+) -> Plan:
     """Quantize the results of layers that something reads in float.
 
     Before: some results of quantized convolutions, or of linear layers with ``linear``, are read by
     operators that quantize nothing.
     After: these decisions have an ``output``; it is unsigned where a ReLU alone reads the result.
-    Results that the model returns, that the head of a detector makes boxes of, or that a layer
-    reads which stays float, are left alone. So are depthwise convolutions in front of a norm that
-    cannot be folded, say: their float kernel is the faster one there.
+    Left alone are results that the model returns, that the head of a detector makes boxes of, or
+    that a layer reads which stays float; and depthwise convolutions in front of a norm that cannot
+    be folded, say, whose float kernel is the faster one there. With ``returned`` these have an
+    ``output`` too, which chips without float kernels want.
     """
     if facts.flow is None:
         return plan
@@ -282,20 +285,23 @@ def quantize_results(plan: Plan, facts: Facts, *, linear: bool = False) -> Plan:
     # A norm that is folded later holds the quantizer until then, if it can.
     fixed = {layer for layer, norm in facts.norms.items() if not norm.may_quantize_output}
     rows = (
-        d if d.name in fixed else _with_output(view, d, calls.get(d.name, []))
+        d if d.name in fixed else _with_output(view, d, calls.get(d.name, []), returned)
         for d in plan.decisions
     )
     return replace(plan, decisions=tuple(rows))
 
 
-def _with_output(view: View, decision: Decision, calls: list[Call]) -> Decision:
+def _with_output(view: View, decision: Decision, calls: list[Call], returned: bool) -> Decision:
     if decision.reason or decision.input is None or decision.weight is None or decision.output:
         return decision
     needs = [_Readers(view, call) for call in calls]
-    if any(n.returned for n in needs) or not any(n.in_float for n in needs):
+    is_returned = any(n.returned for n in needs)
+    if is_returned and not returned:
+        return decision
+    if not is_returned and not any(n.in_float for n in needs):
         return decision
     unsigned = all(n.after_relu for n in needs) and isinstance(decision.input.num_bits, int)
-    if is_depthwise(calls[0].module) and not unsigned:
+    if is_depthwise(calls[0].module) and not unsigned and not returned:
         return decision
     form = decision.input.replace(name=None)
     if unsigned:

@@ -182,3 +182,14 @@ def separate(value: Value, reader: Node | None = None) -> None:
     larger = add_node(producer, "Max", [value, value], name)
     for user, index in uses:
         user.replace_input_with(index, larger)
+
+
+def insert_pair(node: Node, parameters: list[Value]) -> None:
+    """Insert a QuantizeLinear and a DequantizeLinear behind a node, for all its readers."""
+    name = fresh_name(node.graph, f"{node.name}/same")
+    result = node.outputs[0]
+    users = list(result.uses())
+    codes = add_node(node, "QuantizeLinear", [result, *parameters], f"{name}/codes")
+    value = add_node(codes.producer(), "DequantizeLinear", [codes, *parameters], f"{name}/value")
+    for user, index in users:
+        user.replace_input_with(index, value)

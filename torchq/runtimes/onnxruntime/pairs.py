@@ -7,11 +7,9 @@ from torchq.onnx.ir import (
     Node,
     Value,
     add_initializer,
-    add_node,
     attribute,
     computed_by,
     data_type,
-    fresh_name,
     input_at,
     is_constant,
     is_output,
@@ -21,7 +19,7 @@ from torchq.onnx.ir import (
     value_of,
 )
 from torchq.onnx.passes.convolutions import constant_fill
-from torchq.onnx.passes.pairs import separate
+from torchq.onnx.passes.pairs import insert_pair, separate
 from torchq.onnx.qdq import (
     FLOAT_WEIGHT,
     element_type,
@@ -138,7 +136,7 @@ def quantize_reshaped(model: Model) -> None:
             reader = _only_reader(reader)
         if reader is None or reader.op_type != "QuantizeLinear" or attribute(reader, "axis"):
             continue
-        _insert_pair(last, list(reader.inputs[1:]))
+        insert_pair(last, list(reader.inputs[1:]))
 
 
 def _keeps_codes(node: Node) -> bool:
@@ -166,7 +164,7 @@ def quantize_concatenated(model: Model) -> None:
         if None in pairs or len(settings) != 1 or is_output(node.outputs[0]):
             continue
         if not leads_only_to_quantizers(node.outputs[0]):
-            _insert_pair(node, list(settings.pop()))
+            insert_pair(node, list(settings.pop()))
 
 
 def widen_four_bit_weights(model: Model) -> None:
@@ -188,17 +186,6 @@ def widen_four_bit_weights(model: Model) -> None:
             if value is not None and data_type(value).bitwidth == 4:
                 replace_stored(value, value_of(value))
         node.attributes.pop("output_dtype", None)
-
-
-def _insert_pair(node: Node, parameters: list[Value]) -> None:
-    """Insert a QuantizeLinear and a DequantizeLinear behind a node."""
-    name = fresh_name(node.graph, f"{node.name}/same")
-    result = node.outputs[0]
-    users = list(result.uses())
-    codes = add_node(node, "QuantizeLinear", [result, *parameters], f"{name}/codes")
-    value = add_node(codes.producer(), "DequantizeLinear", [codes, *parameters], f"{name}/value")
-    for user, index in users:
-        user.replace_input_with(index, value)
 
 
 def separate_clips(model: Model) -> None:

@@ -1,0 +1,234 @@
+"""Qualcomm's chips: what files hold, and what the emulator answers where its package is here."""
+
+from __future__ import annotations
+
+import copy
+import json
+import multiprocessing
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from tests.onnx.exported import calibrated
+from torchq.errors import ConfigError, ExportError
+from torchq.onnx.ir import load_model, nodes_of
+from torchq.onnx.qdq import leads_only_to_quantizers
+from torchq.runtimes import Qnn
+from torchq.runtimes.qnn import compiling
+from torchq.runtimes.qnn.passes import with_fixed_shapes
+from torchq.runtimes.qnn.session import compiled
+
+pytest.importorskip("onnx_ir")
+onnx = pytest.importorskip("onnx")
+
+X = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+class Shuffled(nn.Module):
+    """Moves, a bend with a slope, a sum and a head: each ends in float for other runtimes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.block = nn.Conv2d(8, 8, 3, padding=1)
+        self.grow = nn.Conv2d(8, 16, 3, padding=1)
+        self.bend = nn.PReLU()
+        self.shuffle = nn.PixelShuffle(2)
+        self.last = nn.Conv2d(4, 4, 1)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).relu()
+        x = (x + self.block(x)).relu()
+        x = self.shuffle(self.bend(self.grow(x)))
+        return self.head(self.last(x).relu().mean((2, 3)))
+
+
+def quantized() -> nn.Module:
+    return calibrated(Shuffled().eval(), X, target="qnn", example=X)
+
+
+def test_each_layer_of_a_file_leads_to_codes(tmp_path: Path) -> None:
+    """The chip takes a layer whose result one QuantizeLinear reads, also behind a Relu."""
+    path = tmp_path / "m.onnx"
+    model = quantized()
+    torchq.export_onnx(model, X, path, dynamo=False, progress=False)
+    layers = nodes_of(load_model(path), "Conv", "Gemm", "MatMul")
+    assert len(layers) == 5
+    assert all(leads_only_to_quantizers(layer.outputs[0], "Relu") for layer in layers)
+    assert torchq.verify_onnx(model, path, [X], progress=False).ok
+
+
+def test_a_file_of_fixed_shapes_has_no_open_length(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    torchq.export_onnx(quantized(), X, path, dynamo=False, progress=False)
+    fixed = onnx.load_model_from_string(
+        with_fixed_shapes(path.read_bytes(), (("x", (3, 3, 16, 16)),))
+    )
+    (graph_input,) = fixed.graph.input
+    assert [d.dim_value for d in graph_input.type.tensor_type.shape.dim] == [3, 3, 16, 16]
+    values = [*fixed.graph.value_info, *fixed.graph.output]
+    assert not [d for v in values for d in v.type.tensor_type.shape.dim if d.dim_param]
+    assert not [node for node in fixed.graph.node if node.op_type == "Shape"]
+
+
+@pytest.mark.parametrize(("soc", "number"), [("SM8350", "30"), ("57", "57"), ("SM8750", "69")])
+def test_a_chip_has_a_name_and_a_number(soc: str, number: str) -> None:
+    assert Qnn(soc=soc).soc == number
+    assert pickle.loads(pickle.dumps(Qnn(soc=soc))) == Qnn(soc=number)
+
+
+def test_wrong_settings_are_named() -> None:
+    with pytest.raises(
+        ConfigError, match=r"Qnn: got soc 'SM9999'; expected one of .*'SM8550' \(43\)"
+    ):
+        Qnn(soc="SM9999")
+    with pytest.raises(ConfigError, match="limit=0; expected seconds above 0"):
+        Qnn(limit=0)
+
+
+def test_the_model_of_one_chip_is_that_of_another() -> None:
+    x = torch.randn(1, 3, 8, 8)
+    plans = [torchq.plan(Shuffled(), target=Qnn(soc=soc), example=x) for soc in ("43", "57")]
+    assert plans[0].outcome() == plans[1].outcome()
+
+
+def fake_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    """Put another program in the place of the one that compiles."""
+    program = tmp_path / "program.py"
+    program.write_text(f"import json, sys, time\njob = json.load(open(sys.argv[1]))\n{body}")
+    monkeypatch.setattr(compiling, "__file__", str(program))
+
+
+def compile_anything(**options: Any) -> bytes:
+    return compiled(b"", "43", partly=False, where="deploy", **{"limit": 20, **options})
+
+
+def test_a_compile_that_takes_too_long_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_compiler(tmp_path, monkeypatch, "time.sleep(60)")
+    with pytest.raises(ExportError, match=r"took longer than 0\.5 s and was ended"):
+        compile_anything(limit=0.5)
+
+
+def test_a_compiler_that_dies_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_compiler(tmp_path, monkeypatch, "sys.exit(11)")
+    with pytest.raises(
+        ExportError, match=r"deploy: the provider failed .the process that compiles"
+    ):
+        compile_anything()
+
+
+def test_what_the_chip_does_not_take_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [
+        ["DequantizeLinear", f"{i}.weight_quantizer/Dequantize", "no kernel"] for i in range(7)
+    ]
+    answer = {"error": "it failed", "unsupported": nodes}
+    body = f"json.dump({json.dumps(answer)}, open(job['answer'], 'w'))"
+    fake_compiler(tmp_path, monkeypatch, body)
+    with pytest.raises(ExportError, match=r"0 \(DequantizeLinear\): no kernel; .*, and 2 more"):
+        compile_anything()
+
+
+def test_the_program_answers_whatever_happens(tmp_path: Path) -> None:
+    """Without the package, or with a file that is none."""
+    job = {key: str(tmp_path / key) for key in ("model", "context", "trace", "answer")}
+    (tmp_path / "model").write_bytes(b"no file")
+    (tmp_path / "trace").mkdir()
+    (tmp_path / "job.json").write_text(json.dumps({**job, "soc": "43", "partly": False}))
+    program = [sys.executable, compiling.__file__, str(tmp_path / "job.json")]
+    assert subprocess.run(program, capture_output=True, timeout=60).returncode == 0
+    answer = json.loads((tmp_path / "answer").read_text())
+    assert answer["error"] and answer["unsupported"] == []
+
+
+@pytest.fixture(scope="module")
+def deployed() -> tuple[nn.Module, nn.Module]:
+    """A model, and the same on the emulator."""
+    if not Qnn().here:
+        pytest.skip("onnxruntime-qnn is not here")
+    model = quantized()
+    return model, torchq.deploy(model, X, target="qnn", progress=False)
+
+
+def test_the_emulator_answers_as_the_simulation_does(
+    deployed: tuple[nn.Module, nn.Module],
+) -> None:
+    model, emulated = deployed
+    expected = model(X)
+    step = float(model.head.output_quantizer.scale)
+    assert (emulated(X) - expected).abs().max() <= 2.5 * step  # codes off by one in five layers
+    assert emulated(X[:1]).shape == (1, 5)  # another shape has a binary of its own
+    assert torch.equal(pickle.loads(pickle.dumps(emulated))(X), emulated(X))
+
+
+def test_a_chip_that_answers_otherwise_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight of another size in the file is more than quantization itself moves."""
+    if not Qnn().here:
+        pytest.skip("onnxruntime-qnn is not here")
+
+    def damaged(graph: bytes, shapes: Any) -> bytes:
+        model = onnx.load_model_from_string(with_fixed_shapes(graph, shapes))
+        scales = [n.input[1] for n in model.graph.node if n.name.startswith("last.weight_quant")]
+        (stored,) = (t for t in model.graph.initializer if t.name == scales[0])
+        stored.CopyFrom(
+            onnx.numpy_helper.from_array(2 * onnx.numpy_helper.to_array(stored), stored.name)
+        )
+        return model.SerializeToString()
+
+    monkeypatch.setattr("torchq.runtimes.qnn.runtime.with_fixed_shapes", damaged)
+    with pytest.raises(ExportError, match=r"relative error .* where quantization itself makes"):
+        torchq.deploy(quantized(), X, target="qnn", progress=False)
+
+
+def test_layers_in_float_are_listed_or_run_on_the_cpu() -> None:
+    if not Qnn().here:
+        pytest.skip("onnxruntime-qnn is not here")
+    model = quantized()
+    model.grow.output_quantizer.mode = "off"
+    model.quant_add.input_quantizer.mode = "off"
+    with pytest.raises(ExportError, match=r"SM8550: the chip does not take .*grow .*partly=True"):
+        torchq.deploy(model, X, target="qnn", progress=False)
+    partly = torchq.deploy(model, X, target=Qnn(partly=True), progress=False)
+    assert partly(X).shape == (2, 5)
+
+
+def test_a_forked_process_is_refused_and_does_not_hang(
+    deployed: tuple[nn.Module, nn.Module],
+) -> None:
+    emulated = deployed[1]
+    emulated(X)
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def call() -> None:
+        try:
+            emulated(X)
+            sender.send("")
+        except ExportError as error:
+            sender.send(str(error))
+
+    process = context.Process(target=call)
+    process.start()
+    said = receiver.recv() if receiver.poll(30) else "it hangs"
+    process.kill()
+    process.join()
+    assert "forked since the model was opened" in said
+
+
+def test_nothing_is_printed(
+    deployed: tuple[nn.Module, nn.Module], capfd: pytest.CaptureFixture[str]
+) -> None:
+    copy.deepcopy(deployed[1])(X)
+    assert capfd.readouterr().out == ""

@@ -1,0 +1,126 @@
+"""File passes for QNN: its chips compute a layer whose result is read by one QuantizeLinear alone.
+
+They change no code: what stands between the layer and the codes moves or clips them.
+"""
+
+from __future__ import annotations
+
+from torchq.onnx.ir import (
+    Model,
+    Node,
+    attribute,
+    computed_by,
+    input_at,
+    is_constant,
+    is_output,
+    names,
+    nodes_of,
+    onnx_ir,
+    readers,
+    run_passes,
+    value_of,
+)
+from torchq.onnx.passes.constants import fold_shapes
+from torchq.onnx.passes.convolutions import fold_pads
+from torchq.onnx.passes.pairs import insert_pair
+from torchq.onnx.qdq import qparams_of
+from torchq.utils.optional import import_optional
+
+#: They move elements, or choose some: the codes of a result are codes of what they read.
+_MOVES = names(
+    "Reshape Flatten Squeeze Unsqueeze Transpose Slice DepthToSpace SpaceToDepth MaxPool Expand"
+)
+_CLIPS = names("Relu Clip")
+
+
+def quantize_before_moves(model: Model) -> None:
+    """Quantize what is moved before it is moved.
+
+    Before: A result in float -> moves of elements -> QuantizeLinear nodes of one grid.
+    After: A Q/DQ pair of this grid stands in front of the moves too.
+    """
+    for node in reversed(list(model.graph)):
+        if _is_move(node):
+            _quantize_input(node)
+
+
+def quantize_before_activations(model: Model) -> None:
+    """Quantize what a ReLU or Clip reads, where the grid behind it is not one that it begins.
+
+    The codes of the clipped value are the clipped codes of the value. A ReLU in front of codes
+    whose zero point is 0 is a part of the layer for the provider, and stays.
+
+    Before: A result in float -> Relu or Clip -> QuantizeLinear nodes of one grid that goes beyond
+    the ends of the activation.
+    After: A Q/DQ pair of this grid stands in front of the activation too.
+    """
+    for node in reversed(nodes_of(model, *_CLIPS)):
+        grid = _grid_behind(node)
+        if grid is not None and not _begins_there(node, grid):
+            _quantize_input(node)
+
+
+def _is_move(node: Node) -> bool:
+    if node.op_type == "Pad":
+        # Zeros are codes of any grid with a zero point.
+        fill = input_at(node, 2)
+        is_zero = fill is None or (is_constant(fill) and not value_of(fill).any())
+        return attribute(node, "mode", "constant") == "constant" and is_zero
+    if node.op_type == "Resize":
+        return str(attribute(node, "mode", "nearest")) == "nearest"
+    return node.op_type in _MOVES
+
+
+def _grid_behind(node: Node) -> Node | None:
+    """Return one of the QuantizeLinear nodes that alone read a result, if they have one grid."""
+    result = node.outputs[0]
+    users = readers(result)
+    if is_output(result) or not users or any(user.op_type != "QuantizeLinear" for user in users):
+        return None
+    if not all(is_constant(value) for user in users for value in user.inputs[1:]):
+        return None
+    if (
+        len({str(qparams_of(user)) for user in users}) > 1
+        or value_of(users[0].inputs[1]).numel() > 1
+    ):
+        return None
+    return users[0]
+
+
+def _begins_there(node: Node, quantize: Node) -> bool:
+    """Return True if codes of a grid cut a value off as the activation in front of them does."""
+    qparams = qparams_of(quantize)
+    if node.op_type == "Relu":
+        return qparams.has_zero_point(int(qparams.quant_min))
+    low = input_at(node, 1)
+    starts = low is not None and is_constant(low) and not value_of(low).any()
+    return starts and qparams.has_zero_point(int(qparams.quant_min))
+
+
+def _quantize_input(node: Node) -> None:
+    """Insert a pair in front of a node whose result QuantizeLinear nodes of one grid read."""
+    grid = _grid_behind(node)
+    value = node.inputs[0]
+    if grid is None or value is None or is_output(value) or len(readers(value)) > 1:
+        return
+    producer = value.producer()
+    if producer is not None and computed_by(value, "DequantizeLinear") is None:
+        insert_pair(producer, list(grid.inputs[1:]))
+
+
+def with_fixed_shapes(graph: bytes, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> bytes:
+    """Return an ONNX file for inputs of these shapes alone, as the chip takes no open lengths."""
+    onnx = import_optional("onnx", "torchq.onnx")
+    model = onnx.load_model_from_string(graph)
+    del model.graph.value_info[:]
+    shape_by_name = dict(shapes)
+    for graph_input in model.graph.input:
+        dimensions = graph_input.type.tensor_type.shape.dim
+        for dimension, length in zip(dimensions, shape_by_name[graph_input.name], strict=True):
+            dimension.dim_value = length
+    for graph_output in model.graph.output:
+        graph_output.type.tensor_type.ClearField("shape")
+    fixed = onnx_ir.from_proto(onnx.shape_inference.infer_shapes(model))
+    run_passes(fixed, (fold_shapes, fold_pads))
+    written: bytes = onnx_ir.to_proto(fixed).SerializeToString()
+    return written
