@@ -95,6 +95,12 @@ class Arithmetic(Protocol):
     ) -> Callable[[Tensor, Tensor], Tensor]:
         """Return the function of two tensors of codes that gives the codes of their sum."""
 
+    def averages(self, of: QParams, to: QParams) -> Callable[[Tensor, int], Tensor]:
+        """Return the function of exact sums of codes, in place, and how many codes each adds.
+
+        It gives the codes of their mean over a whole image.
+        """
+
 
 @dataclass(frozen=True)
 class FileRules:

@@ -118,6 +118,24 @@ def test_results_are_those_of_a_session_bit_for_bit(
         assert torch.equal(model(x[:5]), expected[:5])
 
 
+def test_means_of_images_at_ties_are_those_of_a_session(path: Path) -> None:
+    """Between equal scales every fourth mean of four codes lies between two codes."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 32, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 5)
+    model = nn.Sequential(*layers).eval()
+    x = torch.randn(64, 3, 2, 2)
+    plan = torchq.quantize_(model, target="onnxruntime", example=x[:2], progress=False)
+    assert plan.decision("2").rounded_by == "4.input_quantizer"
+    torchq.calibrate(model, [x], progress=False)
+    model[4].input_quantizer.range = model[2].input_quantizer.range
+    torchq.export_onnx(model, x[:2], path, dynamo=False, progress=False)
+    expected = run_file(path, x, optimize=True)[0]
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)
+    simulated = model(x).detach()
+    assert not torch.equal(simulated, expected)
+
+
 def test_float_results_of_four_bit_codes_are_those_of_a_session(path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 24), nn.ReLU(), nn.Linear(24, 7)).eval()

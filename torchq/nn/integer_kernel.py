@@ -37,6 +37,7 @@ _logger = logging.getLogger(__name__)
 #: Whole numbers below are exact in float32, and so are all of their sums below.
 _EXACT = 2.0**24
 _BYTE = 8
+_IMAGE_DIMS = 4
 #: Shapes of which a layer remembers whether its kernel is exact.
 _MOST_SHAPES = 256
 #: Rows of a linear layer that are compared with float64.
@@ -98,6 +99,13 @@ class IntegerKernel:
         add: Callable[[Tensor, Tensor], Tensor] | None
         add = self.kept(grids, (), lambda arithmetic: arithmetic.adds(first, second, to))
         return add
+
+    def averages(self, grids: tuple[CodeGrid, ...]) -> Callable[[Tensor, int], Tensor] | None:
+        """Return the function of sums of codes of the first grid that gives codes of the second."""
+        of, to = (grid.qparams for grid in grids)
+        average: Callable[[Tensor, int], Tensor] | None
+        average = self.kept(grids, (), lambda arithmetic: arithmetic.averages(of, to))
+        return average
 
 
 class SimulatedProduct(nn.Module):
@@ -402,6 +410,32 @@ def integer_sum(layer: Any, first: Any, second: Any) -> Tensor | None:
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         return add(x, y).mul_(grids[2].scale)
     return _values(x, grids[0]) + _values(y, grids[1])
+
+
+# --- means over whole images --------------------------------------------------------------------
+
+
+def integer_mean(layer: Any, x: Any) -> Tensor | None:
+    """Return the mean over each image of (N, C, H, W), as (N, C, 1, 1).
+
+    Returns:
+        Values of codes, not clamped to the ends of their type; None where the layer simulates.
+    """
+    kernel: IntegerKernel | None = layer.integer_kernel
+    if kernel is None or not layer.rounded_by or layer.training or not are_plain_numbers(x):
+        return None
+    grids = _grids(layer.input_quantizer, kernel.result)
+    average = None if grids is None else kernel.averages(grids)
+    if grids is None or average is None or x.dim() != _IMAGE_DIMS:
+        return None
+    codes = _codes(layer.input_quantizer, grids[0], x)
+    if not isinstance(codes, Tensor):
+        return codes.values.mean((2, 3), keepdim=True)
+    count = x.shape[2] * x.shape[3]
+    # float32 adds whole numbers exactly, in any order, as long as no sum passes 2**24.
+    dtype = torch.float32 if count * grids[0].largest < _EXACT else torch.float64
+    sums = codes.sum((2, 3), keepdim=True, dtype=dtype).float()
+    return average(sums, count).mul_(grids[1].scale)
 
 
 def _grids(*quantizers: Any) -> tuple[CodeGrid, ...] | None:

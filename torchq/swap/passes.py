@@ -32,6 +32,7 @@ _PADDING_MODULES = (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)
 #: Products with, and sums of, stored numbers: exporters fold them into the convolution.
 _AFFINE = frozenset(["mul", "add"])
 _BYTE = 8
+_IMAGE_DIMS = 4
 _UP_TO_A_BYTE = range(1, _BYTE + 1)
 _QUANTIZING = frozenset(["quantize", "observe+quantize"])
 #: Class of an operator that is a module -> the function that its forward calls in float.
@@ -432,7 +433,8 @@ def integer_biases(plan: Plan, facts: Facts) -> Plan:
     results = _Results(plan, facts)
     calls: dict[str, list[Call]] = {}
     for call in filter(view.is_quantized, view.flow.calls):
-        if isinstance(call.module, (*LAYERS, Add)) and not call.functional:
+        is_operator = isinstance(call.module, Add) or _averages_images(call)
+        if is_operator or (isinstance(call.module, LAYERS) and not call.functional):
             calls.setdefault(call.name, []).append(call)
     rows = []
     for d in plan.decisions:
@@ -444,6 +446,16 @@ def integer_biases(plan: Plan, facts: Facts) -> Plan:
             d = replace(d, bias=bias, rounded_by=one, awaits_fold=d.name in facts.norms)
         rows.append(d)
     return replace(plan, decisions=tuple(rows))
+
+
+def _averages_images(call: Call) -> bool:
+    """Return True for a module that gives the mean over each image of a batch, (N, C, 1, 1)."""
+    module = call.module
+    return (
+        isinstance(module, nn.AdaptiveAvgPool2d)
+        and module.output_size in (1, (1, 1), [1, 1])
+        and call.ndim == _IMAGE_DIMS
+    )
 
 
 class _Results:
@@ -467,7 +479,7 @@ class _Results:
             return []
         fits = d.num_bits in _UP_TO_A_BYTE and d.granularity == PerTensor()
         of_weight = w is None or (w.num_bits in _UP_TO_A_BYTE and w.symmetric and not w.block_size)
-        fits &= of_weight and (w is not None or isinstance(calls[0].module, Add))
+        fits &= of_weight and (w is not None or not isinstance(calls[0].module, LAYERS))
         if not fits or not all(map(self._view.quantizes, calls)):
             return []
         if decision.output is not None:

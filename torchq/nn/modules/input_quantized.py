@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torchq.descriptor import QuantDescriptor
 from torchq.nn.convert import QuantModule, register
+from torchq.nn.integer_kernel import integer_mean
 from torchq.nn.tensor_quantizer import TensorQuantizer
 
 
@@ -25,12 +26,23 @@ class InputQuantized(QuantModule):
         return super().forward(self.input_quantizer(input), *args, **kwargs)
 
 
-def _twin(float_class: type[nn.Module]) -> type[InputQuantized]:
+class AveragingQuantized(InputQuantized):
+    """Base of pools that an integer kernel may compute where they give one mean an image."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the averages of the quantized input."""
+        result = integer_mean(self, input)
+        return super().forward(input) if result is None else result
+
+
+def _twin(
+    float_class: type[nn.Module], base: type[InputQuantized] = InputQuantized
+) -> type[InputQuantized]:
     """Make and register the twin of a class of one tensor, where pickles look it up."""
     name = float_class.__name__
     doc = f"Quantized-input :class:`torch.nn.{name}`."
     body = {"__doc__": doc, "__module__": __name__}
-    return register(float_class)(type(f"Quant{name}", (InputQuantized, float_class), body))
+    return register(float_class)(type(f"Quant{name}", (base, float_class), body))
 
 
 QuantMaxPool1d = _twin(nn.MaxPool1d)
@@ -40,7 +52,7 @@ QuantAvgPool1d = _twin(nn.AvgPool1d)
 QuantAvgPool2d = _twin(nn.AvgPool2d)
 QuantAvgPool3d = _twin(nn.AvgPool3d)
 QuantAdaptiveAvgPool1d = _twin(nn.AdaptiveAvgPool1d)
-QuantAdaptiveAvgPool2d = _twin(nn.AdaptiveAvgPool2d)
+QuantAdaptiveAvgPool2d = _twin(nn.AdaptiveAvgPool2d, AveragingQuantized)
 QuantAdaptiveAvgPool3d = _twin(nn.AdaptiveAvgPool3d)
 QuantInstanceNorm1d = _twin(nn.InstanceNorm1d)
 QuantInstanceNorm2d = _twin(nn.InstanceNorm2d)

@@ -9,6 +9,7 @@ products of codes less their zero points, with the bias code.
     sw))``, to which an Add adds the bias, which is never rounded.
 -   QLinearAdd, on unsigned codes: ``f = fl(zc - fma(ra, za, fl(rb * zb)))`` once, then the second
     operand first, ``rint(fma(A, ra, fma(B, rb, f)))`` with ``ra = fl(sa / sc)``.
+-   QLinearGlobalAveragePool of n codes: ``rint(fl(acc * fl(sx / fl(sy * n))))``.
 
 Source: version 1.32, of which no code of 106.7 million differs (qladd_avx2.cpp for the order of the
 addition; kernels for other processors were not run).
@@ -63,6 +64,16 @@ class OnnxRuntimeArithmetic:
             return _fused(second_added, x + zero_a, ratio_a).round_().sub_(zero_c)
 
         return add
+
+    def averages(self, of: QParams, to: QParams) -> Callable[[Tensor, int], Tensor]:
+        """Return how QLinearGlobalAveragePool makes codes of sums over an image, in place."""
+        from_scale = of.scale.reshape(())
+        to_scale = to.scale.reshape(())
+
+        def average(sums: Tensor, count: int) -> Tensor:
+            return sums.mul_(from_scale / (to_scale * count)).round_()
+
+        return average
 
 
 def _fused(addend: Tensor, codes: Tensor, ratio: float) -> Tensor:

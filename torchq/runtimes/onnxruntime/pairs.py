@@ -115,15 +115,15 @@ def _only_reader_of(value: Value) -> Node | None:
 
 
 def quantize_reshaped(model: Model) -> None:
-    """Quantize what convolutions of codes return in front of reshapes and padding.
+    """Quantize what convolutions and means of codes return in front of reshapes and padding.
 
-    Their kernels then return codes; a convolution would run in float otherwise.
+    Their kernels then return codes; they would run in float otherwise.
 
-    Before: DequantizeLinear -> Conv -> activations -> reshapes, or zeros that are added around
-    images -> QuantizeLinear.
+    Before: DequantizeLinear -> Conv or GlobalAveragePool -> activations -> reshapes, or zeros that
+    are added around images -> QuantizeLinear.
     After: A Q/DQ pair with the parameters of that QuantizeLinear stands in front of the reshapes.
     """
-    for node in nodes_of(model, "Conv"):
+    for node in nodes_of(model, "Conv", "GlobalAveragePool"):
         if dequantized(node.inputs[0]) is None:
             continue
         last = node
