@@ -115,6 +115,23 @@ def test_a_convolution_gives_the_codes_of_its_kernel(groups: int) -> None:
     assert not torch.equal(simulated, expected)
 
 
+@pytest.mark.parametrize(
+    ("target", "line"),
+    [
+        ("onnxruntime", "; evaluation computes the codes of onnxruntime"),
+        ("openvino", " from 1 batch"),
+        (None, " from 1 batch"),
+    ],
+)
+def test_the_report_of_calibration_says_what_evaluation_computes(
+    target: str | None, line: str
+) -> None:
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1)).eval(), images()
+    torchq.quantize_(model, target=target, example=x, progress=False)
+    report = torchq.calibrate(model, [x], correct=False, progress=False)
+    assert str(report).endswith(line)
+
+
 def last_bit(layer: Any) -> None:
     layer.weight_quantizer.amax = layer.weight_quantizer.amax.nextafter(torch.tensor(torch.inf))
 

@@ -108,6 +108,24 @@ class IntegerKernel:
         return average
 
 
+def evaluation_line(runtime: str, *, on_integers: bool) -> str:
+    """Return what a forward in eval mode, without gradients, computes, for reports."""
+    does = f"computes the codes of {runtime}" if on_integers else "simulates"
+    return f"evaluation {does}"
+
+
+def evaluation_of(model: nn.Module) -> str:
+    """Return :func:`evaluation_line` of a model; "" where no layer was given to a kernel."""
+    is_rounded: dict[str, bool] = {}
+    for module in model.modules():
+        kernel = getattr(module, "integer_kernel", None)
+        if isinstance(kernel, IntegerKernel) and kernel.arithmetic is not None:
+            before = is_rounded.get(kernel.runtime, False)
+            is_rounded[kernel.runtime] = before or bool(getattr(module, "rounded_by", ""))
+    lines = (evaluation_line(name, on_integers=rounded) for name, rounded in is_rounded.items())
+    return "; ".join(lines)
+
+
 class SimulatedProduct(nn.Module):
     """Mixin of layers that multiply a quantized input and a quantized weight."""
 
@@ -134,13 +152,11 @@ class _Product:
         sums: adds the products of codes.
         finish: makes codes or values of the sums, in place.
         to: the scale of the codes that ``finish`` makes; None for values.
-        weight_codes: of the quantized weight, without a correction.
     """
 
     sums: _Sums
     finish: Callable[[Tensor], Tensor]
     to: Tensor | None
-    weight_codes: Tensor
 
     def __call__(self, codes: Tensor, multiply: Multiply) -> Tensor:
         result = self.finish(self.sums(codes, multiply))
@@ -169,12 +185,12 @@ def integer_product(layer: Any, x: Tensor, multiply: Multiply) -> Tensor | None:
     if grid is None or product is None:
         return None
     codes = _codes(of_input, grid, x)
-    weight = _weight_as_called(of_weight, layer.weight, product.weight_codes)
+    weight = _weight_as_called(of_weight, layer.weight)
     if isinstance(codes, Tensor) and weight is None:
         return product(codes, multiply)
     # A hook has changed what a quantizer returns.
     if weight is None:
-        weight = of_weight.qparams().dequantize(product.weight_codes)
+        weight = _plain_weight(of_weight, layer.weight)
     simulated: Tensor = layer.simulated(_values(codes, grid), weight, layer.bias, multiply)
     return simulated
 
@@ -202,13 +218,17 @@ def _is_watched(quantizer: nn.Module) -> bool:
     return bool(hooks) or "forward" in vars(quantizer)
 
 
-def _weight_as_called(quantizer: TensorQuantizer, weight: Tensor, codes: Tensor) -> Tensor | None:
+def _weight_as_called(quantizer: TensorQuantizer, weight: Tensor) -> Tensor | None:
     """Return the quantized weight where a hook that sees the call changes it; else None."""
     if not _is_watched(quantizer):
         return None
     values: Tensor = quantizer(weight)
-    plain = quantizer.qparams().dequantize(codes)
-    return None if torch.equal(values, plain) else values
+    return None if torch.equal(values, _plain_weight(quantizer, weight)) else values
+
+
+def _plain_weight(quantizer: TensorQuantizer, weight: Tensor) -> Tensor:
+    """Return the quantized weight without a call of the quantizer."""
+    return quantizer.qparams().dequantize(quantizer.codes(weight))
 
 
 def _product_of(layer: Any, kernel: IntegerKernel, grid: CodeGrid) -> _Product | None:
@@ -244,17 +264,16 @@ def _made(
     if bool(raises_step(layer, bias).any()) or bool(quantizer.dead_ranges().any()):
         return None  # The file rounds the weight to another scale, or to nothing.
     codes = quantizer.codes(weight)
-    plain_codes = layer.weight_quantizer.codes(layer.weight.detach())
     step = grid.scale * quantizer.qparams().scale.flatten()
     if len(step) not in (1, len(weight)) or not bool(codes.isfinite().all()):
         return None
     step = step.expand(len(weight))
     if to is None or is_float:
         finish = arithmetic.float_products(step, bias)
-        return _Product(_Sums(codes, None, grid), finish, None, plain_codes)
+        return _Product(_Sums(codes, None, grid), finish, None)
     bias_codes = None if bias is None else arithmetic.bias_codes(bias, step)
     finish = arithmetic.rounds_products(_by_channel(step, codes), to.scale)
-    return _Product(_Sums(codes, bias_codes, grid), finish, to.scale, plain_codes)
+    return _Product(_Sums(codes, bias_codes, grid), finish, to.scale)
 
 
 def _has_whole_weights(quantizer: TensorQuantizer) -> bool:

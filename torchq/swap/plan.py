@@ -12,6 +12,7 @@ from typing import Any
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError, InputError
 from torchq.nn.calls.routes import CallSite
+from torchq.nn.integer_kernel import evaluation_line
 from torchq.runtime import runtime_with
 from torchq.swap import schema
 from torchq.swap.share import Share, Work
@@ -384,8 +385,7 @@ class Plan:
         if runtime is None or runtime.arithmetic is None:
             return ""
         on_integers = any(d.rounded_by for d in self.replaced)
-        does = f"computes the codes of {runtime.name}" if on_integers else "simulates"
-        return f"; evaluation {does}"
+        return f"; {evaluation_line(runtime.name, on_integers=on_integers)}"
 
     def _doubt(self) -> str:
         """Return what is not proved about the conversion."""

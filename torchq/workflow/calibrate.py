@@ -17,6 +17,7 @@ from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward
 from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
 from torchq.nn.correction import corrected_layers, forget_corrections
+from torchq.nn.integer_kernel import evaluation_of
 from torchq.workflow.correction import NOT_READ, Correction, needs_gains
 from torchq.workflow.correction import correct as correct_results
 from torchq.workflow.modes import quantizers, weight_quantizers
@@ -54,6 +55,8 @@ class CalibrationReport:
         signs: path of each quantizer that chose the sign of its codes (``unsigned="auto"``) ->
             ``"unsigned"`` or ``"signed"``.
         correction: of which layers the results are corrected; None for none.
+        evaluation: what a forward in eval mode, without gradients, computes: the codes of the
+            model's target, or a simulation; "" where it has none whose formulas are known.
     """
 
     batches: int
@@ -62,6 +65,7 @@ class CalibrationReport:
     unseen: tuple[str, ...] = ()
     signs: Mapping[str, str] = field(default_factory=dict)
     correction: Correction | None = None
+    evaluation: str = ""
 
     def table(self) -> str:
         """Return a row for every quantizer, and how many there are."""
@@ -100,7 +104,7 @@ class CalibrationReport:
             end += f", {len(self.kept)} kept from before"
         if self.correction is not None:
             end += f"; {self.correction.line}"
-        return end
+        return f"{end}; {self.evaluation}" if self.evaluation else end
 
 
 def calibrate(
@@ -195,7 +199,9 @@ def calibrate(
             done = _corrected(runs, count // 3, floats, group) if todo else None
     if corrects and done is None:
         warnings.warn(f"calibrate: {_READ_ONCE}", stacklevel=2)
-    return CalibrationReport(count, _bounds(todo), kept_paths, unseen, _signs(todo), done)
+    return CalibrationReport(
+        count, _bounds(todo), kept_paths, unseen, _signs(todo), done, evaluation_of(model)
+    )
 
 
 def _undone_on_error(
