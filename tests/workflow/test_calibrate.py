@@ -429,12 +429,17 @@ def test_weights_that_were_calibrated_alone_are_kept_in_silence() -> None:
     assert report.kept == ("0.weight_quantizer", "1.weight_quantizer")
 
 
+@torch.no_grad()
 def test_the_vectors_of_spectral_norm_stay_in_a_model_that_trains() -> None:
-    linear = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 8))
+    torch.manual_seed(0)
+    linear: Any = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 8))
+    # A step of training: the vectors of the weight before would move to those of this one.
+    linear.parametrizations.weight.original.normal_()
     model = nn.Sequential(linear).train()
     torchq.quantize_(model, progress=False)
-    buffers = {name: value.clone() for name, value in model.named_buffers() if "_u" in name}
+    vectors = [name for name, _ in model.named_buffers() if name.endswith(("._u", "._v"))]
+    before = {name: model.get_buffer(name).clone() for name in vectors}
     torchq.calibrate(model, [torch.randn(4, 16)], progress=False)
-    assert buffers
-    for name, value in buffers.items():
+    assert len(vectors) == 2 and model.training
+    for name, value in before.items():
         assert torch.equal(model.get_buffer(name), value)
