@@ -30,7 +30,7 @@ from torchq.utils import random_kept, unfused_attention
 #: step of a range in 255 steps; a network of a few layers keeps far more than this.
 LEAST_DB = 40.0
 #: Weights that this CPU multiplies without an overflow.
-RECIPE = torchq.recipes.int8(reduce_range=saturates())
+RECIPE = torchq.recipes.int8(reduce_range=saturates(), recurrent=True)
 
 
 def results(model: nn.Module, inputs: Any, calls: int = 1) -> list[Any]:
