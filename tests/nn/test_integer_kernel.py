@@ -368,6 +368,20 @@ def test_sums_of_codes_are_rounded_as_a_kernel_does() -> None:
     assert differs.nonzero().tolist() == [[131, 195]]
 
 
+def test_sums_are_scaled_in_one_product() -> None:
+    """Scaled to values first, and to codes then, one of a thousand is another code."""
+    runtime = torchq.runtimes.RUNTIMES["onnxruntime"]
+    assert runtime.arithmetic is not None
+    scales = torch.rand(2, 64, 1, generator=torch.Generator().manual_seed(0)) * 0.01 + 1e-4
+    step, to = scales[0], scales[1]
+    sums = torch.arange(-30_000.0, 30_000.0).expand(64, -1)
+    found = runtime.arithmetic.rounds_products(step, to)(sums.clone())
+    factor = step.numpy() / to.numpy()
+    assert torch.equal(found, torch.from_numpy((sums.numpy() * factor).round()))
+    in_two_steps = (sums * step).div_(to).round_()
+    assert 0 < int((found != in_two_steps).sum()) < 0.01 * sums.numel()
+
+
 def test_kept_numbers_are_made_again_where_one_is_another() -> None:
     kept: KeptNumbers[int] = KeptNumbers()
     numbers, made = torch.arange(4.0), iter(range(9))
