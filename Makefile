@@ -58,6 +58,10 @@ test-targets:
 	.venv-executorch/bin/pip install -e ".[all,dev,executorch]"
 	.venv-executorch/bin/python -m pytest tests/runtimes/test_executorch.py \
 		"tests/test_docs.py::test_the_code_runs[docs/platforms.md#ExecuTorch]"
+	$(PYTHON) -m venv .venv-qnn
+	.venv-qnn/bin/pip install -e ".[all,dev,qnn]"
+	.venv-qnn/bin/python -m pytest tests/runtimes/test_qnn.py \
+		"tests/test_docs.py::test_the_code_runs[docs/platforms.md#Qualcomm, emulated here]"
 	$(PYTHON) -m venv .venv-makers
 	.venv-makers/bin/pip install -e ".[all,dev]" nvidia-modelopt brevitas optimum-quanto torchao \
 		aimet-onnx requests huggingface_hub omegaconf
@@ -78,5 +82,5 @@ bench-env:
 		huggingface_hub "setuptools<81"
 
 clean:
-	rm -rf .venv .venv-oldest .venv-executorch .venv-makers .venv-roads .venv-bench build dist torchq.egg-info docs/_build
+	rm -rf .venv .venv-oldest .venv-executorch .venv-qnn .venv-makers .venv-roads .venv-bench build dist torchq.egg-info docs/_build
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -6,8 +6,10 @@ import copy
 import json
 import multiprocessing
 import pickle
+import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +101,41 @@ def test_the_model_of_one_chip_is_that_of_another() -> None:
     x = torch.randn(1, 3, 8, 8)
     plans = [torchq.plan(Shuffled(), target=Qnn(soc=soc), example=x) for soc in ("43", "57")]
     assert plans[0].outcome() == plans[1].outcome()
+
+
+class Widened(nn.Module):
+    """Operators that the emulator computes wrongly, or rightly."""
+
+    def __init__(self, groups: int, padding: int, window: int) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose2d(4, 4, 3, 2, output_padding=padding, groups=groups)
+        self.pool = nn.AvgPool2d(window)
+        self.last = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.pool(self.up(x)))
+
+
+@pytest.mark.parametrize(
+    ("groups", "padding", "window", "said"),
+    [
+        (1, 1, 3, ""),
+        (4, 0, 3, ""),
+        (4, 1, 3, "up: QNN computes wrong numbers for a grouped transposed convolution"),
+        (1, 1, 4, "QNN computes wrong numbers for an average of .4, 4. places"),
+    ],
+)
+def test_what_the_emulator_computes_wrongly_is_said(
+    groups: int, padding: int, window: int, said: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 4, 9, 9)
+    model = calibrated(Widened(groups, padding, window).eval(), x, target="qnn", example=x)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torchq.export_onnx(model, x, tmp_path / "m.onnx", dynamo=False, progress=False)
+    text = "".join(str(w.message) for w in caught)
+    assert re.search(said, text) if said else "wrong numbers" not in text
 
 
 def fake_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:

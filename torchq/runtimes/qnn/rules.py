@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torchq.onnx.ir import Model, Node, data_type, is_constant, nodes_of
+from torchq.onnx.ir import Model, Node, attribute, data_type, is_constant, nodes_of, readers
 from torchq.onnx.qdq import (
     element_type,
     format_of,
@@ -17,7 +17,7 @@ from torchq.onnx.qdq import (
     pair_name,
     qparams_of,
 )
-from torchq.runtimes.checks import LAYERS, layer_name, scales_of, weight_of
+from torchq.runtimes.checks import LAYERS, dequantized, layer_name, scales_of, weight_of
 
 
 def check_activation_types(model: Model) -> Iterator[str]:
@@ -60,6 +60,38 @@ def check_float_outputs(model: Model) -> Iterator[str]:
             yield (
                 f"{layer_name(node)}: its output is not quantized, and QNN's kernels are integer "
                 "from end to end; use quantize_ with target='qnn' and example="
+            )
+
+
+#: Lengths of windows with which average pools are computed wrongly, where windows do not overlap.
+_WRONG_WINDOWS = (4, 6, 8)
+
+
+def check_wrong_kernels(model: Model) -> Iterator[str]:
+    """Yield operators that onnxruntime-qnn 2.7 computes wrong numbers with, on every chip."""
+    for node in nodes_of(model, "ConvTranspose"):
+        if attribute(node, "group", 1) > 1 and any(attribute(node, "output_padding", ())):
+            yield (
+                f"{layer_name(node)}: QNN computes wrong numbers for a grouped transposed "
+                "convolution with output_padding; use groups=1, or output_padding=0 and a pad"
+            )
+    for node in nodes_of(model, "AveragePool"):
+        window = list(attribute(node, "kernel_shape", ()))
+        is_wrong = window == list(attribute(node, "strides", ())) and set(window) & set(
+            _WRONG_WINDOWS
+        )
+        before = dequantized(node.inputs[0])
+        behind = readers(node.outputs[0])
+        if (
+            not is_wrong
+            or before is None
+            or [user.op_type for user in behind] != ["QuantizeLinear"]
+        ):
+            continue
+        if scales_of(behind[0]) < scales_of(before):
+            yield (
+                f"{node.name}: QNN computes wrong numbers for an average of {window} places whose "
+                "range is smaller than that of its input; use smaller windows, one behind another"
             )
 
 

@@ -41,7 +41,12 @@ from torchq.runtimes.qnn.passes import (
     quantize_before_moves,
     with_fixed_shapes,
 )
-from torchq.runtimes.qnn.rules import check_activation_types, check_float_outputs, check_weights
+from torchq.runtimes.qnn.rules import (
+    check_activation_types,
+    check_float_outputs,
+    check_weights,
+    check_wrong_kernels,
+)
 from torchq.runtimes.qnn.session import Session, compiled
 from torchq.swap.layers import one_weight_scale
 from torchq.swap.passes import quantize_results
@@ -76,6 +81,7 @@ _FILE = FileRules(
         check_activation_types,
         check_weights,
         check_float_outputs,
+        check_wrong_kernels,
         check_one_range_per_tensor,
     ),
 )
