@@ -442,12 +442,25 @@ def codes(measured: Measured) -> str:
     return markdown(("network", *heads), rows)
 
 
+def evaluation(measured: Measured) -> str:
+    """Images that evaluation and a default session agree on, and the time over float."""
+    by_network: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for row in measured.all("evaluation"):
+        by_network.setdefault(row["network"], {})[row["recipe"]] = row
+    rows = []
+    for network, recipes in by_network.items():
+        row = recipes["int8"]
+        cells = _percent(row["equal"]), _percent(row["close"]), f"{row['time']:.2f}"
+        rows.append((network, *cells))
+    return markdown(("network", "equal to the last bit", "to 1e-4", "time"), rows)
+
+
 TABLES: dict[str, Callable[[Measured], str]] = {
     table.__name__: table
     for table in (
         *(overview, fake_quant, qat_step, calibration, fuse, folds, folded_accuracy),
         *(accuracy, training, methods, zoo),
-        *(conformance, fuzz, files, executorch, deploy, memory, agreement, codes),
+        *(conformance, fuzz, files, executorch, deploy, memory, agreement, codes, evaluation),
     )
 }
 
