@@ -18,6 +18,8 @@ from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import is_lazy
 
+from torchq.utils.written_parameters import written_parameters
+
 
 def is_torchs_own(module: nn.Module) -> bool:
     """Return True for a layer of torch, whose operators torch knows."""
@@ -350,10 +352,12 @@ def state_kept(model: nn.Module) -> Iterator[Callable[[], None]]:
     call of torchvision's RoI pooling notes scales, timm's LeViT fills a dictionary of biases. This
     is the one helper for state: whatever runs a model for a while leaves with it what is in
     attributes, in the containers, objects and tensors there, and in buffers. Parameters get their
-    tensors back, but numbers that a forward writes into these stay.
+    tensors back, and their numbers where the source of a class shows that it writes into these
+    (:func:`torchq.utils.written_parameters.written_parameters`).
     """
     held = _Held(model.modules())
-    materialized = (t for t in held.tensors.values() if not is_lazy(t))
+    kept = (*held.tensors.values(), *written_parameters(model))
+    materialized = (t for t in kept if not is_lazy(t))
     dense = [t for t in materialized if t.layout is torch.strided and not t.is_quantized]
     contents = [(tensor, tensor.detach().clone()) for tensor in dense if not tensor.is_meta]
     # Sparse tensors have no address to compare.
@@ -363,12 +367,12 @@ def state_kept(model: nn.Module) -> Iterator[Callable[[], None]]:
     def restore() -> None:
         held.restore()
         with torch.no_grad():
-            for tensor, content in contents:
-                if not torch.equal(tensor.nan_to_num(), content.nan_to_num()):
-                    tensor.copy_(content)
             for parameter, original_data in data:
                 if parameter.data_ptr() != original_data.data_ptr():
                     parameter.data = original_data
+            for tensor, content in contents:
+                if not torch.equal(tensor.nan_to_num(), content.nan_to_num()):
+                    tensor.copy_(content)
 
     try:
         yield restore
