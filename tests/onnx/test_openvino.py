@@ -14,7 +14,15 @@ from torch import Tensor, nn
 import torchq
 from tests.lowering.common import sqnr
 from tests.onnx.exported import calibrated, run_file
-from torchq.onnx.ir import computed_by, load_model, nodes_of, readers
+from torchq.onnx.ir import (
+    computed_by,
+    load_model,
+    nodes_of,
+    readers,
+    replace_stored,
+    save_model,
+    value_of,
+)
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -384,3 +392,28 @@ def test_what_is_compared_runs_the_kernels_of_a_session_of_the_users(path: Path)
     report = torchq.verify_onnx(model, path, [x], progress=False)
     assert report.ok, report.table()
     assert [verdict.ok for verdict in report.verdicts] == [True, True, True]
+
+
+@pytest.mark.parametrize("bias", [0.0, 3.7e-7, -0.25])
+def test_equal_biases_are_the_model_s_own_in_a_file_that_keeps_them_apart(
+    bias: float, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.onnx"
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    nn.init.constant_(model[0].bias, bias)
+    x = torch.randn(4, 16)
+    config = torchq.recipes.int8(reduce_range=True)  # It overflows on no CPU.
+    torchq.quantize_(model, config, target="openvino", example=x, progress=False)
+    torchq.calibrate(model, [x], correct=False, progress=False)
+    torchq.export_onnx(model, x, path, dynamo=False, progress=False)
+    assert torchq.verify_onnx(model, path, [x], progress=False).ok
+    file = load_model(path)
+    (stored,) = (v for name, v in file.graph.initializers.items() if name.endswith("/bias"))
+    numbers = value_of(stored).clone()
+    assert len(numbers.unique()) == 2
+    numbers[0] += 0.001
+    replace_stored(stored, numbers)
+    save_model(file, path)
+    report = torchq.verify_onnx(model, path, [x], progress=False)
+    assert not report.ok and "0.bias: 1 of 16 differ" in str(report)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from torchq.onnx.ir import (
     Model,
     Node,
+    Rewrite,
     Value,
     add_initializer,
     add_node,
@@ -19,6 +21,7 @@ from torchq.onnx.ir import (
     names,
     nodes_of,
     readers,
+    replace_stored,
     value_of,
 )
 from torchq.onnx.passes.constants import Shape, known_shapes
@@ -137,6 +140,8 @@ _LARGEST = names("ReduceMax ReduceMin GlobalMaxPool")
 _MEANS = names("ReduceMean ReduceSum")
 #: A bias too small to change a result, and large enough that OpenVINO does not take it for 0.
 _LEAST = 1e-30
+#: Ends the names of biases that got such a number.
+_UNEQUAL = "/bias"
 
 
 def separate_reductions(model: Model) -> None:
@@ -243,7 +248,7 @@ def own_zero_points(model: Model) -> None:
         read.add(zero_points)
 
 
-def unequal_biases(model: Model) -> None:
+def _unequal_biases(model: Model) -> None:
     """Give linear layers whose results are quantized a bias with two values at least.
 
     OpenVINO 2026.4 makes one kernel of a product of two dimensions and the quantization of its
@@ -266,12 +271,8 @@ def unequal_biases(model: Model) -> None:
             old = value_of(bias) if is_constant(bias) else torch.arange(2.0, device="cpu")
         if len(old) < 2 or not bool((old == old.flatten()[0]).all()):
             continue
-        new = old.clone()
-        first = old[..., :1]
-        larger = torch.nextafter(first, torch.full_like(first, torch.inf))
-        new[..., :1] = torch.where(first == 0, torch.full_like(first, _LEAST), larger)
-        name = f"{pair_name(weight)}/bias"
-        stored = add_initializer(node.graph, name, new)
+        name = f"{pair_name(weight)}{_UNEQUAL}"
+        stored = add_initializer(node.graph, name, _with_another_first(old))
         if node.op_type == "Gemm":
             node.resize_inputs(3)
             node.replace_input_with(2, stored)
@@ -280,3 +281,28 @@ def unequal_biases(model: Model) -> None:
             total = add_node(node, "Add", [result, stored], f"{name}/added")
             for user, index in uses:
                 user.replace_input_with(index, total)
+
+
+def _with_another_first(bias: Tensor) -> Tensor:
+    """Return a bias whose first number is a little larger."""
+    new = bias.clone()
+    first = bias[..., :1]
+    larger = torch.nextafter(first, torch.full_like(first, torch.inf))
+    new[..., :1] = torch.where(first == 0, torch.full_like(first, _LEAST), larger)
+    return new
+
+
+def _equal_biases(model: Model) -> dict[str, str]:
+    """Give biases that were equal their first number back; others stay as they are in the file."""
+    for name, value in list(model.graph.initializers.items()):
+        if not str(name).endswith(_UNEQUAL):
+            continue
+        stored = value_of(value)
+        bias = stored.clone()
+        bias[..., :1] = stored[..., 1:2]
+        if torch.equal(_with_another_first(bias), stored):
+            replace_stored(value, bias)
+    return {}
+
+
+unequal_biases = Rewrite(_unequal_biases, undo=_equal_biases)
