@@ -320,6 +320,27 @@ CALLS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_padded_positions_have_the_results_that_torch_exports() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 1).eval()
+    x = torch.randn(2, 6, 16)
+    padded = torch.zeros(2, 6, dtype=torch.bool)
+    padded[1, 4:] = True
+    with torch.no_grad():
+        with torchq.utils.unfused_attention():
+            expected = model(x, src_key_padding_mask=padded)
+        of_fused_kernel = model(x, src_key_padding_mask=padded)
+        assert not of_fused_kernel[padded].any()
+        torchq.quantize_(model, progress=False)
+        with torchq.disabled(model):
+            found = model(x, src_key_padding_mask=padded)
+    assert found[padded].any()
+    # The order of sums in torch's two ways of attention.
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("options", CALLS, ids=range(len(CALLS)))
 def test_the_module_is_the_function(options: dict[str, Any]) -> None:
     heads = 2 if options.get("enable_gqa") else 6

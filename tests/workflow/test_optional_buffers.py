@@ -225,3 +225,17 @@ def test_a_range_whose_length_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match="from -3e\\+38 to 3e\\+38; expected ends whose distance"):
         quantizer.set_range(-3e38, 3e38)
     assert not quantizer.calibrated
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("with_buffers", [False, True])
+def test_an_average_made_before_calibration_follows_after_one_load(with_buffers: bool) -> None:
+    model = quantized()
+    average = AveragedModel(model, use_buffers=with_buffers)
+    torchq.calibrate(model, [batch()], progress=False)
+    with pytest.raises(RuntimeError, match="shape"):  # torch copies tensor into tensor
+        average.update_parameters(model)
+    average.module.load_state_dict(model.state_dict())
+    for _ in range(2):
+        average.update_parameters(model)
+    assert torch.equal(average(batch()), model(batch()))

@@ -412,8 +412,9 @@ class QuantTransformerEncoder(_WithoutFusedKernel, nn.TransformerEncoder):
 
     With a padding mask, in eval mode, torch packs the batch into a nested tensor for the fused
     kernel of the layers. Quantized layers do not accept nested tensors. So the results at padded
-    positions are those that torch gives with gradients, where without them it gives 0; all others
-    are the same.
+    positions are those that torch gives with gradients, under autocast, ``torch.compile`` and in
+    exported files, where without these it gives 0; all others are the same. What averages over
+    positions has to leave the padded ones out.
     """
 
     setting = "use_nested_tensor"
