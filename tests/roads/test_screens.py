@@ -10,10 +10,10 @@ from torch import nn
 
 import torchq
 from tests.roads.end import ROAD
-from tests.roads.test_hugging_face import bert
 from torchq.utils import table
 
 pytestmark = ROAD
+pytest.importorskip("transformers", reason="one network is Hugging Face's")
 
 #: The lines of a screen.
 SCREEN = 40
@@ -22,6 +22,12 @@ SCREEN = 40
 def yolo() -> tuple[nn.Module, Any]:
     tasks = pytest.importorskip("ultralytics.nn.tasks", reason="one network is Ultralytics'")
     return tasks.DetectionModel("yolo11n.yaml", verbose=False), torch.rand(4, 3, 64, 64)
+
+
+def bert() -> tuple[nn.Module, Any]:
+    from tests.roads import test_hugging_face  # skips where its packages are missing
+
+    return test_hugging_face.bert()
 
 
 def resnet() -> tuple[nn.Module, Any]:

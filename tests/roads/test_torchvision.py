@@ -35,6 +35,7 @@ def give_statistics(network: nn.Module, images: torch.Tensor) -> None:
 
 
 def test_after_training(tmp_path: Path) -> None:
+    pytest.importorskip("ultralytics", reason="roads are walked where their packages are")
     detection = pytest.importorskip("torchvision.models.detection")
     torch.manual_seed(0)
     build = detection.fasterrcnn_mobilenet_v3_large_320_fpn

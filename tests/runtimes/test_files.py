@@ -62,8 +62,8 @@ def test_onnxruntime_gets_whole_integer_regions(
     kinds = [node.kind for node in nodes.integer]
     wanted = {"QLinearConv": 7, "QLinearAdd": 2, "QLinearConcat": 1, "MatMulIntegerToFloat": 1}
     assert {kind: kinds.count(kind) for kind in wanted} == wanted
-    mean = "ReduceMean" if dynamo else "GlobalAveragePool"
-    assert [node.kind for node in nodes.fallbacks] == [mean]
+    # The default exporter writes a mean over images as ReduceMean, which has no integer kernel.
+    assert [node.kind for node in nodes.fallbacks] == (["ReduceMean"] if dynamo else [])
     proof = torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(8, 3, 16, 16)])
     assert proof.ok, str(proof)
 

@@ -13,6 +13,7 @@ from torch import nn
 
 import torchq
 from tests.models import simulated
+from torchq import QuantConfig, QuantDescriptor, Rule
 from torchq.workflow.changed_weights import warn_of_changed_weights
 
 BATCH = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
@@ -104,3 +105,17 @@ def test_ranges_that_somebody_set_are_no_reason_to_warn() -> None:
     descriptor = torchq.QuantDescriptor(8, amax=0.01)
     config = torchq.QuantConfig((torchq.Rule("*", input=None, weight=descriptor),))
     warn_of_changed_weights("deploy", simulated(net(), [BATCH], config, correct=False))
+
+
+@pytest.mark.parametrize("block_size", [None, 8])
+def test_a_range_of_two_ends_is_as_large_as_the_farther_one(block_size: int | None) -> None:
+    weight = QuantDescriptor(4, symmetric=False, unsigned=True, block_size=block_size)
+    model = nn.Sequential(nn.Linear(16, 4))
+    nn.init.uniform_(model[0].weight, -0.3, 0.1)
+    torchq.quantize_(model, QuantConfig((Rule("0", weight=weight),)))
+    torchq.calibrate(model, [torch.randn(4, 16)], progress=False)
+    warn_of_changed_weights("deploy", model)
+    with torch.no_grad():
+        model[0].weight *= 2
+    with pytest.warns(UserWarning, match="0.weight_quantizer: the weight reaches far beyond"):
+        warn_of_changed_weights("deploy", model)

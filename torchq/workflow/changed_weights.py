@@ -33,11 +33,11 @@ def reach(quantizer: TensorQuantizer, weight: Tensor) -> Tensor:
         Ratios, 1-d, > 0. Slices of zeros and ranges that are 0 or not finite are left out; none is
         left where the ranges are those of a weight of another shape.
     """
-    amax = quantizer.amax.detach()
+    ends = [end.detach().abs().reshape(-1) for _, end in quantizer.range.ends()]
+    calibrated = torch.stack(ends).amax(0)  # the farther one of two
     now = reduce_amax(weight.detach(), quantizer.descriptor.granularity).reshape(-1)
-    if now.numel() != amax.numel():
+    if now.numel() != calibrated.numel():
         return now.new_empty(0)
-    calibrated = amax.reshape(-1)
     live = (now > 0) & (calibrated > 0) & torch.isfinite(calibrated)
     return now[live] / calibrated[live]
 
