@@ -263,6 +263,36 @@ def test_traced_and_exported_models_simulate() -> None:
         assert torch.equal(exported(x), simulated)
 
 
+def test_autocast_simulates() -> None:
+    """It would round the sums of codes to bfloat16."""
+    model, x = block(), images()
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.enable_grad():
+            simulated = model(x).detach()
+        assert torch.equal(evaluated(model, x), simulated)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_models_of_few_bits_simulate(dtype: torch.dtype) -> None:
+    """Sums of codes have more digits than their numbers."""
+    model, x = block().to(dtype), images().to(dtype)
+    with torch.enable_grad():
+        simulated = model(x).detach()
+    assert simulated.dtype is dtype
+    assert torch.equal(evaluated(model, x), simulated)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace.*` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("error::torch.jit.TracerWarning")
+def test_a_trace_without_gradients_simulates_and_says_nothing() -> None:
+    model, x = block(), images()
+    with torch.enable_grad():
+        simulated = model(x).detach()
+    with torch.no_grad():
+        traced = torch.jit.trace(model, x, check_trace=False)
+        assert torch.equal(traced(x), simulated)
+
+
 def test_a_hook_may_change_what_a_quantizer_returns() -> None:
     """Values on the grid are multiplied as codes, others in float; each call is seen once."""
     model, x = block(), images()
