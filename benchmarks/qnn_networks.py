@@ -50,6 +50,8 @@ NETWORKS = [
     *("torchvision/lraspp_mobilenet_v3_large", "torchvision/deeplabv3_mobilenet_v3_large"),
     *("unet", "gru", "bert"),
 ]
+#: Pixels of a side where smaller images make their average pools windows of unequal sizes.
+SIZES = {"torchvision/alexnet": 224, "torchvision/vgg11_bn": 224}
 _KEY = ("network", "soc")
 _IMAGES = 4
 
@@ -80,7 +82,8 @@ def network(name: str) -> tuple[nn.Module, torch.Tensor]:
     for module in entry.model.modules():
         if isinstance(module, nn.Linear) and not module.weight.any():
             nn.init.normal_(module.weight, std=0.02)  # a head of zeros shows nothing
-    return entry.model, torch.randn(_IMAGES, *entry.example.shape[1:])
+    side = SIZES.get(name, entry.example.shape[-1])
+    return entry.model, torch.randn(_IMAGES, 3, side, side)
 
 
 def decibels(signal: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
