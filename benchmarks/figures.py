@@ -442,6 +442,23 @@ def codes(measured: Measured) -> str:
     return markdown(("network", *heads), rows)
 
 
+def snapdragon(measured: Measured) -> str:
+    """Networks on the emulator of a Snapdragon, in dB, and seconds of export and compile."""
+    levels = ("emulator_to_simulation", "emulator_to_float", "simulation_to_float")
+    rows = [
+        (
+            row["network"].rpartition("/")[2],
+            "yes" if row["whole"] else "no",
+            f"{row['share']:.0%}",
+            f"{row['seconds']:.0f}",
+            *(f"{row[level]:.1f}" for level in levels),
+        )
+        for row in measured.all("qnn_networks")
+    ]
+    head = ("network", "whole", "on integers", "s", "emulator, simulation")
+    return markdown((*head, "emulator, float", "simulation, float"), rows)
+
+
 def evaluation(measured: Measured) -> str:
     """Images that evaluation and a default session agree on, and the time over float."""
     by_network: dict[str, dict[str, Mapping[str, Any]]] = {}
@@ -461,6 +478,7 @@ TABLES: dict[str, Callable[[Measured], str]] = {
         *(overview, fake_quant, qat_step, calibration, fuse, folds, folded_accuracy),
         *(accuracy, training, methods, zoo),
         *(conformance, fuzz, files, executorch, deploy, memory, agreement, codes, evaluation),
+        snapdragon,
     )
 }
 
