@@ -185,7 +185,7 @@ def test_encodings_that_do_not_fit_are_one_error(path: Path) -> None:
     one = grids["relu"]
     wide = torch.full((24,), 0.1)
     for change, text in (
-        ({"a": one}, r"matches 0 of 6 quantizers; expected the ranges of this network. It has a,"),
+        ({"a": one}, r"matches 0 of 8 quantizers; expected the ranges of this network. It has a,"),
         ({n: g for n, g in grids.items() if n != "grow.weight"}, r"reads grow\.weight\. Leave"),
         ({**grids, "relu": replace(one, format=integer_format(4))}, r"got int4 with 1 scales for"),
         (

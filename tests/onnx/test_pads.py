@@ -336,7 +336,7 @@ def test_files_without_computed_pads_stay(path: Path) -> None:
 @pytest.mark.xfail(
     reason="files of the default exporter keep the pads of usual shapes", strict=True
 )
-@pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize("engine", ["onnxruntime"])
 def test_engines_open_usual_shapes_apart(
     engine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -110,7 +110,14 @@ def test_the_correction_makes_nothing_worse(name: str) -> None:
 
 #: They take long, and others of the same library have their forwards.
 REPEATED = {
+    "torchvision/alexnet",
+    "torchvision/fcn_resnet50",
+    "torchvision/fcos_resnet50_fpn",
     "torchvision/keypointrcnn_resnet50_fpn",
+    "torchvision/maskrcnn_resnet50_fpn",
+    "torchvision/mc3_18",
+    "torchvision/r2plus1d_18",
+    "torchvision/resnext50_32x4d",
     "torchvision/ssd300_vgg16",
     "torchvision/wide_resnet50_2",
 }

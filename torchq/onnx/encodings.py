@@ -41,6 +41,7 @@ from torchq.onnx.ir import (
     value_of,
 )
 from torchq.onnx.named_tensors import named_tensors
+from torchq.onnx.passes.pairs import repeats_a_quantizer
 from torchq.onnx.qdq import pair_name, qparams_of
 from torchq.runtime import Runtime
 from torchq.utils import bullets, check_fields, parse_json, replacing, short_repr, undone_on_error
@@ -158,6 +159,8 @@ def _take_pairs(graph: Model) -> tuple[dict[Value, QParams], dict[Value, QParams
     activations: dict[Value, QParams] = {}
     parameters: dict[Value, QParams] = {}
     for node in nodes_of(graph, "QuantizeLinear"):
+        if repeats_a_quantizer(node):
+            continue  # The encoding of the quantizer behind it says the same.
         source = node.inputs[0]
         qparams = _integers(node)
         first_qparams = activations.setdefault(source, qparams)

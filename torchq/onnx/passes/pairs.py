@@ -184,9 +184,18 @@ def separate(value: Value, reader: Node | None = None) -> None:
         user.replace_input_with(index, larger)
 
 
+#: In the names of pairs whose codes are those of a quantizer behind them.
+_SAME = "/same"
+
+
+def repeats_a_quantizer(node: Node) -> bool:
+    """Return True for a QuantizeLinear that :func:`insert_pair` made."""
+    return _SAME in str(node.name)
+
+
 def insert_pair(node: Node, parameters: list[Value]) -> None:
     """Insert a QuantizeLinear and a DequantizeLinear behind a node, for all its readers."""
-    name = fresh_name(node.graph, f"{node.name}/same")
+    name = fresh_name(node.graph, f"{node.name}{_SAME}")
     result = node.outputs[0]
     users = list(result.uses())
     codes = add_node(node, "QuantizeLinear", [result, *parameters], f"{name}/codes")
