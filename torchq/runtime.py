@@ -155,8 +155,8 @@ class Runtime:
             :func:`torchq.verify_onnx` compares files of all runtimes so.
 
     Example:
-        >>> torchq.runtimes.RUNTIMES["qnn"]
-        Runtime(name='qnn')
+        >>> torchq.runtimes.RUNTIMES["rknn"]
+        Runtime(name='rknn')
     """
 
     #: What ``pip install torchq[...]`` installs its packages.

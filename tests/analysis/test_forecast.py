@@ -123,8 +123,10 @@ def test_nothing_is_written_without_a_folder(
 
 def test_wrong_arguments_are_named() -> None:
     model = Residual()
-    with pytest.raises(ConfigError, match="threads=0; expected at least 1"):
+    with pytest.raises(ConfigError, match="threads=0; expected a whole number"):
         torchq.forecast(model, X, threads=0)
+    with pytest.raises(ConfigError, match="folder='nowhere'; expected a folder that is there"):
+        torchq.forecast(model, X, folder="nowhere")
     with pytest.raises(ConfigError, match="got no target"):
         torchq.forecast(model, X, [])
     with pytest.raises(ConfigError, match="unknown target 'tensorflow'"):

@@ -183,19 +183,20 @@ def test_encodings_that_do_not_fit_are_one_error(path: Path) -> None:
     read = torchq.from_onnx(report.path)
     torchq.quantize_(read, target="qnn", example=x)
     one = grids["relu"]
-    wide = torch.full((24,), 0.1)
+    few = torch.full((7,), 0.1)
+    one_of_many = torch.full_like(grids["grow.weight"].scale, 3.0)
     for change, text in (
         ({"a": one}, r"matches 0 of 8 quantizers; expected the ranges of this network. It has a,"),
         ({n: g for n, g in grids.items() if n != "grow.weight"}, r"reads grow\.weight\. Leave"),
         ({**grids, "relu": replace(one, format=integer_format(4))}, r"got int4 with 1 scales for"),
         (
-            {**grids, "grow.weight": replace(grids["grow.weight"], scale=wide)},
-            r"grow\.weight_quantizer: got int8 with 24 scales for grow\.weight, and the quantizer "
-            r"is int8 per-tensor max with 1; expected the same",
+            {**grids, "grow.weight": replace(grids["grow.weight"], scale=few)},
+            r"grow\.weight_quantizer: got int8 with 7 scales for grow\.weight, and the quantizer "
+            r"is int8 axis=0 max with 24; expected the same",
         ),
         (
-            {**grids, "grow.weight": replace(grids["grow.weight"], zero_point=torch.tensor(3.0))},
-            "got asymmetric int8 with 1 scales",
+            {**grids, "grow.weight": replace(grids["grow.weight"], zero_point=one_of_many)},
+            "got asymmetric int8 with 24 scales",
         ),
     ):
         with pytest.raises(CalibrationError, match=text):

@@ -1,6 +1,7 @@
 """The quantizers that a runtime wants: operators, branches, shared ranges; and their removal."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -319,6 +320,39 @@ def test_operators_on_stored_numbers_get_no_quantizer() -> None:
     reason = "it computes with stored numbers alone, so its result is stored too"
     assert {d.name: d.reason for d in report.skipped} == {"quant_cat": reason}
     assert {d.name for d in report.operator_rows() if not d.reason} == {"quant_cat_1", "quant_add"}
+
+
+class Padded(nn.Module):
+    """Writes what it computes into tensors of zeros."""
+
+    def __init__(self, write: Callable[[Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)
+        self.write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        first, second = torch.zeros_like(y), torch.zeros(y.shape)
+        self.write(first, y)
+        self.write(second, y)
+        return self.last(first + second)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda zeros, y: zeros.copy_(y),
+        lambda zeros, y: zeros.__setitem__((slice(None), slice(2)), y[:, :2]),
+        lambda zeros, y: zeros[:, 1:].copy_(y[:, 1:]),
+        lambda zeros, y: torch.neg(y, out=zeros),
+    ],
+    ids=["copy_", "item", "view", "out"],
+)
+def test_what_the_input_is_written_into_is_not_stored(
+    write: Callable[[Tensor, Tensor], object],
+) -> None:
+    flow = record(Padded(write).eval(), SMALL)
+    assert [call.stored for call in flow.calls if call.name == "add"] == [False]
 
 
 def test_random_numbers_are_not_stored() -> None:

@@ -61,3 +61,37 @@ def test_modules_with_a_switch_of_their_own_are_quantized_whole() -> None:
     model = SwitchesItself()
     plan = torchq.quantize_(model, progress=False)
     assert [decision.name for decision in plan.replaced] == ["model", "head"]
+
+
+class PassesOn(nn.Module):
+    """A network whose ``train`` takes any arguments, a mode among them, and hands them on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.model(x))
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        return super().train(*args, **kwargs)
+
+
+def test_a_network_that_takes_any_arguments_for_its_mode_is_no_trainer() -> None:
+    assert [d.name for d in torchq.plan(PassesOn()).replaced] == ["model", "head"]
+
+
+def test_a_forecast_starts_no_training() -> None:
+    class Trains(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.Sequential(nn.Linear(4, 4))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.model(x)
+
+        def train(self, trainer: Any = None, **settings: Any) -> Any:
+            raise AssertionError("a training began")
+
+    found = torchq.forecast(Trains(), torch.randn(1, 4), "torch", progress=False)
+    assert found["torch"].share is not None

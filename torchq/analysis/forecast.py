@@ -35,7 +35,7 @@ from torchq.runtimes.file_engine import EngineModule
 from torchq.runtimes.onnx_engine import OnnxEngine
 from torchq.swap import Plan, quantize_
 from torchq.swap.share import Share
-from torchq.utils import bullets, copy_module, progress_bar, table
+from torchq.utils import bullets, copy_module, network_of, progress_bar, table
 from torchq.utils.timing import Samples, time_calls
 from torchq.workflow import calibrate
 
@@ -90,7 +90,7 @@ class TargetForecast:
         target: its name.
         files: what was timed; empty for a runtime that is not here.
         share: how much of the model's multiply-adds is planned on integers; None if nothing is.
-        problem: why there is no plan; may be empty.
+        problem: why there is no plan, or no file; may be empty.
         written: files for a runtime elsewhere.
         command: what times such a file there, with ``{file}`` for its name.
     """
@@ -255,8 +255,8 @@ def forecast(
         model: a float model. It is folded and quantized in a copy.
         example: arguments for one call of the model, see :func:`torchq.graph.call_model`. Their
             batch and their size are what is timed.
-        targets: names of runtimes, or runtimes with settings; default: all whose kernels are here,
-            but ExecuTorch, which takes long to lower a model.
+        targets: names of runtimes, or runtimes with settings; default: all whose kernels are here
+            and whose time is that of the machine they are for.
         threads: that compute a call; default: those of ``torch.get_num_threads()``.
         folder: where to write files for runtimes that are not here, as ``TARGET.onnx`` and
             ``TARGET-float.onnx``, with the command that times them there. None writes nothing.
@@ -268,7 +268,7 @@ def forecast(
         the share of multiply-adds on integers, what stays float and why, and a verdict.
 
     Raises:
-        ConfigError: there is no such runtime, or the model is quantized already.
+        ConfigError: there is no such runtime, or no such folder, or the model is quantized already.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
@@ -277,14 +277,17 @@ def forecast(
         True
     """
     began = time.perf_counter()
+    model = network_of(model)
     runtimes = _runtimes(targets)
     if quantized := [name for name, m in model.named_modules() if isinstance(m, QuantModule)]:
         raise ConfigError(
             f"forecast: {quantized[0] or 'the model'}: is quantized; expected a float model. Call "
             "torchq.restore_ on a copy"
         )
-    if threads is not None and threads < 1:
-        raise ConfigError(f"forecast: got threads={threads}; expected at least 1")
+    if threads is not None and (not isinstance(threads, int) or threads < 1):
+        raise ConfigError(f"forecast: got threads={threads}; expected a whole number, at least 1")
+    if folder is not None and not Path(folder).is_dir():
+        raise ConfigError(f"forecast: got folder={str(folder)!r}; expected a folder that is there")
     with _threads(threads), warnings.catch_warnings():
         # What a file is warned of is said by the steps that make one to use.
         warnings.simplefilter("ignore")
@@ -341,7 +344,8 @@ class _Draft:
 
     @property
     def is_timed(self) -> bool:
-        return isinstance(self.runtime, Engine) and self.runtime.here
+        runtime = self.runtime
+        return isinstance(runtime, Engine) and runtime.measured and runtime.here
 
     def prepare(self, folder: Path | None) -> None:
         """Plan, and make the files to time, or those to time elsewhere."""
@@ -355,9 +359,11 @@ class _Draft:
                 self._write(folder, everything)
             return
         self._build(INT8, everything, quantized=True)
-        beside = self._beside_layers()
-        if beside:
-            self._build(LAYERS, self._quantized(beside), quantized=True)
+        if beside := self._beside_layers():
+            try:
+                self._build(LAYERS, self._quantized(beside), quantized=True)
+            except TorchqError as error:
+                self.problems[LAYERS] = str(error)
         self._build(FLOAT, everything, quantized=False)
 
     def _quantized(self, excluded: Sequence[str]) -> nn.Module:

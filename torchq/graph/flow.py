@@ -16,6 +16,7 @@ from torchq.graph.operators import (
     function_name,
     operator_name,
     operator_of,
+    overwrites,
     reads_metadata,
 )
 from torchq.graph.tracing import is_torch_leaf
@@ -23,7 +24,10 @@ from torchq.graph.values import ValueTracker
 from torchq.utils import child_path, random_kept, untouched
 
 #: How the names of functions begin that make random numbers.
-_RANDOM = ("rand", "normal", "bernoulli", "poisson", "multinomial", "empty", "new_empty", "dropout")
+_RANDOM = (
+    *("rand", "normal_", "uniform_", "exponential_", "bernoulli", "poisson", "multinomial"),
+    *("empty", "new_empty", "dropout", "alpha_dropout", "feature_dropout"),
+)
 
 
 def _is_layer(function: object) -> bool:
@@ -194,7 +198,8 @@ def _sources(node: fx.Node) -> list[fx.Node]:
 
 def _is_random(function: str) -> bool:
     """Return True for functions that make another tensor at each call."""
-    return function.startswith(_RANDOM)
+    # F.normalize begins as torch.normal does.
+    return function == "normal" or function.startswith(_RANDOM)
 
 
 class _Recorder(TorchFunctionMode):
@@ -284,6 +289,17 @@ class _Recorder(TorchFunctionMode):
             self._stored.update(map(id, results))
         self._alive += results
 
+    def _forget_stored(self, written: object) -> None:
+        """Note that tensors, and all that share their memory, hold what the input gave."""
+        for tensor in tensors_in(written):
+            place = tensor.untyped_storage().data_ptr()
+            self._stored.discard(id(tensor))
+            self._stored -= {
+                id(other)
+                for other in self._alive
+                if place and other.untyped_storage().data_ptr() == place
+            }
+
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if self._tracker is None:
             return func(*args, **kwargs)
@@ -300,6 +316,9 @@ class _Recorder(TorchFunctionMode):
         read = {id(tensor) for tensor in tensors_in(values)}
         out = self._run(func, args, kwargs)
         name = function_name(func)
+        writes = overwrites(func, kwargs) or "out" in kwargs
+        if writes and not self._stored.issuperset(read):
+            self._forget_stored(kwargs.get("out", args[0] if args else out))
         module = None
         if _is_layer(func):
             weight = args[1] if len(args) > 1 else kwargs.get("weight")

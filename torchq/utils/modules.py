@@ -122,8 +122,12 @@ def network_of(model: nn.Module) -> nn.Module:
     if not isinstance(inside, nn.Module) or type(model).train is nn.Module.train:
         return model
     parameters = inspect.signature(type(model).train).parameters
-    takes_settings = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return inside if takes_settings and "mode" not in parameters else model
+    kinds = {p.kind for p in parameters.values()}
+    # One that passes any arguments on takes a mode among them.
+    takes_settings = inspect.Parameter.VAR_KEYWORD in kinds
+    passes_on = inspect.Parameter.VAR_POSITIONAL in kinds
+    is_trainer = takes_settings and not passes_on and "mode" not in parameters
+    return inside if is_trainer else model
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

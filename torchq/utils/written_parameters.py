@@ -8,6 +8,7 @@ import ast
 import functools
 import inspect
 import textwrap
+import tokenize
 import types
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -65,7 +66,8 @@ def _chains_written_in(code: types.CodeType) -> tuple[_Chain, ...]:
         return ()
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
-    except (OSError, SyntaxError):  # There is no source to read, or it is part of a line.
+    # There is no source to read, or it is part of a line, or it was edited since.
+    except (OSError, SyntaxError, ValueError, tokenize.TokenError):
         return ()
     names: dict[str, _Chain] = {code.co_varnames[0]: ()}
     for node in ast.walk(tree):

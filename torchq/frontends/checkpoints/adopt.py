@@ -121,10 +121,10 @@ def _by_first_path(model: nn.Module, layers: Layers) -> Layers:
 
 
 def _is_equal(one: Layer, other: Layer) -> bool:
-    if one.grids.keys() != other.grids.keys():
+    if one.grids.keys() != other.grids.keys() or one.values.keys() != other.values.keys():
         return False
     grids = ((grid, other.grids[slot]) for slot, grid in one.grids.items())
-    values = ((one.values.get(name), value) for name, value in other.values.items())
+    values = ((one.values[name], value) for name, value in other.values.items())
     return all(a == b for a, b in grids) and all(are_equal(a, b) for a, b in values)
 
 

@@ -22,7 +22,7 @@ def check_float_outputs(model: Model) -> Iterator[str]:
         if any(user.op_type == "BatchNormalization" for user in readers(node.outputs[0])):
             continue  # It is said of these once and for all.
         if _is_grouped(node) or any(map(_is_grouped, _behind_relu(node))):
-            continue  # Float is the faster one; see ``decide_outputs``.
+            continue  # Float is the faster one; see ``quantize_results``.
         if not leads_only_to_quantizers(node.outputs[0], "Relu", "Clip", "Max", "Min"):
             yield (
                 f"{layer_name(node)}: its output is not quantized, so it runs in float. "

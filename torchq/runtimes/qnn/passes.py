@@ -5,6 +5,9 @@ They change no code: what stands between the layer and the codes moves or clips 
 
 from __future__ import annotations
 
+import torch
+
+from torchq.functional import QParams
 from torchq.onnx.ir import (
     Model,
     Node,
@@ -79,22 +82,24 @@ def _grid_behind(node: Node) -> Node | None:
         return None
     if not all(is_constant(value) for user in users for value in user.inputs[1:]):
         return None
-    if (
-        len({str(qparams_of(user)) for user in users}) > 1
-        or value_of(users[0].inputs[1]).numel() > 1
-    ):
-        return None
-    return users[0]
+    first = qparams_of(users[0])
+    same = all(_is_one_grid(first, qparams_of(user)) for user in users)
+    return users[0] if same and first.scale.numel() == 1 else None
+
+
+def _is_one_grid(first: QParams, other: QParams) -> bool:
+    scales = torch.equal(first.scale, other.scale)
+    points = torch.equal(first.zero_point, other.zero_point)
+    return scales and points and first.format == other.format
 
 
 def _begins_there(node: Node, quantize: Node) -> bool:
     """Return True if codes of a grid cut a value off as the activation in front of them does."""
     qparams = qparams_of(quantize)
-    if node.op_type == "Relu":
-        return qparams.has_zero_point(int(qparams.quant_min))
     low = input_at(node, 1)
-    starts = low is not None and is_constant(low) and not value_of(low).any()
-    return starts and qparams.has_zero_point(int(qparams.quant_min))
+    clips_at_zero = low is not None and is_constant(low) and not value_of(low).any()
+    cuts_at_zero = node.op_type == "Relu" or clips_at_zero
+    return cuts_at_zero and qparams.has_zero_point(int(qparams.quant_min))
 
 
 def _quantize_input(node: Node) -> None:

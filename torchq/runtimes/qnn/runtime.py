@@ -7,6 +7,7 @@ provider's rules too; none was run on a device.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -178,11 +179,13 @@ class Qnn(OnnxEngine):
     def open(self, read: ReadGraph, threads: int, usual: Shapes = ()) -> Run:
         """See :meth:`FileEngine.open`. Each shape of the inputs has a binary of its own."""
         opened: dict[Shapes, Session] = {}
+        lock = threading.Lock()
 
         def run(feeds: Mapping[str, Tensor]) -> list[Tensor]:
             shapes = tuple((name, tuple(value.shape)) for name, value in feeds.items())
-            if shapes not in opened:
-                opened[shapes] = self._session(with_fixed_shapes(read(), shapes))
+            with lock:
+                if shapes not in opened:
+                    opened[shapes] = self._session(with_fixed_shapes(read(), shapes))
             return opened[shapes](feeds)
 
         return run

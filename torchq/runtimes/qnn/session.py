@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from torchq.utils.optional import import_optional
 
 #: Reasons that an error lists.
 _SHOWN = 5
+_OPENING = threading.Lock()
 
 
 def compiled(graph: bytes, soc: str, *, partly: bool, limit: float, where: str) -> bytes:
@@ -98,8 +100,9 @@ class Session:
     def __init__(self, context: bytes, *, partly: bool) -> None:
         runtime = import_optional("onnxruntime", "torchq.runtimes.Qnn", "qnn")
         qnn = import_optional("onnxruntime_qnn", "torchq.runtimes.Qnn", "qnn")
-        options = compiling.options_for(runtime, qnn, {}, partly)
-        with _without_output():
+        # The provider is registered once, and the output of the process is closed by one at a time.
+        with _OPENING, _without_output():
+            options = compiling.options_for(runtime, qnn, {}, partly)
             self._session = runtime.InferenceSession(context, options)
         # Otherwise a failed call runs again on the CPU, without a word.
         self._session.disable_fallback()
