@@ -56,6 +56,7 @@ def test_each_mutant_changes_one_place_and_has_a_key_of_its_own() -> None:
     assert len({mutant.key for mutant in mutants}) == 6
 
 
+@pytest.mark.slow
 def test_a_mutant_is_killed_by_a_test_that_passes_without_it_alone(tmp_path: Path) -> None:
     (tmp_path / "scale.py").write_text(SOURCE, "utf-8")
     (tmp_path / "test_scale.py").write_text(

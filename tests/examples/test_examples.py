@@ -103,6 +103,7 @@ def test_two_processes_find_the_ranges_of_one() -> None:
     assert second == "rank 1 of 2: equal to one process\n"
 
 
+@pytest.mark.slow
 @needs_gloo
 def test_two_processes_train_one_network() -> None:
     for rank, printed in enumerate(run_as_torchrun_would("distributed_training.py")):

@@ -133,6 +133,7 @@ def compare(model: nn.Module, x: Tensor, expected: Tensor) -> None:
     assert torch.equal(model(x), expected)
 
 
+@pytest.mark.slow
 def test_a_spawned_process_gets_a_deployed_model_that_has_run() -> None:
     x = torch.randn(1, 3, 8, 8)
     model = torchq.deploy(calibrated(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), x), x)

@@ -295,6 +295,7 @@ def test_a_wrong_result_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         torchq.deploy(calibrated_detector(), images(1), target="onnxruntime")
 
 
+@pytest.mark.slow
 def test_an_engine_that_computes_something_else_than_its_file_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

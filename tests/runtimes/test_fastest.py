@@ -80,6 +80,7 @@ def test_the_report_has_all_candidates_and_why_some_were_left_out(
     assert f"chosen: onnxruntime quantized, on {torch.get_num_threads()} threads" in text
 
 
+@pytest.mark.slow
 def test_one_lucky_sample_does_not_win(monkeypatch: pytest.MonkeyPatch) -> None:
     timed(monkeypatch, {**TIMES, "onnxruntime float": (4.0, 1.5, 4.0)})
     report = deploy().report
@@ -87,6 +88,7 @@ def test_one_lucky_sample_does_not_win(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.candidates[2].seconds == 4.0
 
 
+@pytest.mark.slow
 def test_a_wrong_result_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     timed(monkeypatch, TIMES)
     original = OnnxRuntime.open

@@ -110,6 +110,7 @@ def test_an_error_names_the_overflow() -> None:
     run(WRONG_RESULT, "AVX2")
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_an_error_of_another_engine_names_the_overflow() -> None:
     """The kernels of OpenVINO are those of oneDNN too."""
