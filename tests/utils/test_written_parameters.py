@@ -91,7 +91,59 @@ class Inherited(Method):
         return torch.zeros(size)
 
 
+class Layers(Base):
+    """Holds layers and numbers in containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.factors = nn.ParameterList([torch.ones(8)])
+
+
+class LoopOfLayers(Layers):
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            layer.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Place(Layers):
+    def forward(self, x: Tensor) -> Any:
+        self.layers[0].bias.data.mul_(2)
+        return super().forward(x)
+
+
+class ListOfNumbers(Layers):
+    def forward(self, x: Tensor) -> Any:
+        self.factors[0].data.mul_(2)
+        return super().forward(x)
+
+
+class Modules(Layers):
+    def forward(self, x: Tensor) -> Any:
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                module.weight.data.mul_(2)
+        return super().forward(x)
+
+
+class Comprehension(Base):
+    def forward(self, x: Tensor) -> Any:
+        [parameter.data.mul_(2) for parameter in self.parameters()]
+        return super().forward(x)
+
+
+class Table(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 8, max_norm=0.5)
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x + self.table(torch.arange(2)))
+
+
 WRITING = [Method, Element, Augmented, Function, Out, Alias, Loop, Inherited]
+WRITING += [LoopOfLayers, Place, ListOfNumbers, Modules, Comprehension, Table]
 
 
 @torch.no_grad()
@@ -117,6 +169,7 @@ def test_calibration_leaves_parameters_that_a_forward_overwrites() -> None:
 
 class Residual(Base):
     def forward(self, x: Tensor) -> Any:
+        self.fc.requires_grad_(False)
         y = self.fc(x).relu_()
         y += x
         y[0] = self.scale

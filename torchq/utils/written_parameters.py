@@ -20,18 +20,26 @@ _Chain = tuple[str, ...]
 _LIBRARIES = ("torch", "torchq")
 #: What runs before any forward.
 _OF_MAKING = ("__init__", "init", "_init", "reset")
-_PARAMETERS = ("parameters", "named_parameters")
+#: Methods that yield parameters, or the modules that hold them.
+_SOURCES = frozenset(
+    f"{prefix}{name}" for prefix in ("", "named_") for name in ("parameters", "modules", "children")
+)
+#: They end as methods that write do, and write no numbers.
+_HARMLESS = ("requires_grad_", "share_memory_")
 
 
 def written_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that methods of a model's own classes may overwrite in place.
 
     Seen are ``self.weight.mul_(2)``, ``self.head.weight.data[0] = 1``,
-    ``init.zeros_(self.weight)``, ``out=self.weight``, names that stand for such a tensor, and
-    loops over ``self.parameters()``; code without a source is not.
+    ``init.zeros_(self.weight)``, ``out=self.weight``, names that stand for such a tensor, and loops
+    over ``self.parameters()`` or over modules in a container, of which all parameters count; code
+    without a source is not. Tables with ``max_norm`` shorten their rows when these are looked up.
     """
     parameters: dict[int, nn.Parameter] = {}
     for module in model.modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            parameters |= {id(p): p for p in module.parameters(recurse=False)}
         for chain in _chains_of(type(module)):
             parameters |= {id(p): p for p in _parameters_at(module, chain)}
     return list(parameters.values())
@@ -40,12 +48,16 @@ def written_parameters(model: nn.Module) -> list[nn.Parameter]:
 def _parameters_at(module: nn.Module, chain: _Chain) -> Iterator[nn.Parameter]:
     value: Any = module
     for name in chain:
-        if isinstance(value, nn.Module) and name in _PARAMETERS:
-            yield from value.parameters()
-            return
+        is_part = isinstance(value, nn.Module) and hasattr(value, name)
+        if isinstance(value, nn.Module) and (name in _SOURCES or not is_part):
+            break  # A loop over its parts, or one of them by its place.
         value = getattr(value, name, None)
     if isinstance(value, nn.Parameter):
         yield value
+    elif isinstance(value, nn.Module) and value is not module:
+        yield from value.parameters()
+    elif value is module and chain[0] in _SOURCES:
+        yield from module.parameters()
 
 
 def _chains_of(cls: type[Any]) -> Iterator[_Chain]:
@@ -80,9 +92,11 @@ def _chains_written_in(code: types.CodeType) -> tuple[_Chain, ...]:
 def _names_given_in(node: ast.AST, names: dict[str, _Chain]) -> Iterator[tuple[str, _Chain]]:
     """Yield names that an assignment or a loop gives to what belongs to the module."""
     if isinstance(node, ast.Assign):
-        targets, value = node.targets, node.value
-    elif isinstance(node, ast.For):
-        targets, value = [node.target], node.iter
+        targets = node.targets
+        value = node.value
+    elif isinstance(node, (ast.For, ast.comprehension)):
+        targets = [node.target]
+        value = node.iter
     else:
         return
     chain = _chain(value, names)
@@ -119,7 +133,7 @@ def _root(node: ast.expr) -> str:
 
 
 def _is_in_place(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__")
+    return name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
 
 
 def _chain(node: ast.expr, names: dict[str, _Chain]) -> _Chain:
@@ -134,7 +148,7 @@ def _chain(node: ast.expr, names: dict[str, _Chain]) -> _Chain:
             node = node.value
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             # A method may return a view; those that yield parameters are told by their names.
-            is_source = node.func.attr in _PARAMETERS
+            is_source = node.func.attr in _SOURCES
             attributes = [node.func.attr] if is_source else []
             node = node.func.value
         else:

@@ -24,7 +24,7 @@ class SessionEngine(OnnxEngine):
     @property
     @abstractmethod
     def execution_provider(self) -> str:
-        """What ONNX Runtime calls the provider of these kernels."""
+        """The name that ONNX Runtime has for the provider of these kernels."""
 
     def check(self) -> None:
         """See :meth:`Engine.check`."""
