@@ -29,7 +29,7 @@ def quantized() -> nn.Module:
     )
 
 
-X = torch.randn(8, 4)
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 WRONG: dict[str, tuple[Any, dict[str, int], type[Exception], str]] = {
     "no batch": ([], {}, CalibrationError, "got no batch; expected at least one"),
     "one batch": (X, {}, ConfigError, r"got a Tensor as batches; .* Pass \[batch\]"),

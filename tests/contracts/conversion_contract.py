@@ -90,7 +90,9 @@ def decibels(got: Tensor, wanted: Tensor) -> float:
 
 def harm_of_correction(plain: nn.Module, quantized: Callable[[bool], nn.Module], batch: Any) -> str:
     """Return how much worse the correction makes the outputs on the batch that it is fitted on."""
-    wanted = [x for x in results(plain, batch) if isinstance(x, Tensor)]
+    # A float network may have quantizers of its author, which both versions are without in float.
+    with quantizing_only([m for m in plain.modules() if is_quantizer(m)]):
+        wanted = [x for x in results(plain, batch) if isinstance(x, Tensor)]
     errors = []
     for correct in (True, False):
         got = [x for x in results(quantized(correct), batch) if isinstance(x, Tensor)]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import torchq
 from torchq import QuantDescriptor, Rule
 
-X = torch.randn(2, 3, 8, 8)
+X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
 def convs() -> nn.Sequential:
